@@ -1,0 +1,106 @@
+# maingrad: `make train` and `make test` need nothing but Python 3.11+ and a network for the first run.
+#
+#   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
+#   make test       the tests (two workers, under ten minutes on two cores)
+#   make test-all   slow tests too, and property tests at full counts
+#   make faults     apply each known fault to a copy; its test must notice
+#   make check      ruff, mypy --strict on the library, import direction
+#   make test-gpu   the tests marked gpu
+#   make bench      the benchmarks
+#   make clean      remove everything that make made
+#
+# VENV=none uses $(PYTHON) and what is installed there, and installs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+CONFIG ?= launch/configs/stdlib.toml
+RANKS ?= 2
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+# Without it, python -m puts this folder first on the path and a third-party `import kernels` would find ours.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Ranks and test workers are processes: one thread each, unless told otherwise.
+export OMP_NUM_THREADS ?= 1
+
+BUILD := .build
+LINK := $(BUILD)/maingrad
+
+ifeq ($(VENV),none)
+PY := $(PYTHON)
+# The package is imported through a link of its own name, whatever the checkout is called.
+export PYTHONPATH := $(CURDIR)/$(BUILD)$(if $(PYTHONPATH),:$(PYTHONPATH))
+installed = $(LINK)
+else
+PY := $(VENV)/bin/python
+installed = $(VENV)/.installed-$(1)
+endif
+
+.PHONY: train test test-all faults check test-gpu bench clean
+.DEFAULT_GOAL := test
+
+train: $(call installed,launch)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m maingrad train $(CONFIG) $(ARGS)
+
+test: $(call installed,test)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
+
+test-all: $(call installed,test)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu" --hypothesis-profile=full --timeout 1800 $(ARGS)
+
+test-gpu: $(call installed,test)
+	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'
+	$(PY) -m pytest -m gpu $(ARGS)
+
+faults: $(call installed,test)
+	$(PY) tests/faults/run.py --jobs $(WORKERS) $(ARGS)
+
+bench: $(call installed,launch)
+	$(PY) -m maingrad bench $(ARGS)
+
+# Linters see the package through a link named maingrad: they derive module names from folders.
+check: $(call installed,dev) $(LINK)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	MYPYPATH=$(BUILD) $(PY) -m mypy $(foreach room,kernels ddp te_integration launch,-p maingrad.$(room))
+	PYTHONPATH=$(BUILD) $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+clean:
+	rm -rf $(BUILD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	$(if $(filter-out none,$(VENV)),test ! -e $(VENV)/.made-by-make || rm -rf $(VENV))
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+$(LINK):
+	@mkdir -p $(BUILD)
+	@ln -sfn .. $@
+
+# Environment: a stamp per extra, renewed when pyproject.toml changes.
+ifneq ($(VENV),none)
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: found no $(PYTHON); name a Python 3.11 or newer: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), maingrad needs 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $(VENV)/.made-by-make
+
+# The pins of pyproject.toml as a pip constraints file. A torch that is there already stays as it is.
+$(VENV)/constraints.txt: pyproject.toml | $(VENV)/bin/python
+	@$(PY) -c 'import importlib.util, tomllib; \
+	pins = tomllib.load(open("pyproject.toml", "rb"))["tool"]["uv"]["constraint-dependencies"]; \
+	own = ("torch==", "triton==") if importlib.util.find_spec("torch") else (); \
+	print(*(pin for pin in pins if not (own and pin.startswith(own))), sep="\n")' > $@
+
+$(VENV)/.installed-tools: $(VENV)/constraints.txt
+	$(PY) -m pip install -q --upgrade pip
+	$(PY) -m pip install -q --constraint $< setuptools
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed-tools
+	$(PY) -m pip install -q --no-build-isolation --constraint $(VENV)/constraints.txt -e '.[$*]'
+	@touch $@
+endif

@@ -1,0 +1,34 @@
+"""What every test shares: hypothesis profiles, the ``gpu`` marker, and the rule that a run must prove something."""
+
+import os
+
+# Ranks, pytest workers and gloo processes share few cores: one thread each, set before torch reads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+# A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`
+# (make test-all) takes more of them, freshly drawn.
+hypothesis.settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("quick")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("gpu"):
+        needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} CUDA device(s), this machine has {torch.cuda.device_count()}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run in which no test passed or failed (all skipped, say) exits as pytest does when it collects nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or session.config.option.collectonly or session.exitstatus != pytest.ExitCode.OK:
+        return
+    if not reporter.stats.get("passed") and not reporter.stats.get("xfailed"):
+        reporter.write_line("No test passed: a run that proves nothing fails.", red=True)
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
