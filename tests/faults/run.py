@@ -1,9 +1,9 @@
 """Apply each known fault to a copy of the library and see that its test notices.
 
 A test that passes proves little until it has been seen to fail. Every ``NN-name.patch`` beside this file brings one
-fault of ``docs/main_grad.md`` back; the tests it names must pass without the patch and fail with it. README.md describes the
-format. A fault counts as noticed only when each named test fails in its own body: a patch that does not apply, breaks an
-import, or makes the test hang or crash is an error of the patch.
+fault of ``docs/main_grad.md`` back; the tests it names must pass without the patch and fail with it. README.md
+describes the format. A fault counts as noticed only when each named test fails in its own body: a patch that does not
+apply, breaks an import, or makes the test hang or crash is an error of the patch.
 
     python tests/faults/run.py [--only 03] [--jobs 2]
 """
@@ -61,7 +61,7 @@ class Case:
 
     nodeid: str
     outcome: str
-    """``passed``, ``failed`` (in the test's body), ``timeout``, ``skipped`` or ``error`` (in a fixture or at collection)."""
+    """``passed``, ``failed`` (in the test's body), ``timeout``, ``skipped`` or ``error`` (outside the body)."""
     exception: str = ""
 
 
@@ -212,7 +212,7 @@ def check_unpatched(faults: Sequence[Fault], copies: Sequence[Path], timeout: fl
             return [str(error)]
 
     with ThreadPoolExecutor(len(copies)) as pool:
-        return sum(pool.map(complaints, shares, copies[: len(shares)]), [])
+        return [each for found in pool.map(complaints, shares, copies[: len(shares)]) for each in found]
 
 
 def judge_all(faults: Sequence[Fault], copies: Sequence[Path], timeout: float) -> list[Verdict]:

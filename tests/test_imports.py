@@ -1,0 +1,141 @@
+"""What imports what, what stays in one file, and which names are public."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("kernels", "ddp", "te_integration", "fsdp", "launch")
+SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+# A folder may import the folders after it; te_integration and fsdp meet in ddp only.
+MAY_IMPORT = {
+    "launch": {"launch", "te_integration", "fsdp", "ddp", "kernels"},
+    "te_integration": {"te_integration", "ddp", "kernels"},
+    "fsdp": {"fsdp", "ddp", "kernels"},
+    "ddp": {"ddp", "kernels"},
+    "kernels": {"kernels"},
+}
+LIBRARY_MAY_IMPORT = {"torch", "triton", "einops", *sys.stdlib_module_names}
+LAUNCH_ONLY = ("tyro", "cattrs", "rich", "matplotlib", "numpy", "tensorboard", "safetensors", "transformers")
+
+CONTRACT = {
+    "main_grad",
+    "get_main_grad",
+    "__fsdp_param__",
+    "grad_added_to_main_grad",
+    "overwrite_main_grad",
+    "zero_out_wgrad",
+    "skip_backward_post_hook",
+}
+
+PUBLIC = {
+    "maingrad.kernels": {"wgrad_accumulate"},
+}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every import as (level, dotted name): level 0 is absolute, 2 is ``from ..room``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.module:
+                yield node.level, node.module
+            else:
+                yield from ((node.level, alias.name) for alias in node.names)
+
+
+def outside(code: str, *blocked: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process of its own, where importing any of ``blocked`` fails as if it were not installed."""
+    preamble = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+"""
+    return subprocess.run([sys.executable, "-P", "-c", preamble + code], capture_output=True, text=True)
+
+
+def test_the_root_module_imports_nothing() -> None:
+    """pytest and type checkers load it under other names, so an import there would load the library twice."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    assert ast.get_docstring(tree)
+    assert not list(imports(tree))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_imports_follow_the_direction(path: Path) -> None:
+    room = room_of(path)
+    for level, name in imports(ast.parse(path.read_text())):
+        first = name.partition(".")[0]
+        if level == 0:
+            assert first != "maingrad", f"{name}: between folders of the library, import relatively"
+            assert room == "launch" or first in LIBRARY_MAY_IMPORT, f"{name} belongs in launch/"
+        else:
+            assert level <= 2, f"folders are flat: {name}"
+            assert first in MAY_IMPORT[room] or level == 1, f"{room} must not import {first}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if label(path) != "ddp/main_grad.py"], ids=label)
+def test_the_contract_stays_in_one_file(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
+        assert name not in CONTRACT, f"line {node.lineno}: {name} is for ddp/main_grad.py; call what it offers"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400, "look for the second concept"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= 80, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if room_of(path) != "launch"], ids=label)
+def test_library_code_does_not_print_and_leaves_the_root_logger_alone(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called != "print", f"line {node.lineno}"
+            assert called not in ("logging.basicConfig", "logging.info", "logging.warning"), f"line {node.lineno}"
+            assert called != "logging.getLogger" or node.args, f"line {node.lineno}: the root logger"
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_names_are_pinned(module: str) -> None:
+    room = importlib.import_module(module)
+    assert set(room.__all__) == PUBLIC[module]
+    assert all(hasattr(room, name) for name in PUBLIC[module])
+
+
+def test_every_room_has_its_names_pinned() -> None:
+    assert set(PUBLIC) == {f"maingrad.{room_of(path)}" for path in SOURCES}
+
+
+def test_the_library_loads_nothing_of_launch() -> None:
+    """Not even where it is installed: torch loads numpy itself, so only what our own import adds is looked at."""
+    rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")
+    code = f"import sys, torch; before = set(sys.modules); import {rooms}; print(*(set(sys.modules) - before))"
+    done = outside(code)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & set(LAUNCH_ONLY)
+    assert "maingrad.launch" not in done.stdout.split()
