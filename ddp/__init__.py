@@ -1,0 +1,15 @@
+"""Data parallelism over contiguous gradient buckets, and the main_grad contract that everything here meets at."""
+
+from .backward_order import recorded_backward_order as recorded_backward_order
+from .config import DistributedDataParallelConfig as DistributedDataParallelConfig
+from .data_parallel import DistributedDataParallel as DistributedDataParallel
+from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+from .grad_norm import clip_grad_norm as clip_grad_norm
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "clip_grad_norm",
+    "recorded_backward_order",
+]

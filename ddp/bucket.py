@@ -1,0 +1,97 @@
+"""A bucket at run time: its phase, which of its parameters are ready, and the memory that one collective reduces."""
+
+import enum
+
+from torch import Tensor
+
+from .layout import BucketLayout
+from .main_grad import GradRecord
+
+__all__ = ["Bucket", "Phase"]
+
+
+class Phase(enum.Enum):
+    """Where a bucket is in the current iteration."""
+
+    IDLE = "idle"
+    """Nothing was written since the iteration began."""
+    ACCUMULATING = "accumulating"
+    """Some contributions are in."""
+    READY = "ready"
+    """The last contribution of every parameter is in."""
+    REDUCING = "reducing"
+    """Its collective was launched; the memory belongs to it."""
+    REDUCED = "reduced"
+    """The optimizer may read it; nobody may write it before the next iteration."""
+
+
+_MOVES = {
+    Phase.IDLE: {Phase.ACCUMULATING, Phase.READY, Phase.REDUCING},
+    Phase.ACCUMULATING: {Phase.READY, Phase.REDUCING, Phase.IDLE},
+    Phase.READY: {Phase.REDUCING, Phase.IDLE},
+    Phase.REDUCING: {Phase.REDUCED},
+    Phase.REDUCED: {Phase.IDLE},
+}
+
+
+class Bucket:
+    """One bucket of gradients, and the only place where its phase changes."""
+
+    def __init__(self, layout: BucketLayout, grad_data: Tensor, records: list[GradRecord]) -> None:
+        self.layout = layout
+        self.grad_data = grad_data
+        """[layout.numel] accumulators of all its parameters, padding included (always zeros)."""
+        self.records = tuple(records)
+        self.streams: set[int] = set()
+        """Raw CUDA streams on which contributions of this iteration were written; empty on other devices."""
+        self._num_ready = 0
+        self._phase = Phase.IDLE
+
+    @property
+    def index(self) -> int:
+        """Place in the launch order."""
+        return self.layout.index
+
+    @property
+    def name(self) -> str:
+        """For errors and profiler labels: index, first and last parameter."""
+        first, last = self.records[0].name, self.records[-1].name
+        return f"bucket {self.index} ({first})" if first == last else f"bucket {self.index} ({first} .. {last})"
+
+    @property
+    def phase(self) -> Phase:
+        """Current phase."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if phase not in _MOVES[self._phase]:
+            raise RuntimeError(f"{self.name} cannot go from {self._phase.value} to {phase.value}")
+        self._phase = phase
+        if phase is Phase.REDUCING:
+            self._close("was launched: run earlier backwards under no_sync(), or use non-reentrant recompute")
+        elif phase is Phase.REDUCED:
+            self._close("was reduced: call zero_grad_buffer() before the next iteration's backward")
+
+    def mark_ready(self, record: GradRecord) -> None:
+        """The last contribution of one parameter is in; the bucket is ready with the last of its parameters."""
+        if record.ready:
+            return
+        record.ready = True
+        self._num_ready += 1
+        if self._num_ready == len(self.records):
+            self.phase = Phase.READY
+
+    def reset(self) -> None:
+        """Start a new iteration."""
+        if self._phase is not Phase.IDLE:
+            self.phase = Phase.IDLE
+        self._num_ready = 0
+        self.streams.clear()
+        for record in self.records:
+            record.reset()
+
+    def _close(self, reason: str) -> None:
+        closed = f"{self.name} {reason}"
+        for record in self.records:
+            record.closed = closed

@@ -1,0 +1,392 @@
+"""``DistributedDataParallel``: gradient buckets under any model, reduced while backward still runs.
+
+Follow a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook below moves it there
+(``main_grad.py``); in the final microbatch the hook marks the parameter ready (``bucket.py``); a full bucket whose turn
+has come is launched (``launcher.py``, ``collectives.py``); ``finish_grad_sync`` waits for all of them.
+"""
+
+import copy
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from .bucket import Bucket, Phase
+from .collectives import group_rank, group_size
+from .config import DistributedDataParallelConfig
+from .graph_walk import differentiable_tensors, walk_graph
+from .launcher import BucketLauncher
+from .layout import BucketLayout
+from .main_grad import GradRecord, absorb_grad, attach, clear_exposed_grad, detach, expose_grad
+from .stock_optimizer import guard_stock_optimizers
+from .timeline import Timeline
+from .wiring import WiredParam, allocate_buckets, check_same_on_all_ranks, find_owned_params, plan_model
+
+__all__ = ["DistributedDataParallel"]
+
+logger = logging.getLogger(__name__)
+
+
+class DistributedDataParallel(nn.Module):
+    """Data parallelism over contiguous gradient buckets, with Megatron-core's verbs.
+
+    ``main_grad`` of every trainable parameter is a view of a bucket. Gradients of any number of microbatches accumulate
+    there; those under ``no_sync`` stay local, and in the last one each bucket's collective is launched as soon as its
+    gradients are complete (``overlap_grad_reduce``). One iteration is::
+
+        with model.no_sync():
+            for microbatch in microbatches[:-1]: (loss(model, microbatch) / n).backward()
+        (loss(model, microbatches[-1]) / n).backward()
+        model.finish_grad_sync()      # main_grad holds the average over ranks (of this rank's shard, where sharded)
+        optimizer.step()
+        model.zero_grad_buffer()
+
+    module          the model, on its final device and in its final dtype; frozen parameters stay plain
+    config          see ``DistributedDataParallelConfig``
+    process_group   ranks to reduce over; None: the default group, or a world of one without ``torch.distributed``
+    backward_order  names of the trainable parameters as backward reaches them, where that is not the reverse of their
+                    registration: ``recorded_backward_order`` finds out
+    init_sync       copy rank 0's parameters and buffers to all ranks, as PyTorch's DDP does
+
+    Raises ``ValueError`` at construction for settings that cannot take effect, and where the model differs between ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DistributedDataParallelConfig | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        backward_order: Sequence[str] | None = None,
+        init_sync: bool = True,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config = config = config or DistributedDataParallelConfig()
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self.process_group = process_group
+
+        # What there is to reduce, and where it will lie.
+        owned = find_owned_params(module)
+        trainable = [entry for entry in owned if entry.param.requires_grad]
+        self._frozen = [entry for entry in owned if not entry.param.requires_grad]
+        self.device = _check_setup(trainable, config, process_group)
+        self.plan = plan_model(
+            trainable, config, shard_degree=group_size(process_group), backward_order=backward_order
+        )
+        check_same_on_all_ranks(self.plan, process_group)
+
+        # Storage, and the collectives over it.
+        buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
+        self.buckets: tuple[Bucket, ...] = tuple(buckets)
+        self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
+        self._zeroed_views = [record.view for record in self.records if not record.first_write_overwrites]
+        self._launcher = BucketLauncher(
+            self.buckets,
+            process_group,
+            sharded=config.use_distributed_optimizer,
+            average_in_collective=config.average_in_collective,
+            device=self.device,
+        )
+
+        # State of the iteration.
+        self._sync = True  # False inside no_sync()
+        self._clean = True  # True from zero_grad_buffer until anything is written or launched
+        self._checked = False  # True once this iteration's first forward has checked the wiring
+        self._finished = False  # True from finish_grad_sync until zero_grad_buffer
+
+        # State of the backward.
+        self._outer_task: int | None = None  # the graph task that reached the outputs; None outside and where unknown
+        self._recomputes: bool | None = None  # reentrant recompute was seen; None before the first forward
+        self._unused: list[WiredParam] = []  # parameters that the final forward's graph does not reach
+        self._passed: list[tuple[Bucket, GradRecord]] = []  # ready when the outermost backward ends
+
+        self._attach()
+        if init_sync:
+            self.broadcast_params()
+
+    # ---- The user's verbs. ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._before_forward()
+        outputs = self.module(*args, **kwargs)
+        self._after_forward(outputs)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here only accumulate: every microbatch of an iteration but the last."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def start_grad_sync(self) -> None:
+        """Launch every bucket that was not launched yet, in the plan's order; returns at once."""
+        self._clean = False
+        self._launcher.launch_rest()
+
+    def finish_grad_sync(self) -> None:
+        """Launch what is missing and wait: then ``main_grad`` holds the reduced gradients.
+
+        Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration.
+        """
+        if self._finished:
+            raise RuntimeError(
+                "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
+                "zero_grad_buffer() after optimizer.step()"
+            )
+        self.start_grad_sync()
+        self._launcher.wait()
+        self._finished = True
+
+    def zero_grad_buffer(self) -> None:
+        """Start a new iteration: no gradient is in any bucket.
+
+        Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
+        """
+        if self._clean:
+            return
+        for bucket in self.buckets:
+            if bucket.phase is Phase.REDUCING:
+                raise RuntimeError(
+                    f"{bucket.name} is still being reduced: call finish_grad_sync() after the last backward of an "
+                    f"iteration and before zero_grad_buffer()"
+                )
+        for bucket in self.buckets:
+            bucket.reset()
+        for wired in self._wired:
+            clear_exposed_grad(wired.owned.param, wired.record)
+        if self._zeroed_views:
+            torch._foreach_zero_(self._zeroed_views)
+        self._launcher.reset()
+        self._passed.clear()
+        self._unused.clear()
+        self._clean, self._checked, self._finished = True, False, False
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
+        torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
+
+    @torch.no_grad()
+    def broadcast_params(self) -> None:
+        """Copy rank 0's parameters and buffers to every rank of the group."""
+        if self.process_group is None or group_size(self.process_group) == 1:
+            return
+        source = dist.get_global_rank(self.process_group, 0)
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            dist.broadcast(tensor.detach(), source, group=self.process_group)
+
+    def expose_grads(self, dtype: torch.dtype | None = None) -> None:
+        """Hand the reduced gradients to stock optimizers and ``clip_grad_norm_`` as ``.grad``, after ``finish_grad_sync``.
+
+        dtype  dtype of ``.grad``; None: each parameter's own, which every optimizer takes. Where it is ``main_grad``'s
+               dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) ``.grad`` is ``main_grad``, without a copy
+        """
+        self.check_reduced("expose_grads()")
+        if self.config.use_distributed_optimizer:
+            raise RuntimeError(
+                "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: use "
+                "maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
+            )
+        for wired in self._wired:
+            expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Record when backwards ran and when each bucket was ready, launched and finished; read it after the block."""
+        on_gloo = self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
+        timeline = Timeline(self.device, collectives_have_threads=on_gloo)
+        self._launcher.timeline = timeline
+        try:
+            yield timeline
+        finally:
+            self._launcher.timeline = None
+            timeline.close()
+
+    def check_reduced(self, caller: str) -> None:
+        """Raise unless every bucket of this iteration is reduced."""
+        if not self._finished:
+            raise RuntimeError(f"{caller} before finish_grad_sync(): this iteration's gradients are not reduced yet")
+
+    def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
+        """[start, end) of the bucket's elements that this rank reduces and updates: its shard, or all of them."""
+        if not self.config.use_distributed_optimizer:
+            return 0, layout.numel
+        return layout.shard(group_rank(self.process_group))
+
+    @property
+    def wired(self) -> Sequence[WiredParam]:
+        """Every trainable parameter with its bucket and record, in the order of the buffers."""
+        return self._wired
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain, unwrapped copy of the model: buckets and hooks stay with the original."""
+        return copy.deepcopy(self.module, memo)
+
+    # ---- Wiring. ----
+
+    def _attach(self) -> None:
+        """Give every parameter its accumulator and its hook; a dead wrapper takes them back."""
+        # Back edges (hook -> wrapper) are weak: a model that is let go frees its memory without the garbage collector.
+        wrapper = weakref.ref(self)
+        handles, params = [], []
+        for wired in self._wired:
+            attach(wired.owned.param, wired.record)
+            hook = _make_hook(wrapper, wired.bucket, wired.record)
+            handles.append(wired.owned.param.register_post_accumulate_grad_hook(hook))
+            params.append(torch.utils.weak.TensorWeakRef(wired.owned.param))
+        handles.append(guard_stock_optimizers())
+        weakref.finalize(self, _unwire, handles, params).atexit = False
+
+    @torch.compiler.disable
+    def _before_forward(self) -> None:
+        if self._checked:
+            return
+        for wired in self._wired:
+            wired.check()
+        for name, param, _ in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter '{name}' was frozen when the model was wrapped and requires a gradient now: it has no "
+                    f"main_grad and would never be reduced; unfreeze before wrapping, or wrap again"
+                )
+        self._checked = True
+
+    @torch.compiler.disable
+    def _after_forward(self, outputs: Any) -> None:
+        """Watch for the moment when backward enters, and find out what it will reach."""
+        if not self.config.overlap_grad_reduce and self._launcher.timeline is None:
+            return
+        tensors = differentiable_tensors(outputs)
+        find_unused = self.config.find_unused_parameters and self._sync
+        if find_unused or self._recomputes is None:
+            walk = walk_graph(tensors)
+            self._recomputes = bool(self._recomputes) or walk.recomputes
+            if find_unused and not walk.recomputes:
+                self._unused = [wired for wired in self._wired if id(wired.owned.param) not in walk.leaves]
+        wrapper = weakref.ref(self)
+
+        def backward_enters(_: Tensor) -> None:
+            live = wrapper()
+            if live is not None:
+                live._on_backward_start()
+
+        for tensor in tensors:
+            tensor.register_hook(backward_enters)
+
+    # ---- Backward, as its hooks see it. ----
+
+    def _on_backward_start(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._outer_task:
+            return  # another output of the same forward
+        self._outer_task = task
+        # A callback queued here ends with the outermost backward; queued from a parameter's hook it would end with a
+        # nested one.
+        Variable._execution_engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]
+        if self._launcher.timeline is not None:
+            self._launcher.timeline.backward_started()
+        if self._sync and self.config.overlap_grad_reduce:
+            unused, self._unused = self._unused, []
+            for wired in unused:
+                self._mark_ready(wired.bucket, wired.record)
+
+    def _on_backward_end(self) -> None:
+        self._outer_task = None
+        passed, self._passed = self._passed, []
+        for bucket, record in passed:
+            self._mark_ready(bucket, record)
+        if self._launcher.timeline is not None:
+            self._launcher.timeline.backward_ended(self._sync)
+
+    def _on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
+        """A parameter's gradient of one backward is complete: in ``.grad``, or in ``main_grad`` already."""
+        absorb_grad(param, record)
+        self._clean = False
+        if bucket.phase is Phase.IDLE:
+            bucket.phase = Phase.ACCUMULATING
+        if self.device.type == "cuda":
+            bucket.streams.add(torch._C._cuda_getCurrentRawStream(self.device.index))
+        if not (self._sync and self.config.overlap_grad_reduce):
+            return
+        nested = self._outer_task is not None and torch._C._current_graph_task_id() != self._outer_task
+        if nested:
+            self._recomputes = True
+        if record.shared or self._recomputes:
+            if not record.passed:
+                record.passed = True
+                self._passed.append((bucket, record))
+        else:
+            self._mark_ready(bucket, record)
+
+    def _mark_ready(self, bucket: Bucket, record: GradRecord) -> None:
+        bucket.mark_ready(record)
+        if bucket.phase is Phase.READY:
+            self._clean = False
+            self._launcher.note_ready(bucket)
+
+
+def _make_hook(
+    wrapper: "weakref.ref[DistributedDataParallel]", bucket: Bucket, record: GradRecord
+) -> Callable[[Tensor], None]:
+    def hook(param: Tensor) -> None:
+        live = wrapper()
+        if live is None:
+            return
+        if torch.autograd._profiler_enabled():
+            with torch.profiler.record_function(f"maingrad::grad {record.name} -> bucket {bucket.index}"):
+                live._on_grad(param, bucket, record)
+        else:
+            live._on_grad(param, bucket, record)
+
+    return hook
+
+
+def _unwire(handles: list[RemovableHandle], params: list[torch.utils.weak.TensorWeakRef]) -> None:
+    for handle in handles:
+        handle.remove()
+    for reference in params:
+        param = reference()
+        if param is not None:
+            detach(param)
+
+
+def _check_setup(
+    trainable: Sequence[Any], config: DistributedDataParallelConfig, group: dist.ProcessGroup | None
+) -> torch.device:
+    """The one device of all trainable parameters; raises for settings that cannot work there."""
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
+    device: torch.device = trainable[0].param.device
+    for name, param, _ in trainable:
+        if param.device.type == "meta":
+            raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
+        if param.device != device:
+            raise ValueError(
+                f"parameter '{name}' is on {param.device} and '{trainable[0].name}' on {device}: one wrapper, one device"
+            )
+    if config.average_in_collective and group is not None and "nccl" not in dist.get_backend(group):
+        raise ValueError(
+            f"average_in_collective needs NCCL, and the group's backend is {dist.get_backend(group)}; "
+            f"leave it False, and each rank divides its gradients before the collective"
+        )
+    if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "overlap_grad_reduce with CUDA_DEVICE_MAX_CONNECTIONS=1 would queue collectives and compute behind each "
+            "other; unset the variable"
+        )
+    return device

@@ -1,0 +1,173 @@
+"""Ties a model's parameters to buckets: who owns each one, where it lies in the plan, and whether that still holds."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .bucket import Bucket
+from .buffer import FlatBuffer
+from .collectives import group_rank, group_size
+from .config import DistributedDataParallelConfig
+from .layout import GradPlan, ParamSpec, plan_gradients
+from .main_grad import FusedWgradModule, GradRecord
+
+__all__ = ["WiredParam", "allocate_buckets", "check_same_on_all_ranks", "find_owned_params", "plan_model"]
+
+
+class OwnedParam(NamedTuple):
+    """A parameter and the modules that register it. The first owner gives it its name."""
+
+    name: str
+    param: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def ours_alone(self) -> bool:
+        """Whether every owner writes its gradient through a ``WgradTarget``."""
+        return all(isinstance(m, FusedWgradModule) and local in m.fused_wgrad_weights() for m, local in self.owners)
+
+
+class WiredParam(NamedTuple):
+    """A parameter with its place, as it was when the model was wrapped."""
+
+    owned: OwnedParam
+    record: GradRecord
+    bucket: Bucket
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self) -> None:
+        """Raise if the parameter is no longer the tensor that was wrapped."""
+        name, param, owners = self.owned
+        module, local = owners[0]
+        if module._parameters.get(local) is not param:
+            raise RuntimeError(
+                f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), or a new nn.Parameter): "
+                f"its gradient would never be reduced; load with assign=False, or wrap again"
+            )
+        if param.dtype is not self.dtype or param.device != self.device:
+            raise RuntimeError(
+                f"parameter '{name}' is {param.dtype} on {param.device}, and was {self.dtype} on {self.device} when it was "
+                f"wrapped: its main_grad did not move along; call .to() before wrapping"
+            )
+        if not param.requires_grad:
+            raise RuntimeError(
+                f"parameter '{name}' was frozen (requires_grad_(False)) after wrapping: its bucket would wait for a "
+                f"gradient that never comes; freeze before wrapping, or wrap again"
+            )
+
+
+def find_owned_params(module: nn.Module) -> list[OwnedParam]:
+    """Every parameter of the model once, in registration order, with all modules that register it."""
+    owners: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    names: dict[nn.Parameter, str] = {}
+    for prefix, owner in module.named_modules():
+        for local, param in owner._parameters.items():
+            if param is not None:
+                owners[param].append((owner, local))
+                names.setdefault(param, f"{prefix}.{local}" if prefix else local)
+    return [OwnedParam(name, param, tuple(owners[param])) for param, name in names.items()]
+
+
+def plan_model(
+    trainable: Sequence[OwnedParam],
+    config: DistributedDataParallelConfig,
+    *,
+    shard_degree: int,
+    backward_order: Sequence[str] | None = None,
+) -> GradPlan:
+    """The plan for these parameters; pure, so that it also works on the meta device for any number of ranks.
+
+    backward_order  names in the order in which backward reaches them; None: reverse registration order
+    """
+    by_name = {owned.name: owned for owned in trainable}
+    if backward_order is None:
+        names = list(reversed(by_name))
+    else:
+        names = list(backward_order)
+        if set(names) != set(by_name) or len(names) != len(by_name):
+            missing, unknown = sorted(set(by_name) - set(names)), sorted(set(names) - set(by_name))
+            raise ValueError(
+                f"backward_order must name each trainable parameter once; missing {missing}, unknown {unknown}, "
+                f"{len(names)} names for {len(by_name)} parameters"
+            )
+    specs = [
+        ParamSpec(
+            name=name,
+            shape=tuple(by_name[name].param.shape),
+            param_dtype=by_name[name].param.dtype,
+            grad_dtype=_grad_dtype(by_name[name].param.dtype, config),
+            own_bucket=getattr(by_name[name].param, "shared_embedding", False),  # Megatron's mark: tied across stages
+        )
+        for name in names
+    ]
+    return plan_gradients(
+        specs,
+        shard_degree=shard_degree,
+        bucket_numel=config.bucket_size,
+        pad_for_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw,
+    )
+
+
+def _grad_dtype(param_dtype: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
+    half = param_dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if half and config.grad_reduce_in_fp32 else param_dtype
+
+
+def allocate_buckets(
+    plan: GradPlan, trainable: Sequence[OwnedParam], device: torch.device
+) -> tuple[list[Bucket], list[WiredParam]]:
+    """Allocate the plan's buffers and cut them into buckets (in launch order) and records (in backward order)."""
+    by_name = {owned.name: owned for owned in trainable}
+    buckets, wired = [], []
+    for buffer_layout in plan.buffers:
+        buffer = FlatBuffer(buffer_layout, buffer_layout.grad_dtype, device)
+        for layout in buffer_layout.buckets:
+            owned_here = [by_name[slot.spec.name] for slot in layout.slots]
+            records = [
+                GradRecord(
+                    owned.name,
+                    buffer.param_view(slot),
+                    first_write_overwrites=owned.ours_alone,
+                    shared=len(owned.owners) > 1,
+                )
+                for owned, slot in zip(owned_here, layout.slots, strict=True)
+            ]
+            bucket = Bucket(layout, buffer.bucket_view(layout), records)
+            buckets.append(bucket)
+            wired += [
+                WiredParam(owned, record, bucket, owned.param.dtype, device)
+                for owned, record in zip(owned_here, records, strict=True)
+            ]
+    return sorted(buckets, key=lambda bucket: bucket.index), wired
+
+
+def check_same_on_all_ranks(plan: GradPlan, group: dist.ProcessGroup | None) -> None:
+    """Compare the plan across ranks; every rank raises ``ValueError`` with the first parameter that differs."""
+    if group is None or group_size(group) == 1:
+        return
+    fingerprints: list[str] = [""] * group_size(group)
+    dist.all_gather_object(fingerprints, plan.fingerprint, group=group)
+    if len(set(fingerprints)) == 1:
+        return
+    lists: list[list[str]] = [[]] * group_size(group)
+    dist.all_gather_object(lists, list(_describe(plan)), group=group)
+    other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
+    for mine, theirs in zip([*lists[0], "nothing"], [*lists[other], "nothing"], strict=False):
+        if mine != theirs:
+            raise ValueError(
+                f"the model differs between ranks (this is rank {group_rank(group)}): "
+                f"rank 0 has {mine} where rank {other} has {theirs}"
+            )
+    raise ValueError(f"the gradient plan differs between rank 0 and rank {other}: wrap with the same config everywhere")
+
+
+def _describe(plan: GradPlan) -> Iterator[str]:
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            spec = slot.spec
+            yield f"'{spec.name}' {spec.param_dtype} {list(spec.shape)} in bucket {bucket.index}"
