@@ -36,7 +36,37 @@ CONTRACT = {
 
 PUBLIC = {
     "maingrad.kernels": {"wgrad_accumulate"},
+    "maingrad.ddp": {
+        "DistributedDataParallel",
+        "DistributedDataParallelConfig",
+        "DistributedOptimizer",
+        "clip_grad_norm",
+        "recorded_backward_order",
+    },
+    "maingrad.te_integration": {"Linear", "convert_linears"},
+    "maingrad.launch": {"simulate"},
 }
+
+# One iteration with everything in it that the core offers: a fused layer, an unfused one, two microbatches, a step.
+FUSED_STEP = """
+import torch
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.te_integration import Linear
+torch.manual_seed(0)
+net = torch.nn.Sequential(Linear(8, 16, fuse_wgrad_accumulation=True), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
+model = DistributedDataParallel(net.to(torch.bfloat16), DistributedDataParallelConfig(overlap_grad_reduce=True))
+optimizer = DistributedOptimizer(model, lr=0.1, max_grad_norm=1.0)
+before = [parameter.detach().clone() for parameter in model.parameters()]
+with model.no_sync():
+    model(torch.randn(3, 8).bfloat16()).square().mean().backward()
+model(torch.randn(3, 8).bfloat16()).square().mean().backward()
+model.finish_grad_sync()
+optimizer.step()
+fused = {record.name: record.num_fused_writes for record in model.records if record.num_fused_writes}
+assert fused == {"0.weight": 2}, fused
+assert optimizer.grad_norm > 0
+assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+"""
 
 
 def room_of(path: Path) -> str:
@@ -60,14 +90,23 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def outside(code: str, *blocked: str) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` in a process of its own, where importing any of ``blocked`` fails as if it were not installed."""
+    """Run ``code`` in a process of its own, where the packages ``blocked`` are as good as not installed."""
     preamble = f"""
 import sys
-class Blocked:
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocked())
+            return None
+        return self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 """
     return subprocess.run([sys.executable, "-P", "-c", preamble + code], capture_output=True, text=True)
 
@@ -131,11 +170,23 @@ def test_every_room_has_its_names_pinned() -> None:
 
 
 def test_the_library_loads_nothing_of_launch() -> None:
-    """Not even where it is installed: torch loads numpy itself, so only what our own import adds is looked at."""
+    """Not even where it is installed. torch loads numpy itself, so only what our own import adds is looked at."""
     rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")
-    code = f"import sys, torch; before = set(sys.modules); import {rooms}; print(*(set(sys.modules) - before))"
+    code = f"import sys, torch, torch._dynamo; before = set(sys.modules); import {rooms}; print(*(set(sys.modules) - before))"
     done = outside(code)
     assert done.returncode == 0, done.stderr
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & set(LAUNCH_ONLY)
     assert "maingrad.launch" not in done.stdout.split()
+
+
+def test_the_core_dependencies_are_enough_to_train_a_fused_step() -> None:
+    """Torch and einops only: no triton, and nothing from any extra."""
+    done = outside(FUSED_STEP, "triton", *LAUNCH_ONLY)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_missing_package_would_be_noticed() -> None:
+    """The two tests above block imports for real."""
+    done = outside("import einops", "einops")
+    assert "ModuleNotFoundError: No module named 'einops'" in done.stderr
