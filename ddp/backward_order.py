@@ -17,13 +17,13 @@ __all__ = ["recorded_backward_order"]
 def recorded_backward_order(
     module: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], process_group: dist.ProcessGroup | None = None
 ) -> list[str]:
-    """Run one forward and backward of the plain ``module`` and return its trainable parameters' names as they are reached.
+    """Run one forward and backward of the plain ``module``; returns its trainable parameters as they are reached.
 
     loss_of        called with ``module``, returns a scalar loss; one small microbatch is enough
     process_group  ranks that must agree: all of them get rank 0's order. None: the default group, if there is one
 
-    Parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state are left as
-    they were; buffers that a forward updates (batch norm's running statistics) are not.
+    Parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state are left
+    as they were; buffers that a forward updates (batch norm's running statistics) are not.
     """
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD

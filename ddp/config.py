@@ -14,7 +14,7 @@ class DistributedDataParallelConfig:
     overlap_grad_reduce: bool = False
     """Launch a bucket's collective from backward as soon as it is ready, instead of in ``finish_grad_sync``."""
     use_distributed_optimizer: bool = False
-    """Reduce-scatter: each rank gets the gradients of its shard only, for ``DistributedOptimizer``. Otherwise all-reduce."""
+    """Reduce-scatter: each rank gets the gradients of its shard, for ``DistributedOptimizer``. Otherwise all-reduce."""
     bucket_size: int | None = None
     """Elements at which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks)."""
     average_in_collective: bool = False
@@ -22,7 +22,7 @@ class DistributedDataParallelConfig:
     pad_buckets_for_high_nccl_busbw: bool = False
     """End every bucket at a multiple of 2^16 elements, on which NCCL's rings are fastest."""
     find_unused_parameters: bool = False
-    """Walk the graph of the final microbatch's forward, so that unused parameters hold no bucket back. Needs overlap."""
+    """Walk the final microbatch's graph, so that unused parameters hold no bucket back. Needs overlap."""
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.bucket_size < 1:

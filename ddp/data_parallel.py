@@ -1,8 +1,8 @@
 """``DistributedDataParallel``: gradient buckets under any model, reduced while backward still runs.
 
-Follow a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook below moves it there
-(``main_grad.py``); in the final microbatch the hook marks the parameter ready (``bucket.py``); a full bucket whose turn
-has come is launched (``launcher.py``, ``collectives.py``); ``finish_grad_sync`` waits for all of them.
+Follow a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook below moves it
+there (``main_grad.py``); in the final microbatch the hook marks the parameter ready (``bucket.py``); a full bucket
+whose turn has come is launched (``launcher.py``, ``collectives.py``); ``finish_grad_sync`` waits for all of them.
 """
 
 import copy
@@ -56,7 +56,8 @@ class DistributedDataParallel(nn.Module):
                     registration: ``recorded_backward_order`` finds out
     init_sync       copy rank 0's parameters and buffers to all ranks, as PyTorch's DDP does
 
-    Raises ``ValueError`` at construction for settings that cannot take effect, and where the model differs between ranks.
+    Raises ``ValueError`` at construction for settings that cannot take effect, and where the model differs between
+    ranks.
     """
 
     def __init__(
@@ -80,9 +81,7 @@ class DistributedDataParallel(nn.Module):
         trainable = [entry for entry in owned if entry.param.requires_grad]
         self._frozen = [entry for entry in owned if not entry.param.requires_grad]
         self.device = _check_setup(trainable, config, process_group)
-        self.plan = plan_model(
-            trainable, config, shard_degree=group_size(process_group), backward_order=backward_order
-        )
+        self.plan = plan_model(trainable, config, shard_degree=group_size(process_group), backward_order=backward_order)
         check_same_on_all_ranks(self.plan, process_group)
 
         # Storage, and the collectives over it.
@@ -191,7 +190,7 @@ class DistributedDataParallel(nn.Module):
             dist.broadcast(tensor.detach(), source, group=self.process_group)
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
-        """Hand the reduced gradients to stock optimizers and ``clip_grad_norm_`` as ``.grad``, after ``finish_grad_sync``.
+        """Hand the gradients to stock optimizers and ``clip_grad_norm_`` as ``.grad``, after ``finish_grad_sync``.
 
         dtype  dtype of ``.grad``; None: each parameter's own, which every optimizer takes. Where it is ``main_grad``'s
                dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) ``.grad`` is ``main_grad``, without a copy
@@ -199,8 +198,8 @@ class DistributedDataParallel(nn.Module):
         self.check_reduced("expose_grads()")
         if self.config.use_distributed_optimizer:
             raise RuntimeError(
-                "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: use "
-                "maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
+                "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
+                "use maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
             )
         for wired in self._wired:
             expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
@@ -297,7 +296,7 @@ class DistributedDataParallel(nn.Module):
         self._outer_task = task
         # A callback queued here ends with the outermost backward; queued from a parameter's hook it would end with a
         # nested one.
-        Variable._execution_engine.queue_callback(self._on_backward_end)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._on_backward_end)
         if self._launcher.timeline is not None:
             self._launcher.timeline.backward_started()
         if self._sync and self.config.overlap_grad_reduce:
@@ -347,7 +346,7 @@ def _make_hook(
         live = wrapper()
         if live is None:
             return
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             with torch.profiler.record_function(f"maingrad::grad {record.name} -> bucket {bucket.index}"):
                 live._on_grad(param, bucket, record)
         else:
@@ -377,7 +376,7 @@ def _check_setup(
             raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
         if param.device != device:
             raise ValueError(
-                f"parameter '{name}' is on {param.device} and '{trainable[0].name}' on {device}: one wrapper, one device"
+                f"parameter '{name}' is on {param.device}, '{trainable[0].name}' on {device}: one wrapper, one device"
             )
     if config.average_in_collective and group is not None and "nccl" not in dist.get_backend(group):
         raise ValueError(

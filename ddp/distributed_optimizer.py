@@ -60,9 +60,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     lr, betas, eps, weight_decay  as in ``torch.optim.AdamW``; learning-rate schedulers of torch work on this class
     max_grad_norm                 clip by the global norm; None: no clipping (``grad_norm`` is then None)
 
-    Parameters that somebody changed since the last step (``load_state_dict``, an in-place update) are read into the masters
-    again first. ``zero_grad`` is ``model.zero_grad_buffer``. ``step`` raises ``RuntimeError`` before ``finish_grad_sync``
-    and under ``GradScaler``.
+    Parameters that somebody changed since the last step (``load_state_dict``, an in-place update) are read into the
+    masters again first. ``zero_grad`` is ``model.zero_grad_buffer``. ``step`` raises ``RuntimeError`` before
+    ``finish_grad_sync`` and under ``GradScaler``.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Read parameters into the masters where somebody changed them since they were last in step.
 
-        In-place changes are seen by the tensor's version. Writing through ``param.data`` leaves none: change the parameter
-        itself under ``torch.no_grad()``.
+        In-place changes are seen by the tensor's version. Writing through ``param.data`` leaves none: change the
+        parameter itself under ``torch.no_grad()``.
         """
         for index, piece in enumerate(self._slices):
             version = piece.wired.owned.param._version
@@ -191,8 +191,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             param = piece.wired.owned.param
             if param.data_ptr() != piece.view.data_ptr():
                 raise RuntimeError(
-                    f"parameter '{piece.wired.owned.name}' was given other storage (.to(), .data = ...) after the optimizer "
-                    f"was built: updates would not reach it; move the model before wrapping it"
+                    f"parameter '{piece.wired.owned.name}' was given other storage (.to(), .data = ...) after the "
+                    f"optimizer was built: updates would not reach it; move the model before wrapping it"
                 )
 
 

@@ -1,4 +1,4 @@
-"""What the autograd graph behind a forward's outputs says: which parameters backward will reach, and whether it recomputes."""
+"""What the graph behind a forward's outputs says: which parameters backward will reach, and whether it recomputes."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """Launches the buckets' collectives, in the plan's order on every rank, and waits for them once.
 
 A bucket that is ready early waits for its predecessors in the plan: ranks may see gradients in different orders, and
-collectives of one group must be issued in one order. Nothing here blocks the host or the compute stream before ``wait``.
+collectives of one group must be issued in one order. Nothing here blocks the host or the compute stream before
+``wait``.
 """
 
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ class BucketLauncher:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             with torch.profiler.record_function(f"maingrad::launch {self.collective} {bucket.name}"):
                 self._launch(bucket)
         else:

@@ -93,7 +93,9 @@ class BucketLayout:
         if not self.slots:
             raise ValueError(f"bucket {self.index} holds no parameter")
         if self.numel % self.shard_degree:
-            raise ValueError(f"bucket {self.index}: {self.numel} elements do not divide into {self.shard_degree} shards")
+            raise ValueError(
+                f"bucket {self.index}: {self.numel} elements do not divide into {self.shard_degree} shards"
+            )
         if self.slots[0].start != self.start or self.slots[-1].end > self.end:
             raise ValueError(f"bucket {self.index}: parameters reach outside [{self.start}, {self.end})")
 

@@ -13,24 +13,22 @@ Transformer Engine's, so either side can be theirs; this file is the only one he
 """
 
 import enum
-import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..kernels import wgrad_accumulate
+from .placeholder import placeholder
+from .return_table import Returned, wgrad_outcome
 
 __all__ = [
     "Demand",
     "FusedWgradModule",
     "GradRecord",
-    "Returned",
-    "WgradOutcome",
     "WgradTarget",
-    "Written",
     "absorb_grad",
     "attach",
     "clear_exposed_grad",
@@ -39,62 +37,11 @@ __all__ = [
     "expose_grad",
     "has_main_grad",
     "is_fusable",
-    "placeholder",
     "record_of",
-    "wgrad_outcome",
 ]
 
 _RECORD = "_maingrad_record"
 _OVERWRITTEN_IN = "_maingrad_overwritten_in"
-
-
-# ---- What a weight-gradient step returns to autograd: one pure function, for every module and every row. ----
-
-
-class Returned(enum.Enum):
-    """What backward hands to autograd as the weight's gradient."""
-
-    WGRAD = "the gradient itself"
-    NONE = "None"
-    PLACEHOLDER = "a tensor of the right shape that nobody may read"
-
-
-class Written(enum.Enum):
-    """When ``main_grad`` is written."""
-
-    NO = "not at all"
-    BACKWARD = "in backward"
-    BACKWARD_DW = "in backward_dw"
-
-
-class WgradOutcome(NamedTuple):
-    """One row of the table."""
-
-    returned: Returned
-    written: Written
-    sets_flag: bool
-
-
-@functools.cache
-def wgrad_outcome(
-    needs_grad: bool, delayed: bool, has_main_grad: bool, has_flag: bool, provider_is_ours: bool
-) -> WgradOutcome:
-    """The return table: what to hand to autograd, when to write ``main_grad`` and whether to set the flag.
-
-    needs_grad        the weight is not frozen
-    delayed           its weight gradient runs in ``backward_dw``, after the main backward
-    has_main_grad     the gradient goes into ``main_grad`` (fused); otherwise autograd or ``backward_dw`` delivers it
-    has_flag          ``grad_added_to_main_grad`` exists: a provider whose hook must run
-    provider_is_ours  our provider's hooks fire on None as well, so that no placeholder is needed
-
-    A flag that a delayed weight sets in backward already says "``.grad`` is a placeholder", not "the write is done".
-    """
-    if not needs_grad:
-        return WgradOutcome(Returned.NONE, Written.NO, sets_flag=False)
-    if not has_main_grad:
-        return WgradOutcome(Returned.NONE if delayed else Returned.WGRAD, Written.NO, sets_flag=False)
-    returned = Returned.PLACEHOLDER if has_flag and not provider_is_ours else Returned.NONE
-    return WgradOutcome(returned, Written.BACKWARD_DW if delayed else Written.BACKWARD, sets_flag=has_flag)
 
 
 # ---- Provider: the record of one parameter, attaching it, and the hook's truth table. ----
@@ -233,8 +180,8 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
         return
     if grad.requires_grad:
         raise RuntimeError(
-            f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, which "
-            f"main_grad cannot hold; use torch.autograd.grad(..., create_graph=True), whose result is an ordinary tensor"
+            f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
+            f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
         )
     param.grad = None
     if grad.layout is not torch.strided:
@@ -261,7 +208,7 @@ def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
     """
     param.grad = None
     if dtype is not param.dtype:
-        param.grad_dtype = dtype  # type: ignore[attr-defined]
+        param.grad_dtype = dtype
     param.grad = record.view if record.view.dtype is dtype else record.view.to(dtype)
     record.exposed = True
 
@@ -270,8 +217,8 @@ def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
     """Take ``.grad`` back before the next backward would accumulate into it."""
     if record.exposed:
         param.grad = None
-        if param.grad_dtype is not param.dtype:  # type: ignore[attr-defined]
-            param.grad_dtype = param.dtype  # type: ignore[attr-defined]
+        if param.grad_dtype is not param.dtype:
+            param.grad_dtype = param.dtype
         record.exposed = False
 
 
@@ -332,7 +279,7 @@ class WgradTarget:
         self._owner = owner
 
     def resolve(self) -> tuple[Tensor, Tensor]:
-        """The weight's object and its accumulator, checked: shape of the weight, fp32 or the weight's dtype, contiguous.
+        """The weight's object and its checked accumulator: the weight's shape, fp32 or its dtype, contiguous.
 
         Raises ``RuntimeError`` that names the module for a weight that is gone, a missing ``main_grad``, or an
         unusable one.
@@ -341,8 +288,8 @@ class WgradTarget:
         if weight is None:
             raise RuntimeError(f"{self._owner}: the weight was freed between forward and backward")
         if hasattr(weight, "__fsdp_param__"):
-            main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # may allocate: only now, in backward
-            weight.main_grad = main_grad  # type: ignore[attr-defined]
+            main_grad = weight.get_main_grad()  # may allocate: only now, in backward
+            weight.main_grad = main_grad
         else:
             main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
@@ -392,36 +339,7 @@ def _check_accumulator(owner: str, weight: Tensor, main_grad: Tensor) -> None:
         or not main_grad.is_contiguous()
     ):
         raise RuntimeError(
-            f"{owner}: main_grad must be contiguous, of the weight's shape {tuple(weight.shape)} on {weight.device}, fp32 "
-            f"or {weight.dtype}; got shape {tuple(main_grad.shape)}, stride {tuple(main_grad.stride())}, "
+            f"{owner}: main_grad must be contiguous, of the weight's shape {tuple(weight.shape)} on {weight.device}, "
+            f"fp32 or {weight.dtype}; got shape {tuple(main_grad.shape)}, stride {tuple(main_grad.stride())}, "
             f"{main_grad.dtype} on {main_grad.device}"
         )
-
-
-# ---- Placeholders for foreign providers. ----
-
-_scratch: dict[tuple[torch.device, torch.dtype], tuple[Tensor, int]] = {}
-"""Zeros by (device, dtype), with the version at which they were last known to be zeros. The one process-global here:
-placeholders are never read, so that all of them can share the memory of the largest."""
-
-
-def placeholder(weight: Tensor) -> Tensor:
-    """Zeros of ``weight``'s shape, dtype and device that cost nothing: a view of one shared scratch tensor.
-
-    Autograd takes a detached view over as ``.grad`` without a copy (it would clone a stride-0 expand). Zeros make mixed
-    use safe: placeholder + real gradient = real gradient. Somebody who wrote into an earlier placeholder changed the
-    scratch's version, and it is zeroed again.
-    """
-    key = (weight.device, weight.dtype)
-    scratch, version = _scratch.get(key, (None, 0))
-    if scratch is None or scratch.numel() < weight.numel():
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a placeholder gradient cannot be allocated while a CUDA graph is captured: run one eager iteration first"
-            )
-        scratch = torch.zeros(weight.numel(), dtype=weight.dtype, device=weight.device)
-        _scratch[key] = (scratch, scratch._version)
-    elif scratch._version != version:
-        scratch.zero_()
-        _scratch[key] = (scratch, scratch._version)
-    return scratch[: weight.numel()].view(weight.shape).detach()

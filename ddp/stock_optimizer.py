@@ -1,7 +1,7 @@
 """Keeps a stock optimizer from silently doing nothing.
 
-Gradients live in ``main_grad``, so that ``.grad`` is None and ``torch.optim.AdamW(model.parameters()).step()`` would be a
-no-op without a word. A hook that torch runs before every optimizer's step looks for that.
+Gradients live in ``main_grad``, so that ``.grad`` is None and ``torch.optim.AdamW(model.parameters()).step()`` would be
+a no-op without a word. A hook that torch runs before every optimizer's step looks for that.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _refuse_unexposed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             record = record_of(param)
             if record is not None and not record.exposed:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, not "
-                    f"in .grad, so that the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
+                    f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
+                    f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
                     f"before clipping and stepping, or use maingrad.ddp.DistributedOptimizer"
                 )

@@ -46,13 +46,13 @@ class WiredParam(NamedTuple):
         module, local = owners[0]
         if module._parameters.get(local) is not param:
             raise RuntimeError(
-                f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), or a new nn.Parameter): "
+                f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), a new nn.Parameter): "
                 f"its gradient would never be reduced; load with assign=False, or wrap again"
             )
         if param.dtype is not self.dtype or param.device != self.device:
             raise RuntimeError(
-                f"parameter '{name}' is {param.dtype} on {param.device}, and was {self.dtype} on {self.device} when it was "
-                f"wrapped: its main_grad did not move along; call .to() before wrapping"
+                f"parameter '{name}' is {param.dtype} on {param.device}, and was {self.dtype} on {self.device} when it "
+                f"was wrapped: its main_grad did not move along; call .to() before wrapping"
             )
         if not param.requires_grad:
             raise RuntimeError(

@@ -17,8 +17,8 @@ def wgrad_accumulate_reference(dy: Tensor, x: Tensor, main_grad: Tensor, *, over
     main_grad  [N, K]  accumulator, written in place
 
     The product is taken in the wider of the operands' and the accumulator's dtypes, so that bf16 operands are summed
-    over T in fp32 and never rounded to bf16 on the way to an fp32 accumulator. With every dtype fp32 this is bit for bit
-    what autograd's product and a hook's addition give.
+    over T in fp32 and never rounded to bf16 on the way to an fp32 accumulator. With every dtype fp32 this is bit for
+    bit what autograd's product and a hook's addition give.
     """
     dtype = torch.promote_types(torch.promote_types(dy.dtype, x.dtype), main_grad.dtype)
     product = dy.to(dtype).t() @ x.to(dtype)

@@ -1,4 +1,4 @@
-"""Modules whose weight-gradient GEMM runs straight into ``main_grad``, and the conversion of models that have others."""
+"""Modules whose weight-gradient GEMM runs straight into ``main_grad``, and the conversion of existing models."""
 
 from .linear import Linear as Linear
 

@@ -58,7 +58,8 @@ class Linear(FusedWgradModule, nn.Linear):
         if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled() and is_fusable(weight)):
             return F.linear(input, weight, self.bias)
         if torch.compiler.is_compiling():
-            return _fused_linear_outside_graph(input, weight, self.bias, self.describe())
+            output: Tensor = _fused_linear_outside_graph(input, weight, self.bias, self.describe())
+            return output
         return _fused_linear(input, weight, self.bias, self.describe())
 
     def describe(self) -> str:
@@ -79,10 +80,10 @@ def _fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str
     return output
 
 
-# An autograd function with a graph break under torch.compile, and not a custom op: the op's backward would have to hide its
-# write to main_grad and its flag from functionalisation, which may drop, reorder or repeat what it cannot see, and a
-# compiled backward runs no Python between the GEMM and the hook that launches the bucket. The break costs one guard check
-# per layer; everything between the layers is compiled.
+# An autograd function with a graph break under torch.compile, and not a custom op: the op's backward would have to hide
+# its write to main_grad and its flag from functionalisation, which may drop, reorder or repeat what it cannot see, and
+# a compiled backward runs no Python between the GEMM and the hook that launches the bucket. The break costs one guard
+# check per layer; everything between the layers is compiled.
 _fused_linear_outside_graph = torch.compiler.disable(_fused_linear)
 
 

@@ -1,0 +1,122 @@
+"""Fused accumulation against autograd's and a hook's, over microbatches (``nn.Linear`` in all else)."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.te_integration import Linear
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MICROBATCHES = 8
+
+
+def pair(bias: bool, dtype: torch.dtype, device: str) -> tuple[nn.Sequential, nn.Sequential]:
+    """The same model with fused layers, and with layers whose gradients reach main_grad through the hook."""
+    torch.manual_seed(0)
+    fused = nn.Sequential(
+        Linear(24, 40, bias, device, dtype, fuse_wgrad_accumulation=True),
+        nn.GELU(),
+        Linear(40, 16, bias, device, dtype, fuse_wgrad_accumulation=True),
+    )
+    plain = copy.deepcopy(fused)
+    for module in plain:
+        if isinstance(module, Linear):
+            module.fuse_wgrad_accumulation = False
+    return fused, plain
+
+
+def accumulate(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    with ddp.no_sync():
+        for x in batches[:-1]:
+            ddp(x).square().mean().backward()
+    ddp(batches[-1]).square().mean().backward()
+    ddp.finish_grad_sync()
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
+
+def exact_gradients(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    exact = copy.deepcopy(model).double()
+    for x in batches:
+        exact(x.double()).square().mean().backward()
+    return {name: parameter.grad for name, parameter in exact.named_parameters()}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_fp32_on_the_cpu_is_bitwise_the_hooks_accumulation(bias: bool) -> None:
+    fused, plain = pair(bias, torch.float32, "cpu")
+    batches = [torch.randn(3, 5, 24) for _ in range(MICROBATCHES)]
+    fused_grads, plain_grads = accumulate(fused, batches), accumulate(plain, batches)
+    for name, gradient in plain_grads.items():
+        assert torch.equal(fused_grads[name], gradient), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False])
+def test_fp32_on_cuda_is_within_rounding_of_fp64(bias: bool) -> None:
+    fused, plain = pair(bias, torch.float32, "cuda")
+    batches = [torch.randn(3, 5, 24, device="cuda") for _ in range(MICROBATCHES)]
+    exact = exact_gradients(plain, batches)
+    for name, gradient in accumulate(fused, batches).items():
+        error = (gradient.double() - exact[name]).norm() / exact[name].norm()
+        # 15 rows and 8 microbatches of fp32 sums behind two layers of fp32 products
+        assert error <= torch.finfo(torch.float32).eps * 64, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(5))
+def test_bf16_is_at_least_as_close_to_fp64_as_the_hooks_accumulation(device: str, seed: int) -> None:
+    """Same bf16 operands for both: what differs is the rounding of each microbatch's product to bf16."""
+    torch.manual_seed(seed)
+    layer = Linear(48, 32, bias=False, device=device, dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
+    plain = nn.Linear(48, 32, bias=False, device=device, dtype=torch.bfloat16)
+    pieces = [(torch.randn(64, 48), torch.randn(64, 32)) for _ in range(MICROBATCHES)]
+    exact = torch.zeros(32, 48, dtype=torch.float64)
+    for x, dy in pieces:
+        exact += dy.bfloat16().double().t() @ x.bfloat16().double()
+
+    errors = []
+    for model in (layer, plain):
+        ddp = DistributedDataParallel(model)
+        with ddp.no_sync():
+            for x, dy in pieces:
+                ddp(x.to(device, torch.bfloat16)).backward(dy.to(device, torch.bfloat16))
+        ddp.finish_grad_sync()
+        assert model.weight.main_grad.dtype is torch.float32
+        errors.append(((model.weight.main_grad.cpu().double() - exact).norm() / exact.norm()).item())
+    fused_error, hook_error = errors
+    assert fused_error <= hook_error
+    assert fused_error <= torch.finfo(torch.float32).eps * 64 < hook_error
+
+
+def test_an_unfused_linear_is_nn_linear() -> None:
+    torch.manual_seed(0)
+    ours = Linear(6, 4)
+    torch.manual_seed(0)
+    theirs = nn.Linear(6, 4)
+    x = torch.randn(3, 6)
+    assert torch.equal(ours(x), theirs(x))
+    ours(x).sum().backward()
+    theirs(x).sum().backward()
+    assert torch.equal(ours.weight.grad, theirs.weight.grad)
+    assert isinstance(ours, nn.Linear)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6), (0, 6), (2, 0, 6)])
+def test_any_number_of_leading_dims(shape: tuple[int, ...]) -> None:
+    layer = Linear(6, 4, fuse_wgrad_accumulation=True)
+    plain = copy.deepcopy(layer)
+    plain.fuse_wgrad_accumulation = False
+    ddp = DistributedDataParallel(layer)
+    x = torch.randn(shape, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    ddp(x).square().sum().backward()
+    ddp.finish_grad_sync()
+    plain(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(layer.weight.main_grad, plain.weight.grad)
+    torch.testing.assert_close(layer.bias.main_grad, plain.bias.grad)
