@@ -124,7 +124,7 @@ class GradRecord:
 
 def attach(param: Tensor, record: GradRecord) -> None:
     """Give ``param`` its accumulator. A parameter that already has one belongs to another provider: refused."""
-    if has_main_grad(param) or hasattr(param, "__fsdp_param__"):
+    if has_main_grad(param):
         raise ValueError(
             f"parameter '{record.name}' already has a main_grad: it belongs to another DistributedDataParallel or FSDP "
             f"wrapper; wrap a model once, or delete the old wrapper first"
@@ -151,7 +151,7 @@ def record_of(param: Tensor) -> GradRecord | None:
 
 def has_main_grad(param: Tensor) -> bool:
     """Whether any provider has given ``param`` an accumulator (or promises one on demand)."""
-    return getattr(param, "main_grad", None) is not None
+    return getattr(param, "main_grad", None) is not None or hasattr(param, "__fsdp_param__")
 
 
 def absorb_grad(param: Tensor, record: GradRecord) -> None:
@@ -259,9 +259,10 @@ def is_fusable(weight: Tensor) -> bool:
     """Whether a module may write this weight's gradient itself.
 
     A weight that is computed (``torch.nn.utils.parametrize``) is not a parameter: its gradient flows on to those it is
-    computed from, unless somebody gave it an accumulator of its own.
+    computed from, unless somebody gave it an accumulator of its own. The GEMM takes no complex conjugate, so that
+    complex weights stay with autograd.
     """
-    return weight.requires_grad and (weight.is_leaf or has_main_grad(weight))
+    return weight.requires_grad and weight.is_floating_point() and (weight.is_leaf or has_main_grad(weight))
 
 
 class WgradTarget:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ddp.main_grad import Demand, FusedWgradModule, WgradTarget, demand, is_fusable
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "fused_linear"]
 
 
 class Linear(FusedWgradModule, nn.Linear):
@@ -57,10 +57,7 @@ class Linear(FusedWgradModule, nn.Linear):
         weight = self.weight
         if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled() and is_fusable(weight)):
             return F.linear(input, weight, self.bias)
-        if torch.compiler.is_compiling():
-            output: Tensor = _fused_linear_outside_graph(input, weight, self.bias, self.describe())
-            return output
-        return _fused_linear(input, weight, self.bias, self.describe())
+        return fused_linear(input, weight, self.bias, self.describe())
 
     def describe(self) -> str:
         """For errors: which layer this is."""
@@ -71,12 +68,24 @@ class Linear(FusedWgradModule, nn.Linear):
         return f"{super().extra_repr()}, fuse_wgrad_accumulation={self.fuse_wgrad_accumulation}"
 
 
-def _fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str) -> Tensor:
+def fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str, *, transposed: bool = False) -> Tensor:
+    """One differentiable linear layer [..., K] -> [..., N] whose weight gradient goes into ``main_grad``.
+
+    owner       the module, for errors
+    transposed  ``weight`` and its ``main_grad`` are [K, N]: ``y = x W + b`` and ``dW = x^T dy``
+    """
+    apply = _fused_linear_outside_graph if torch.compiler.is_compiling() else _fused_linear
+    output: Tensor = apply(input, weight, bias, owner, transposed)
+    return output
+
+
+def _fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str, transposed: bool) -> Tensor:
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64:
         # As nn.Linear does under autocast; the weight is cast inside, so that its gradient goes to the real one.
         input = input.to(torch.get_autocast_dtype(device_type))
-    output: Tensor = _FusedLinear.apply(input, weight, bias, WgradTarget(weight, owner))  # type: ignore[no-untyped-call]
+    target = WgradTarget(weight, owner)
+    output: Tensor = _FusedLinear.apply(input, weight, bias, target, transposed)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -88,33 +97,40 @@ _fused_linear_outside_graph = torch.compiler.disable(_fused_linear)
 
 
 class _FusedLinear(torch.autograd.Function):
-    """See ``Linear``; ``target`` says where the weight gradient goes."""
+    """See ``fused_linear``; ``target`` says where the weight gradient goes."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: WgradTarget) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: WgradTarget, transposed: bool
+    ) -> Tensor:
         ctx.target = target
+        ctx.transposed = transposed
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         if weight.dtype is not input.dtype and torch.is_autocast_enabled(input.device.type):
             weight = weight.to(input.dtype)
             bias = None if bias is None else bias.to(input.dtype)
-        return F.linear(input, weight, bias)
+        return F.linear(input, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         input, weight = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
         wanted = demand(ctx.next_functions[1][0]) if needs_dw else Demand.NOTHING
         resolved = ctx.target.resolve() if wanted is Demand.ACCUMULATE else None
 
-        dx = dy @ weight.to(dy.dtype) if needs_dx else None
-        dw = None
+        dx = dw = None
+        if needs_dx:
+            cast = weight.to(dy.dtype)
+            dx = dy @ (cast.t() if ctx.transposed else cast)
         if wanted is not Demand.NOTHING:
-            dy_rows, x_rows = dy.reshape(-1, dy.shape[-1]), input.reshape(-1, input.shape[-1])
+            left, right = dy.reshape(-1, dy.shape[-1]), input.reshape(-1, input.shape[-1])
+            if ctx.transposed:
+                left, right = right, left
             if resolved is not None:
-                dw = ctx.target.accumulate(*resolved, dy_rows, x_rows)
+                dw = ctx.target.accumulate(*resolved, left, right)
             else:
-                dw = (dy_rows.t() @ x_rows).to(weight.dtype)
+                dw = (left.t() @ right).to(weight.dtype)
         db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        return dx, dw, db, None
+        return dx, dw, db, None, None

@@ -1,0 +1,72 @@
+"""Fused weight gradients for Hugging Face's ``Conv1D``: a linear layer whose weight is stored [in, out].
+
+transformers is never imported: the fused class is made from the class of the module at hand, so that it stays an
+instance of it. Legend: T rows, K input features (``nx``), N output features (``nf``).
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ddp.main_grad import FusedWgradModule, is_fusable
+from .linear import fused_linear
+
+__all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
+
+
+def is_conv1d_class(cls: type) -> bool:
+    """Whether ``cls`` is transformers' own ``Conv1D``, in whichever of its files a version keeps it."""
+    return cls.__name__ == "Conv1D" and cls.__module__.partition(".")[0] == "transformers"
+
+
+@functools.cache
+def fused_conv1d_class(base: type) -> type[nn.Module]:
+    """The fused class of ``base``; one object for each ``base``, so that ``type(a) is type(b)`` holds."""
+    return type(f"Fused{base.__name__}", (FusedConv1D, base), {"_unfused": base, "__doc__": FusedConv1D.__doc__})
+
+
+class FusedConv1D(FusedWgradModule):
+    """``y = x W + b`` with ``main_grad += x^T dy`` as one GEMM in backward.
+
+    =========  ========  ========================================
+    x          [..., K]  input
+    weight     [K, N]    ``Conv1D``'s own, and so its main_grad
+    bias       [N]       ``Conv1D``'s own
+    y          [..., N]  output
+    =========  ========  ========================================
+
+    Backward: ``dx = dy W^T``, ``dW = x^T dy`` straight into ``weight.main_grad``, ``db = sum over rows of dy``.
+    A mixin in front of ``Conv1D`` itself: see ``fused_conv1d_class``.
+    """
+
+    _unfused: type
+    weight: Tensor
+    bias: Tensor
+
+    def fused_wgrad_weights(self) -> Iterable[str]:
+        """The weight."""
+        return ("weight",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] -> [..., N]."""
+        weight = self.weight
+        if not (torch.is_grad_enabled() and is_fusable(weight)):
+            output: Tensor = super().forward(x)  # type: ignore[misc]  # Conv1D's
+            return output
+        return fused_linear(x, weight, self.bias, self.describe(), transposed=True)
+
+    def describe(self) -> str:
+        """For errors: which layer this is."""
+        return f"Conv1D(nf={self.weight.shape[1]}, nx={self.weight.shape[0]})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle by the class it was made from, since no module holds the made class."""
+        return _new_fused_conv1d, (self._unfused,), self.__getstate__()
+
+
+def _new_fused_conv1d(base: type) -> nn.Module:
+    cls = fused_conv1d_class(base)
+    return cls.__new__(cls)

@@ -1,0 +1,118 @@
+"""``convert_linears``: the linear layers of an existing model become fused ones, in place."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..ddp.main_grad import FusedWgradModule, has_main_grad
+from .conv1d import fused_conv1d_class, is_conv1d_class
+from .linear import Linear
+
+__all__ = ["Conversion", "convert_linears"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_ATTENTION_MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversion:
+    """What ``convert_linears`` did. A module in several places goes by its first name; the model itself by ''."""
+
+    converted: tuple[str, ...]
+    """Names of the modules that are fused now, in ``named_modules`` order."""
+    skipped: dict[str, str]
+    """Name of each module that holds a linear layer's weight and was left as it is -> why."""
+
+
+def convert_linears(model: nn.Module) -> Conversion:
+    """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
+
+    Converted are modules whose type is exactly ``nn.Linear``, our own ``Linear`` that was built unfused, and Hugging
+    Face's ``Conv1D``. Subclasses compute something else and are skipped by name; their gradients reach ``main_grad``
+    through the provider's hook, as those of every other parameter do.
+
+    Only the module's class changes. The module object stays, with its parameters, hooks, buffers, mode and whatever was
+    set on it, so that references held elsewhere, tied weights, state-dict keys and ``isinstance(module, nn.Linear)``
+    stay true; a copy into new modules would lose some of that. It works on the meta device too.
+
+    Frozen weights are converted as well: a fused layer computes a weight gradient only where ``requires_grad`` asks for
+    it, so that freezing and unfreezing up to the wrap need no second conversion.
+
+    Whether a layer runs as a module cannot be known from here. The weight of a converted layer that somebody reads as a
+    matrix (as ``nn.TransformerEncoderLayer`` does in its inference path) has a plain gradient there, which the hook
+    adds; ``num_fused_writes`` in ``DistributedDataParallel.records`` tells which weights a fused GEMM really wrote.
+
+    A converted model needs a provider of ``main_grad`` by its first backward. ``torch.fx`` traces through fused layers
+    and not around them: trace first, then convert the ``GraphModule``.
+
+    Raises ``TypeError`` if ``model`` is not a module, and ``ValueError``, with the model unchanged, if it is wrapped
+    already: how a gradient is stored was decided then, from the modules that there were.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_linears takes an nn.Module, got {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if has_main_grad(parameter):
+            raise ValueError(
+                f"parameter '{name}' already has a main_grad: convert_linears(model) comes before the wrapper "
+                f"(DistributedDataParallel, FSDP), which decides from the modules how each gradient is written"
+            )
+    converted: list[str] = []
+    skipped: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not _holds_linear_weight(module):
+            continue
+        reason = _why_not(module)
+        if reason is None:
+            _fuse(module)
+            converted.append(name)
+        else:
+            skipped[name] = reason
+    return Conversion(converted=tuple(converted), skipped=skipped)
+
+
+def _fuse(module: nn.Module) -> None:
+    cls: type = type(module)
+    if is_conv1d_class(cls):
+        module.__class__ = fused_conv1d_class(cls)
+        return
+    module.__class__ = Linear
+    cast(Linear, module).fuse_wgrad_accumulation = True
+
+
+def _holds_linear_weight(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return bool(_attention_matrices(module))
+    return isinstance(module, nn.Linear) or any(map(is_conv1d_class, type(module).__mro__))
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why this module cannot be fused, or None."""
+    cls = type(module)
+    weight = module._parameters.get("weight")
+    lazy = weight is not None and is_lazy(weight)
+    if isinstance(module, nn.MultiheadAttention):
+        matrices = " and ".join(_attention_matrices(module))
+        return f"{cls.__name__}: {matrices} is read as a matrix by F.multi_head_attention_forward, not run as a module"
+    if isinstance(module, FusedWgradModule) and weight is not None and "weight" in module.fused_wgrad_weights():
+        return "already fused"
+    if lazy:
+        return f"{cls.__name__} has no weight yet: run one forward, then convert"
+    if not (cls in (nn.Linear, Linear) or is_conv1d_class(cls)):
+        parent = "nn.Linear" if isinstance(module, nn.Linear) else "Conv1D"
+        return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
+    if weight is None:
+        return f"{cls.__name__}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
+    if "forward" in module.__dict__:
+        return f"{cls.__name__}'s forward was replaced on this instance"
+    if nn.Parameter not in type(weight).__mro__:
+        return f"{cls.__name__}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor"
+    if weight.dtype not in _DTYPES:
+        return f"{cls.__name__}'s weight is {weight.dtype}: fused weight gradients are floating point of 16 to 64 bits"
+    return None
+
+
+def _attention_matrices(module: nn.MultiheadAttention) -> list[str]:
+    return [name for name in _ATTENTION_MATRICES if module._parameters.get(name) is not None]
