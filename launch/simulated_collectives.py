@@ -1,0 +1,158 @@
+"""What each collective does to tensors, given every rank's tensors at once.
+
+An operation is a function of one `Payload` per rank, in the order of the group's ranks. All inputs are read before the
+first output is written, so outputs may alias inputs in any of the ways torch.distributed allows. Writes go through
+``.data``, as a backend's own writes do: autograd and version counters do not see them.
+
+Reductions are pairwise by rank, a balanced tree over rank order, level by level; an odd rank out moves up a level:
+
+    5 ranks: ((r0 + r1) + (r2 + r3)) + r4        6 ranks: ((r0 + r1) + (r2 + r3)) + (r4 + r5)
+
+Each addition rounds to the tensor's dtype. Two ranks give r0 + r1, bitwise what gloo gives. AVG divides the sum.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "Operation",
+    "Payload",
+    "all_gather",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_op_name",
+    "reduce_scatter",
+    "reduce_to_root",
+    "scatter",
+]
+
+
+class Payload(NamedTuple):
+    """One rank's share of a collective. What is in the lists depends on the operation."""
+
+    inputs: Sequence[Any] = ()
+    outputs: Sequence[Any] = ()
+    reduce_op: Any = None
+    root: int = 0
+    """Rank within the group."""
+
+
+Operation = Callable[[Sequence[Payload]], None]
+
+_PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PREMUL_SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def reduce_op_name(reduce_op: Any) -> str:
+    """SUM, AVG, ...: the name of a ``torch.distributed.ReduceOp``."""
+    for name in _PAIRWISE:
+        if reduce_op == getattr(dist.ReduceOp, name, None):
+            return name
+    raise ValueError(f"simulated ranks cannot reduce with {reduce_op}")
+
+
+def _reduced(tensors: Sequence[Tensor], reduce_op: Any) -> Tensor:
+    """A fresh tensor: the reduction of one tensor per rank."""
+    name = reduce_op_name(reduce_op)
+    level = [tensor.data for tensor in tensors]
+    if name == "PREMUL_SUM":
+        level = [tensor * reduce_op.factor for tensor in level]
+    combine = _PAIRWISE[name]
+    while len(level) > 1:
+        pairs = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(level) - len(level) % 2 :]
+    total = level[0].clone() if len(tensors) == 1 else level[0]
+    if name == "AVG" and len(tensors) > 1:
+        total = total / len(tensors) if total.is_floating_point() else total // len(tensors)
+    return total
+
+
+def _write(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy each value to its destination; the list is complete, so every value is computed, before the first copy."""
+    for destination, value in list(pairs):
+        if destination.numel() != value.numel():
+            raise ValueError(f"a tensor of {value.numel()} elements arrives where {destination.numel()} are expected")
+        destination.data.copy_(value.reshape(destination.shape))
+
+
+def reduce(payloads: Sequence[Payload]) -> None:
+    """``inputs`` and ``outputs``: tensors, reduced one by one; everyone gets the results."""
+    totals = [_reduced(same, payloads[0].reduce_op) for same in zip(*(p.inputs for p in payloads), strict=True)]
+    _write(pair for p in payloads for pair in zip(p.outputs, totals, strict=True))
+
+
+def reduce_to_root(payloads: Sequence[Payload]) -> None:
+    """``inputs`` and ``outputs``: one tensor; the root alone gets the result, the others' tensors stay."""
+    root = payloads[payloads[0].root]
+    _write([(root.outputs[0], _reduced([p.inputs[0] for p in payloads], root.reduce_op))])
+
+
+def reduce_scatter(payloads: Sequence[Payload]) -> None:
+    """``inputs``: per result, a chunk for each rank; ``outputs``: the results."""
+    _write(
+        [
+            (output, _reduced([p.inputs[k][rank] for p in payloads], payload.reduce_op))
+            for rank, payload in enumerate(payloads)
+            for k, output in enumerate(payload.outputs)
+        ]
+    )
+
+
+def all_gather(payloads: Sequence[Payload]) -> None:
+    """``inputs``: tensors; ``outputs``: per input, a place for each rank's."""
+    values = [[tensor.data.clone() for tensor in p.inputs] for p in payloads]
+    _write(
+        (place, values[rank][k])
+        for payload in payloads
+        for k, places in enumerate(payload.outputs)
+        for rank, place in enumerate(places)
+    )
+
+
+def broadcast(payloads: Sequence[Payload]) -> None:
+    """``outputs``: tensors, overwritten by the root's everywhere else."""
+    root = payloads[payloads[0].root]
+    _write(
+        pair
+        for payload in payloads
+        if payload is not root
+        for pair in zip(payload.outputs, (tensor.data for tensor in root.outputs), strict=True)
+    )
+
+
+def scatter(payloads: Sequence[Payload]) -> None:
+    """The root's ``inputs``: a tensor for each rank; ``outputs``: one tensor."""
+    values = [tensor.data.clone() for tensor in payloads[payloads[0].root].inputs]
+    _write((payload.outputs[0], value) for payload, value in zip(payloads, values, strict=True))
+
+
+def gather(payloads: Sequence[Payload]) -> None:
+    """``inputs``: one tensor; the root's ``outputs``: a place for each rank's."""
+    values = [payload.inputs[0].data.clone() for payload in payloads]
+    _write(zip(payloads[payloads[0].root].outputs, values, strict=True))
+
+
+def all_to_all(payloads: Sequence[Payload]) -> None:
+    """``inputs``: a tensor for each rank; ``outputs``: a place for each rank's."""
+    values = [[tensor.data.clone() for tensor in p.inputs] for p in payloads]
+    _write((payload.outputs[s], values[s][rank]) for rank, payload in enumerate(payloads) for s in range(len(payloads)))
+
+
+def barrier(payloads: Sequence[Payload]) -> None:
+    """Nothing moves."""
