@@ -23,6 +23,7 @@ import torch.distributed as dist
 from .simulated_group import BACKEND, SimulatedProcessGroup
 from .simulated_meeting import CollectiveMismatchError, SharedGroup
 from .simulated_schedule import Scheduler, SimulatedDeadlockError, current_rank
+from .simulated_store import SimulatedStore
 
 __all__ = ["CollectiveMismatchError", "SimulatedDeadlockError", "SimulatedRankError", "simulate"]
 
@@ -33,7 +34,7 @@ _running = threading.Lock()
 
 
 class SimulatedRankError(RuntimeError):
-    """A simulated rank raised. ``rank`` says which; ``__cause__`` is what it raised; the message holds its traceback."""
+    """A simulated rank raised: ``rank`` says which, ``__cause__`` is what it raised, the message has its traceback."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         self.rank = rank
@@ -58,13 +59,14 @@ def simulate(
     seed        of the order in which ranks go on at each point where they communicate
     order       decides instead: called with the ranks that can go on (ascending), returns one of them
     schedule    a list that receives (rank, event) for every start, launch, wait and finish
-    Each rank starts from the caller's random state (torch, ``random``, numpy), default dtype, grad mode and autocast, and
-    keeps its own from there; the caller's come back at the end, as does the process's own torch.distributed state.
 
-    Raises SimulatedRankError when a rank raises (the other ranks are unwound at their next collective);
-    SimulatedDeadlockError at once when no rank can go on, one waits for a rank that has finished, or all have finished and
-    an operation was never joined; a CollectiveMismatchError is the ``__cause__`` where ranks launched different
-    collectives. RuntimeError inside another simulation; ValueError for a world of less than one rank.
+    Each rank starts from the caller's random state (torch, ``random``, numpy), default dtype, grad mode and autocast,
+    and keeps its own from there. At the end the caller's come back, as does the process's own torch.distributed state.
+
+    Raises SimulatedRankError when a rank raises; the others are unwound at their next collective. Where ranks launch
+    different collectives, its ``__cause__`` is a CollectiveMismatchError. SimulatedDeadlockError, at once, when no rank
+    can go on, when one waits for a rank that has finished, and when all have finished but one never joined an
+    operation. RuntimeError inside another simulation; ValueError for a world of less than one rank.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -147,11 +149,12 @@ def _simulated_distributed(
     ``new_group`` (so that every backend asked for becomes the simulated one), and the registry of group names in C++,
     which can be kept per thread.
     """
-    c10d = dist.distributed_c10d
-    c10d_cpp = torch._C._distributed_c10d
+    c10d: Any = dist.distributed_c10d
+    c10d_cpp: Any = torch._C._distributed_c10d
     process_world, process_helper = c10d._world, c10d._new_process_group_helper
     local = threading.local()
-    store = dist.HashStore()
+    store = SimulatedStore(scheduler)
+    everyone = tuple(range(len(scheduler.ranks)))
 
     def add_group(name: str, members: tuple[int, ...], rank: int, desc: str | None = None) -> SimulatedProcessGroup:
         world = local.world
@@ -168,33 +171,25 @@ def _simulated_distributed(
         return group
 
     def new_group_helper(
-        group_size: int,
-        group_rank: int,
-        members: list[int],
-        backend: Any,
-        old_store: Any,
-        group_name: str,
-        **options: Any,
+        size: int, group_rank: int, members: list[int], backend: Any, old_store: Any, name: str, **options: Any
     ) -> tuple[Any, Any]:
-        if not hasattr(local, "world"):
-            return process_helper(group_size, group_rank, members, backend, old_store, group_name, **options)
         inside = current_rank()
-        assert inside is not None, "only ranks have a world of their own"
-        if inside.index not in members:
+        if inside is None:
+            return process_helper(size, group_rank, members, backend, old_store, name, **options)  # type: ignore[no-any-return]
+        if members and inside.index not in members:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        return add_group(group_name, tuple(members), inside.index, options.get("group_desc")), store
+        # No members: init_process_group, after destroy_process_group, asks for a new default group.
+        return add_group(name, tuple(members) or everyone, inside.index, options.get("group_desc")), store
 
     def on_rank(rank: int, body: Callable[[], Any]) -> Any:
         local.world = _RankWorld()
         try:
-            default = add_group("default", tuple(range(scheduler_size)), rank, "default_pg")
-            c10d._update_default_pg(default)
+            c10d._update_default_pg(add_group("default", everyone, rank, "default_pg"))
             return body()
         finally:
             c10d_cpp._unregister_all_process_groups()
             del local.world
 
-    scheduler_size = len(scheduler.ranks)
     c10d._world = _WorldOfThread(process_world, local)
     c10d._new_process_group_helper = new_group_helper
     c10d_cpp._set_thread_isolation_mode(True)

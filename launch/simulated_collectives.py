@@ -88,6 +88,8 @@ def _write(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for destination, value in list(pairs):
         if destination.numel() != value.numel():
             raise ValueError(f"a tensor of {value.numel()} elements arrives where {destination.numel()} are expected")
+        if destination.dtype != value.dtype:
+            raise TypeError(f"a {value.dtype} tensor arrives where {destination.dtype} is expected")
         destination.data.copy_(value.reshape(destination.shape))
 
 

@@ -3,13 +3,18 @@
 Every rank has its own `SimulatedProcessGroup` per group; what its ranks do together is in ``simulated_meeting``.
 """
 
+# mypy: disable-error-code="override"
+# The methods take what torch.distributed passes, not every overload of ProcessGroup.
+
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from . import simulated_collectives as move
@@ -113,8 +118,8 @@ def _sum_unless_given(opts: Any) -> Any:
 class SimulatedProcessGroup(dist.ProcessGroup):
     """One rank's end of a group. torch.distributed calls the methods under the names of its own backends."""
 
-    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: dist.Store, desc: str) -> None:
-        super().__init__(rank, len(shared.members))  # with a store it cannot be subclassed
+    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: Store, desc: str) -> None:
+        super().__init__(rank, len(shared.members))  # type: ignore[call-arg]  # subclasses take no store
         self._store = store
         self._desc = desc
         self.scheduler = scheduler
@@ -137,7 +142,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     @property
@@ -160,15 +165,27 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         rank = self.own_rank()
         self.scheduler.raise_if_stopped()
         self.scheduler.record(rank, f"launch {description} of {self.shared.describe()}")
-        return self._launched(rank, self.shared.join(self.rank(), description, operation, payload), results)
+        with self._failing(rank):
+            collective = self.shared.join(self.rank(), description, operation, payload)
+        return self._launched(rank, collective, results)
 
     def _transfer(self, tensor: Tensor, source: int | None, target: int, tag: int, *, sending: bool) -> SimulatedWork:
         rank = self.own_rank()
         self.scheduler.raise_if_stopped()
         transfer = Transfer(self.shared, "send" if sending else "recv", tensor, source, target, tag)
         self.scheduler.record(rank, f"launch {transfer.describe()}")
-        self.shared.transfer(transfer, sending=sending)
+        with self._failing(rank):
+            self.shared.transfer(transfer, sending=sending)
         return self._launched(rank, transfer, [tensor])
+
+    @contextlib.contextmanager
+    def _failing(self, rank: SimulatedRank) -> Iterator[None]:
+        """What goes wrong where ranks meet ends the simulation, even if the rank that arrived last catches it."""
+        try:
+            yield
+        except Exception as error:
+            self.scheduler.fail(rank, error)
+            raise
 
     def _launched(self, rank: SimulatedRank, pending: Pending, results: list[Any]) -> SimulatedWork:
         if self._coalescing is not None:
@@ -216,7 +233,9 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     # Gathers.
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        return self._gather_all("all_gather", outputs, inputs)
+        # Ranks may bring tensors of different shapes, so shapes are compared when the data moves.
+        description = f"all_gather {_dtype(inputs[0])}"
+        return self._join(description, move.all_gather, Payload(inputs, outputs), list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         # Indexed by rank first here, by tensor first everywhere else.
@@ -255,13 +274,13 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
         # Shapes differ between ranks by design, so they are compared when the data moves.
-        description = f"all_to_all {str(inputs[0].dtype).removeprefix('torch.')}"
+        description = f"all_to_all {_dtype(inputs[0])}"
         return self._join(description, move.all_to_all, Payload(inputs, outputs), list(outputs))
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> SimulatedWork:
-        description = f"all_to_all_single {str(input.dtype).removeprefix('torch.')}"
+        description = f"all_to_all_single {_dtype(input)}"
         payload = Payload(_splits(input, input_splits, self.size()), _splits(output, output_splits, self.size()))
         return self._join(description, move.all_to_all, payload, [output])
 
@@ -289,11 +308,15 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return SimulatedWork(self, pending, [])
 
     # Names of torch 2.11 and 2.12.
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
     _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _chunks(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:

@@ -1,9 +1,8 @@
 """Where simulated ranks meet: who has arrived at which collective, and what does not fit.
 
-The process groups of one set of ranks share a `SharedGroup`. The n-th collective that a
-rank launches on a group meets the n-th of every other member; whoever arrives last moves the data. Point-to-point
-transfers meet by (sender, receiver, tag), in the order launched; as with gloo and NCCL a send is done when its receive has
-been posted.
+The process groups of one set of ranks share a `SharedGroup`. The n-th collective that a rank launches on a group meets
+the n-th of every other member; whoever arrives last moves the data. Point-to-point transfers meet by sender, receiver
+and tag, in the order launched; as with gloo and NCCL a send is done once its receive has been posted.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,17 +74,16 @@ class Transfer(Pending):
     ) -> None:
         peer = target if name == "send" else source
         who = "anyone" if peer is None else f"rank {shared.members[peer]}"
-        super().__init__(
-            shared, describe_launch(name, [tensor], f"{'to' if name == 'send' else 'from'} {who}, tag {tag},")
-        )
+        detail = f"{'to' if name == 'send' else 'from'} {who}, tag {tag},"
+        super().__init__(shared, describe_launch(name, [tensor], detail))
         self.tensor = tensor
         self.source = source
         self.target = target
         self.tag = tag
-        self.peers = range(len(shared.members)) if peer is None else (peer,)
+        self._missing = [] if peer is None else [shared.members[peer]]
 
     def missing(self) -> Sequence[int]:
-        return [self.shared.members[peer] for peer in self.peers]
+        return self._missing
 
 
 class SharedGroup:
@@ -161,7 +159,7 @@ def _move(operation: Operation, payloads: Sequence[Payload]) -> None:
         torch.no_grad(),
         torch._C.DisableTorchFunction(),
         torch.utils._python_dispatch._disable_current_modes(),
-        torch.autocast("cpu", enabled=False),
+        torch._C._DisableAutocast(),
     ):
         operation(payloads)
     if on_cuda:

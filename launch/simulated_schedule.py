@@ -32,14 +32,15 @@ class _Stopped(BaseException):
 class Waitable(Protocol):
     """Something a rank can wait for."""
 
-    done: bool
+    @property
+    def done(self) -> bool: ...
 
     def describe(self) -> str:
         """What it is, for messages."""
         ...
 
     def missing(self) -> Sequence[int]:
-        """Ranks that have to do something before it can be done."""
+        """Ranks each of which has to do something before it can be done; empty where any one of them will do."""
         ...
 
 
@@ -109,12 +110,12 @@ class Scheduler:
         self._all_finished.acquire()
         try:
             self._resume(self.ranks[self._choose()])
-            try:
+            self._all_finished.acquire()
+        except BaseException:  # Ctrl-C: the ranks unwind at their next collective, then it is passed on.
+            self._stopped = True
+            if any(rank.thread is not None for rank in self.ranks):
                 self._all_finished.acquire()
-            except BaseException:  # Ctrl-C: let the ranks unwind at their next collective, then pass it on.
-                self._stopped = True
-                self._all_finished.acquire()
-                raise
+            raise
         finally:
             for rank in self.ranks:
                 if rank.thread is not None:
@@ -194,7 +195,11 @@ class Scheduler:
             rank.thread = threading.Thread(
                 target=run, args=(self._run_rank, rank), name=f"simulated-rank-{rank.index}", daemon=True
             )
-            rank.thread.start()
+            try:
+                rank.thread.start()
+            except BaseException:
+                rank.thread = None
+                raise
         else:
             rank.turn.release()
 
@@ -250,10 +255,13 @@ class Scheduler:
             elif rank.waiting_for is None or rank.waiting_for.done:
                 lines.append(f"  rank {rank.index} can go on")
             else:
-                missing = ", ".join(map(str, rank.waiting_for.missing()))
+                missing = ", ".join(
+                    f"{other} (finished)" if self.ranks[other].finished else str(other)
+                    for other in rank.waiting_for.missing()
+                )
                 where = _user_line(rank.thread)
                 lines.append(
-                    f"  rank {rank.index} waits for {rank.waiting_for.describe()}; missing ranks: {missing}; at {where}"
+                    f"  rank {rank.index} waits for {rank.waiting_for.describe()}; missing ranks: {missing or 'any'}; at {where}"
                 )
         self._stopped = True
         self.failure = SimulatedDeadlockError("\n".join(lines))
@@ -261,7 +269,7 @@ class Scheduler:
 
 
 def _user_line(thread: threading.Thread) -> str:
-    """File, line and function of the innermost frame of ``thread`` that belongs neither to torch nor to the simulator."""
+    """File, line and function of the innermost frame of ``thread`` that is neither torch's nor the simulator's."""
     frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
     simulator = __name__.rpartition(".")[0] + ".simulat"
     while frame is not None:
