@@ -67,7 +67,7 @@ check: $(call installed,dev) $(LINK)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	MYPYPATH=$(BUILD) $(PY) -m mypy $(foreach room,kernels ddp te_integration launch,-p maingrad.$(room))
-	PYTHONPATH=$(BUILD) $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	PYTHONPATH=$(BUILD) $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
 clean:
 	rm -rf $(BUILD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
