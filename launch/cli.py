@@ -1,0 +1,112 @@
+"""The command line. Heavy imports wait until the command is known, so that help and mistakes answer at once."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
+
+__all__ = ["main"]
+
+_USAGE_ERROR = 2
+_OVERRIDES = "Overrides for the file's values: --train.steps 10 --ddp.bucket-size 65536 (--help after the file lists all)."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    0: done. 2: a configuration or data that cannot be used. 130: ended by Ctrl-C or SIGTERM.
+    """
+    parser = argparse.ArgumentParser(prog="maingrad", description="Train, plan and simulate main_grad runs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a GPT as a TOML file says; also under torchrun", epilog=_OVERRIDES)
+    plan = commands.add_parser("plan", help="buckets, padding and bytes per rank, without training", epilog=_OVERRIDES)
+    simulate = commands.add_parser("simulate", help="train on ranks simulated in this process", epilog=_OVERRIDES)
+    for command, run in ((train, _train), (plan, _plan), (simulate, _simulate)):
+        command.add_argument("config", type=Path, metavar="CONFIG.toml")
+        command.set_defaults(run=run)
+    for command in (plan, simulate):
+        command.add_argument("--ranks", type=_positive, required=True, help="number of ranks")
+    simulate.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
+
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # Help that is asked for after the file lists the file's own keys, so it is not argparse's to answer.
+    wants_keys = len(arguments) > 2 and arguments[1].endswith(".toml") and {"-h", "--help"}.intersection(arguments[2:])
+    known, overrides = parser.parse_known_args(
+        [item for item in arguments if item not in ("-h", "--help")] if wants_keys else arguments
+    )
+    if wants_keys:
+        overrides.append("--help")
+    with stop_on_signals() as stop:
+        return _refusing(known, overrides, stop)
+
+
+def _refusing(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    """Run the command; what the user can mend is said in a line, without a traceback."""
+    from .config import ConfigError
+    from .data import DataError
+
+    try:
+        status: int = known.run(known, overrides, stop)
+    except (ConfigError, DataError) as error:
+        print(f"maingrad: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return status
+
+
+def _train(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    from .config_file import load_config
+    from .runtime import process_group_from_env
+    from .train import train
+
+    config = load_config(known.config, overrides)
+    with process_group_from_env(config.train.device):
+        result = train(config, stop=stop)
+    return _finish(Path(config.train.out_dir), is_main=result.is_main, interrupted=result.interrupted)
+
+
+def _simulate(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    from .config_file import load_config
+    from .simulate import simulate
+    from .train import train
+
+    config = load_config(known.config, overrides)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
+    results = simulate(train, known.ranks, config, seed=known.schedule_seed, stop=stop)
+    return _finish(Path(config.train.out_dir), is_main=True, interrupted=results[0].interrupted)
+
+
+def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    from rich.console import Console
+
+    from .config_file import load_config
+    from .plan import plan_run, plan_tables
+
+    plan = plan_run(load_config(known.config, overrides), known.ranks)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
+    for table in plan_tables(plan):
+        console.print(table)
+    return 0
+
+
+def _finish(out_dir: Path, *, is_main: bool, interrupted: bool) -> int:
+    """Draw the pictures of a run that went to its end."""
+    if interrupted:
+        return EXIT_INTERRUPTED
+    if is_main:
+        from .report import draw_report
+
+        for path in draw_report(out_dir):
+            print(path, flush=True)
+    return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value

@@ -1,0 +1,102 @@
+"""``metrics.jsonl``: one JSON object per line, each written out at once, so that a run cut short leaves whole lines.
+
+kind            when                    what
+``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives
+``timeline``    once                    times of one step's backwards and collectives, from which overlap.png is drawn
+``step``        every log_every steps   loss (nats per token), lr, grad_norm, tokens per second, seconds per step
+``validation``  every eval_every steps  loss on the fixed validation set
+``final``       at the end              validation loss beside the bigram's, steps, seconds
+``interrupted`` instead of ``final``    after Ctrl-C or SIGTERM
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..ddp import DistributedDataParallel
+from ..ddp.timeline import Timeline
+from .runtime import Runtime, versions
+
+__all__ = ["MetricsWriter", "observed_facts", "read_metrics", "timeline_record"]
+
+
+class MetricsWriter:
+    """Appends records to a file; on ranks without a file it does nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """One record. NaN and infinity are written as null: they are not JSON."""
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a file."""
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def observed_facts(model: DistributedDataParallel, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
+    """What the first step, recorded by ``timeline``, really did: read from tensors, counters and recorded spans."""
+    parameters = {wired.record.name: wired.owned.param for wired in model.wired}
+    fused = [record for record in model.records if record.num_fused_writes]
+    synced = Counter(span.synced for span in timeline.backwards)
+    return {
+        "world_size": runtime.world_size,
+        "backend": runtime.backend,
+        "device": str(runtime.device),
+        "num_parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "parameter_dtypes": _counts(_dtype_name(parameter) for parameter in parameters.values()),
+        "main_grad_dtypes": _counts(_dtype_name(record.view) for record in model.records),
+        "fused_weights": len(fused),
+        "fused_writes": sum(record.num_fused_writes for record in fused),
+        "hook_written_parameters": sum(1 for record in model.records if record.num_hook_writes),
+        "microbatches_no_sync": synced[False],
+        "microbatches_synced": synced[True],
+        "num_buckets": len(timeline.buckets),
+        "collectives": _counts(span.collective for span in timeline.buckets),
+        "buckets": [
+            {"bucket": span.bucket, "collective": span.collective, "nbytes": span.nbytes} for span in timeline.buckets
+        ],
+        "versions": versions(),
+    }
+
+
+def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
+    """Spans of one step in seconds, as ``report.py`` reads them back."""
+    return {
+        "step": step,
+        "backwards": [span._asdict() for span in timeline.backwards],
+        "buckets": [span._asdict() for span in timeline.buckets],
+    }
+
+
+def _dtype_name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _counts(names: Iterable[str] | Iterator[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,310 @@
+"""The training loop: bf16 parameters over fp32 accumulators, microbatches, overlapped reduction, sharded AdamW.
+
+Every rank runs :func:`train`, in its own process or as a simulated rank; rank 0 writes files and speaks.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..ddp import DistributedDataParallel, DistributedOptimizer
+from .bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
+from .config import Config, OptimizerConfig
+from .config_file import config_to_dict
+from .data import Batch, load_corpus, sample_batch, validation_windows
+from .metrics import MetricsWriter, observed_facts, timeline_record
+from .model import build_model
+from .progress import Display, Status, format_rate, make_display
+from .runtime import Runtime, current_runtime, versions
+from .signals import StopRequest
+
+__all__ = ["TrainResult", "cosine_with_warmup", "train"]
+
+logger = logging.getLogger(__name__)
+
+_TIMELINE_STEP = 10  # late enough for allocations and connections to have settled
+
+
+class TrainResult(NamedTuple):
+    """What a run came to; the losses are the same on every rank."""
+
+    losses: tuple[float, ...]
+    """Training loss of every logged step, averaged over microbatches and ranks, in nats per token."""
+    validation_loss: float | None
+    """Last validation loss in nats per token; None if the run was interrupted before any."""
+    bigram_loss: float | None
+    """The bigram model's on the same validation set; None on ranks other than 0 and for large vocabularies."""
+    steps: int
+    """Optimizer steps taken."""
+    seconds: float
+    """Time from the first step to the end of the last validation."""
+    interrupted: bool
+    """Whether a signal ended the run."""
+    is_main: bool
+    """Whether this is rank 0, which writes files."""
+    model: nn.Module
+    """The trained model, unwrapped."""
+
+
+def train(config: Config, *, stop: StopRequest | None = None, display: Display | None = None) -> TrainResult:
+    """Train as ``config`` says, on every rank of the default process group, or alone without one.
+
+    Writes ``metrics.jsonl`` and ``resolved_config.json`` to ``config.train.out_dir`` from rank 0. Raises
+    ``ConfigError`` for a batch that does not divide between the ranks and ``DataError`` for data that cannot be used.
+    """
+    runtime = current_runtime(config.train.device)
+    is_main = runtime.rank == 0
+    out_dir = Path(config.train.out_dir)
+    trainer = _Trainer(config, runtime, stop or StopRequest(), display or make_display(is_main=is_main))
+    if is_main:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": runtime.world_size}
+        (out_dir / "resolved_config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    metrics = MetricsWriter(out_dir / "metrics.jsonl" if is_main else None)
+    try:
+        return trainer.run(metrics)
+    finally:
+        trainer.display.close()
+        metrics.close()
+
+
+def cosine_with_warmup(config: OptimizerConfig, step: int, fraction: float) -> float:
+    """Factor on the learning rate: linear over the warmup steps, and along a cosine from 1 to ``min_lr_ratio``.
+
+    step      optimizer steps taken so far
+    fraction  part of the whole run that is over, in [0, 1]
+    """
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
+    return warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+
+
+@dataclasses.dataclass
+class _Pace:
+    """How far the run is. Ranks agree on it, so that they end together and use one learning rate."""
+
+    steps: int
+    max_seconds: float | None
+    step: int = 0
+    seconds: float = 0.0
+
+    @property
+    def fraction(self) -> float:
+        """Part of the run that is over: of its steps or of its time, whichever is further."""
+        by_time = 0.0 if self.max_seconds is None else self.seconds / self.max_seconds
+        return min(1.0, max(self.step / self.steps, by_time))
+
+
+class _Trainer:
+    """One rank's state of a run."""
+
+    def __init__(self, config: Config, runtime: Runtime, stop: StopRequest, display: Display) -> None:
+        self.config, self.runtime, self.stop, self.display = config, runtime, stop, display
+        settings = config.train
+        self.rows = settings.sequences_per_microbatch(runtime.world_size)
+
+        # Data: the same validation set on every rank.
+        self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
+        self.windows = validation_windows(
+            self.corpus.validation, count=settings.eval_sequences, sequence_length=settings.sequence_length
+        )
+        check_tokens(int(self.windows.inputs.max()), config.model.vocab_size)
+
+        # Model: weights from the seed alone, dropout from the seed and the rank.
+        self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
+        self.model = DistributedDataParallel(self.module, config.ddp)
+        self.optimizer = DistributedOptimizer(
+            self.model,
+            lr=config.optimizer.lr,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+            max_grad_norm=config.optimizer.max_grad_norm,
+        )
+        torch.manual_seed(settings.seed * 1_000_003 + 1 + runtime.rank)
+        self.pace = _Pace(settings.steps, settings.max_seconds)
+        self.scheduler = LambdaLR(
+            self.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, self.pace.fraction)
+        )
+
+    def run(self, metrics: MetricsWriter) -> TrainResult:
+        """All steps, validations and records."""
+        settings, pace = self.config.train, self.pace
+        self._introduce()
+        bigram_loss = self._bigram_loss()
+        losses: list[float] = []
+        validation_loss: float | None = None
+        interrupted = False
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        since_log, start = 0, time.monotonic()
+        log_start = start
+        while pace.fraction < 1.0 and not interrupted:
+            lr = float(self.scheduler.get_last_lr()[0])
+            loss_sum += self._step(pace.step, metrics)
+            pace.step += 1
+            since_log += 1
+            if since_log == settings.log_every or pace.step == settings.steps:
+                # The one place where the host waits for the device, and ranks for each other's hosts.
+                sums = self.runtime.all_reduce_sum(
+                    [float(loss_sum) / since_log, float(self.stop.requested), time.monotonic() - start]
+                )
+                mean_loss, stops, pace.seconds = (value / self.runtime.world_size for value in sums)
+                interrupted = stops > 0.0
+                losses.append(mean_loss)
+                self._log(metrics, mean_loss, lr, since_log, time.monotonic() - log_start)
+                since_log, log_start = 0, time.monotonic()
+                loss_sum.zero_()
+            self.scheduler.step()
+            over = pace.fraction >= 1.0
+            if not interrupted and (over or pace.step % settings.eval_every == 0):
+                validation_loss = self._validate(metrics)
+                log_start = time.monotonic()
+        seconds = time.monotonic() - start
+        self._conclude(metrics, validation_loss, bigram_loss, seconds, interrupted=interrupted)
+        return TrainResult(
+            tuple(losses),
+            validation_loss,
+            bigram_loss,
+            pace.step,
+            seconds,
+            interrupted,
+            self.runtime.rank == 0,
+            self.module,
+        )
+
+    def _step(self, step: int, metrics: MetricsWriter) -> Tensor:
+        """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
+        settings, model = self.config.train, self.model
+        is_timeline_step = step == min(_TIMELINE_STEP, settings.steps - 1)
+        timed = step == 0 or is_timeline_step
+        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        with model.record_timeline() if timed else nullcontext() as timeline:
+            for microbatch in range(settings.num_microbatches):
+                is_last = microbatch == settings.num_microbatches - 1
+                inputs, targets = self._batch(step, microbatch)
+                with nullcontext() if is_last else model.no_sync():
+                    loss = model(inputs, targets)
+                    (loss / settings.num_microbatches).backward()
+                total += loss.detach()
+            model.finish_grad_sync()
+        self.optimizer.step()
+        model.zero_grad_buffer()
+        if timeline is not None and step == 0:
+            metrics.write("observed", **observed_facts(model, timeline, self.runtime))
+        if timeline is not None and is_timeline_step:
+            metrics.write("timeline", **timeline_record(timeline, step))
+        return total / settings.num_microbatches
+
+    def _batch(self, step: int, microbatch: int) -> Batch:
+        settings = self.config.train
+        batch = sample_batch(
+            self.corpus.train,
+            seed=settings.seed,
+            step=step,
+            microbatch=microbatch,
+            num_microbatches=settings.num_microbatches,
+            rank=self.runtime.rank,
+            world_size=self.runtime.world_size,
+            global_batch_size=settings.global_batch_size,
+            sequence_length=settings.sequence_length,
+        )
+        check_tokens(int(batch.inputs.max()), self.config.model.vocab_size)
+        device = self.runtime.device
+        return Batch(batch.inputs.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True))
+
+    @torch.no_grad()
+    def _validate(self, metrics: MetricsWriter) -> float:
+        """Mean loss over the fixed validation set, its rows dealt out to the ranks; the same number on each of them."""
+        began = time.monotonic()
+        self.model.eval()
+        mine = slice(self.runtime.rank, None, self.runtime.world_size)
+        inputs, targets = (part[mine].to(self.runtime.device) for part in self.windows)
+        total = 0.0
+        for first in range(0, len(inputs), self.rows):
+            rows = slice(first, first + self.rows)
+            total += float(self.model(inputs[rows], targets[rows])) * len(inputs[rows])
+        self.model.train()
+        loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
+        loss = loss_sum / count
+        metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
+        self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per token")
+        return loss
+
+    def _log(self, metrics: MetricsWriter, loss: float, lr: float, num_steps: int, seconds: float) -> None:
+        settings = self.config.train
+        rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
+        norm = self.optimizer.grad_norm
+        metrics.write(
+            "step",
+            step=self.pace.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=None if norm is None else float(norm),
+            tokens_per_second=rate,
+            seconds_per_step=seconds / num_steps,
+            elapsed=self.pace.seconds,
+        )
+        pace = self.pace
+        self.display.update(Status(pace.step, pace.steps, pace.fraction, pace.seconds, loss, lr, rate))
+
+    def _introduce(self) -> None:
+        numel = sum(parameter.numel() for parameter in self.module.parameters())
+        runtime, settings = self.runtime, self.config.train
+        self.display.message(
+            f"{numel / 1e6:.2f}M parameters in {self.config.model.param_dtype}, {len(self.model.buckets)} buckets; "
+            f"{runtime.world_size} rank(s) on {runtime.device.type}, {settings.num_microbatches} microbatches of "
+            f"{self.rows} x {settings.sequence_length} tokens each"
+        )
+        self.display.message(
+            f"data: {self.corpus.description}; {format_rate(len(self.corpus.train))} tokens to train on, "
+            f"{format_rate(len(self.corpus.validation))} held back"
+        )
+
+    def _bigram_loss(self) -> float | None:
+        if self.runtime.rank != 0 or self.config.model.vocab_size > MAX_VOCAB_SIZE:
+            return None
+        loss = fit_bigram(self.corpus.train, self.config.model.vocab_size).loss(self.windows)
+        self.display.message(f"bigram model on the same data: {loss:.4f} nats per token")
+        return loss
+
+    def _conclude(
+        self, metrics: MetricsWriter, loss: float | None, bigram: float | None, seconds: float, *, interrupted: bool
+    ) -> None:
+        common = {"step": self.pace.step, "seconds": seconds, "validation_loss": loss, "bigram_loss": bigram}
+        if interrupted:
+            metrics.write("interrupted", **common, signal=self.stop.signal_name or "another rank's")
+            self.display.message(f"interrupted after step {self.pace.step}; records are in {self.config.train.out_dir}")
+            return
+        below = None if loss is None or bigram is None else bigram - loss
+        peak = torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else None
+        metrics.write(
+            "final",
+            **common,
+            nats_below_bigram=below,
+            peak_memory_bytes=peak,
+            weights_sha256=_digest(self.module) if self.runtime.rank == 0 else None,
+        )
+        if below is not None:
+            self.display.message(
+                f"validation loss {loss:.4f} nats per token after {self.pace.step} steps in {seconds:.0f} s; "
+                f"bigram {bigram:.4f}; {abs(below):.4f} {'below' if below >= 0 else 'above'} it"
+            )
+
+
+def _digest(module: nn.Module) -> str:
+    """Of all weights, bit for bit: two runs that agree here ended in the same place."""
+    digest = hashlib.sha256()
+    for name, parameter in module.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
