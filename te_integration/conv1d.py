@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ddp.main_grad import FusedWgradModule, is_fusable
-from .linear import fused_linear
+from .linear import fused_linear, fused_linear_outside_graph
 
 __all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
 
@@ -53,10 +53,13 @@ class FusedConv1D(FusedWgradModule):
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         weight = self.weight
+        output: Tensor
         if not (torch.is_grad_enabled() and is_fusable(weight)):
-            output: Tensor = super().forward(x)  # type: ignore[misc]  # Conv1D's
+            output = super().forward(x)  # type: ignore[misc]  # Conv1D's
             return output
-        return fused_linear(x, weight, self.bias, self.describe(), transposed=True)
+        apply = fused_linear_outside_graph if torch.compiler.is_compiling() else fused_linear
+        output = apply(x, weight, self.bias, self.describe(), transposed=True)
+        return output
 
     def describe(self) -> str:
         """For errors: which layer this is."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ddp.main_grad import Demand, FusedWgradModule, WgradTarget, demand, is_fusable
 
-__all__ = ["Linear", "fused_linear"]
+__all__ = ["Linear", "fused_linear", "fused_linear_outside_graph"]
 
 
 class Linear(FusedWgradModule, nn.Linear):
@@ -32,7 +32,7 @@ class Linear(FusedWgradModule, nn.Linear):
                              ``RuntimeError`` otherwise. False: exactly ``nn.Linear``
 
     Arguments, parameter names and state dict are ``nn.Linear``'s; the fused backward is Megatron-LM's
-    ``gradient_accumulation_fusion``. Under ``torch.compile`` a fused layer is one graph break: see ``_fused_linear``.
+    ``gradient_accumulation_fusion``. Under ``torch.compile`` a fused layer is one graph break: see ``fused_linear``.
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class Linear(FusedWgradModule, nn.Linear):
         weight = self.weight
         if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled() and is_fusable(weight)):
             return F.linear(input, weight, self.bias)
-        return fused_linear(input, weight, self.bias, self.describe())
+        # Chosen here, not in a helper: each Python frame between the model and the graph break is compiled for itself.
+        apply = fused_linear_outside_graph if torch.compiler.is_compiling() else fused_linear
+        output: Tensor = apply(input, weight, self.bias, self.describe())
+        return output
 
     def describe(self) -> str:
         """For errors: which layer this is."""
@@ -74,12 +77,6 @@ def fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str,
     owner       the module, for errors
     transposed  ``weight`` and its ``main_grad`` are [K, N]: ``y = x W + b`` and ``dW = x^T dy``
     """
-    apply = _fused_linear_outside_graph if torch.compiler.is_compiling() else _fused_linear
-    output: Tensor = apply(input, weight, bias, owner, transposed)
-    return output
-
-
-def _fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str, transposed: bool) -> Tensor:
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64:
         # As nn.Linear does under autocast; the weight is cast inside, so that its gradient goes to the real one.
@@ -93,7 +90,7 @@ def _fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str
 # its write to main_grad and its flag from functionalisation, which may drop, reorder or repeat what it cannot see, and
 # a compiled backward runs no Python between the GEMM and the hook that launches the bucket. The break costs one guard
 # check per layer; everything between the layers is compiled.
-_fused_linear_outside_graph = torch.compiler.disable(_fused_linear)
+fused_linear_outside_graph = torch.compiler.disable(fused_linear)
 
 
 class _FusedLinear(torch.autograd.Function):
