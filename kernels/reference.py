@@ -21,7 +21,8 @@ def wgrad_accumulate_reference(dy: Tensor, x: Tensor, main_grad: Tensor, *, over
     bit what autograd's product and a hook's addition give.
     """
     dtype = torch.promote_types(torch.promote_types(dy.dtype, x.dtype), main_grad.dtype)
-    product = dy.to(dtype).t() @ x.to(dtype)
+    with torch.autocast(dy.device.type, enabled=False):  # a backward run inside the block would round the product
+        product = dy.to(dtype).t() @ x.to(dtype)
     if overwrite:
         main_grad.copy_(product)
     else:
