@@ -127,6 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Read parameters into the masters where somebody changed them since they were last in step.
 
+        Elements that still are their master's rounding keep it: a model loaded after its optimizer loses no bits.
         In-place changes are seen by the tensor's version. Writing through ``param.data`` leaves none: change the
         parameter itself under ``torch.no_grad()``.
         """
@@ -134,7 +135,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             version = piece.wired.owned.param._version
             if version != self._versions[index]:
                 self._versions[index] = version
-                piece.master.copy_(piece.mine)
+                same = piece.master.to(piece.mine.dtype) == piece.mine
+                piece.master.copy_(torch.where(same, piece.master, piece.mine))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's moments, groups and masters. It fits this number of ranks and this bucket plan only."""
@@ -160,19 +162,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 all_gather_shards(shard.params, self.model.process_group).wait()
         self._versions = [piece.wired.owned.param._version for piece in self._slices]
 
-    @property
-    def grad_scale(self) -> None:
-        """Set by ``torch.amp.GradScaler``, which this optimizer refuses."""
-        return None
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """One group of flat masters, made by the constructor; another one is refused."""
+        if self.param_groups:
+            raise RuntimeError(
+                "DistributedOptimizer updates every parameter of its model as one group and takes no other: "
+                "wrap the model with all its parameters"
+            )
+        super().add_param_group(param_group)
 
-    @grad_scale.setter
-    def grad_scale(self, value: Any) -> None:
+    @property
+    def grad_scale(self) -> Tensor:
+        """Read by ``torch.amp.GradScaler.step``, which this optimizer refuses."""
         raise RuntimeError(
             "GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, and ranks would "
             "skip different steps; train in bf16, or use a stock optimizer with model.expose_grads()"
         )
 
-    _step_supports_amp_scaling = True  # makes GradScaler.step set grad_scale, which names the remedy above
+    _step_supports_amp_scaling = True  # makes GradScaler.step read grad_scale, which names the remedy above
 
     def _layout_key(self) -> str:
         first = self._shards[0]
