@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .collectives import group_size
-from .main_grad import GradRecord, attach, detach
+from .main_grad import GradRecord, attach, check_unattached, detach
 from .wiring import OwnedParam, find_owned_params
 
 __all__ = ["recorded_backward_order"]
@@ -42,6 +42,8 @@ def recorded_backward_order(
 @contextmanager
 def _noting_order(owned: Sequence[OwnedParam], reached: dict[str, None]) -> Iterator[None]:
     """Note each parameter's name when its gradient arrives, and throw the gradient away."""
+    for entry in owned:
+        check_unattached(entry.param, entry.name)
     kept = [entry.param.grad for entry in owned]
     handles = []
     try:

@@ -7,7 +7,6 @@ whose turn has come is launched (``launcher.py``, ``collectives.py``); ``finish_
 
 import copy
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +24,19 @@ from .config import DistributedDataParallelConfig
 from .graph_walk import differentiable_tensors, walk_graph
 from .launcher import BucketLauncher
 from .layout import BucketLayout
-from .main_grad import GradRecord, absorb_grad, attach, clear_exposed_grad, detach, expose_grad
+from .main_grad import (
+    GradRecord,
+    absorb_grad,
+    attach,
+    check_unattached,
+    clear_exposed_grad,
+    detach,
+    expose_grad,
+    record_of,
+)
 from .stock_optimizer import guard_stock_optimizers
 from .timeline import Timeline
-from .wiring import WiredParam, allocate_buckets, check_same_on_all_ranks, find_owned_params, plan_model
+from .wiring import WiredParam, allocate_buckets, check_same_on_all_ranks, check_setup, find_owned_params, plan_model
 
 __all__ = ["DistributedDataParallel"]
 
@@ -77,10 +85,8 @@ class DistributedDataParallel(nn.Module):
         self.process_group = process_group
 
         # What there is to reduce, and where it will lie.
-        owned = find_owned_params(module)
-        trainable = [entry for entry in owned if entry.param.requires_grad]
-        self._frozen = [entry for entry in owned if not entry.param.requires_grad]
-        self.device = _check_setup(trainable, config, process_group)
+        trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
+        self.device = check_setup(trainable, config, process_group)
         self.plan = plan_model(trainable, config, shard_degree=group_size(process_group), backward_order=backward_order)
         check_same_on_all_ranks(self.plan, process_group)
 
@@ -106,7 +112,7 @@ class DistributedDataParallel(nn.Module):
         # State of the backward.
         self._outer_task: int | None = None  # the graph task that reached the outputs; None outside and where unknown
         self._recomputes: bool | None = None  # reentrant recompute was seen; None before the first forward
-        self._unused: list[WiredParam] = []  # parameters that the final forward's graph does not reach
+        self._unused: list[WiredParam] | None = None  # what no final forward reaches; None: no such forward yet
         self._passed: list[tuple[Bucket, GradRecord]] = []  # ready when the outermost backward ends
 
         self._attach()
@@ -157,7 +163,7 @@ class DistributedDataParallel(nn.Module):
 
         Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
         """
-        if self._clean:
+        if self._clean and not any(record.written for record in self.records):
             return
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
@@ -173,11 +179,16 @@ class DistributedDataParallel(nn.Module):
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
         self._passed.clear()
-        self._unused.clear()
+        self._unused = None
         self._clean, self._checked, self._finished = True, False, False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients where they are."""
+        self.zero_grad_buffer()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
+        self.check_scalable("scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
 
     @torch.no_grad()
@@ -188,6 +199,7 @@ class DistributedDataParallel(nn.Module):
         source = dist.get_global_rank(self.process_group, 0)
         for tensor in (*self.module.parameters(), *self.module.buffers()):
             dist.broadcast(tensor.detach(), source, group=self.process_group)
+            torch.autograd.graph.increment_version(tensor)  # collectives do not, and masters are refreshed by it
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Hand the gradients to stock optimizers and ``clip_grad_norm_`` as ``.grad``, after ``finish_grad_sync``.
@@ -221,6 +233,18 @@ class DistributedDataParallel(nn.Module):
         if not self._finished:
             raise RuntimeError(f"{caller} before finish_grad_sync(): this iteration's gradients are not reduced yet")
 
+    def check_scalable(self, caller: str) -> None:
+        """Raise where scaling buckets would race with a collective, or miss the ``.grad`` that an optimizer reads."""
+        for wired in self._wired:
+            grad, record = wired.owned.param.grad, wired.record
+            if wired.bucket.phase is Phase.REDUCING:
+                raise RuntimeError(f"{caller} before finish_grad_sync(): {wired.bucket.name} is still being reduced")
+            if record.exposed and grad is not None and grad.data_ptr() != record.view.data_ptr():
+                raise RuntimeError(
+                    f"{caller} after expose_grads(): .grad of parameter '{record.name}' is a {grad.dtype} copy and "
+                    f"would stay as it is; call it before expose_grads(), or torch.nn.utils.clip_grad_norm_ after it"
+                )
+
     def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
         """[start, end) of the bucket's elements that this rank reduces and updates: its shard, or all of them."""
         if not self.config.use_distributed_optimizer:
@@ -244,10 +268,12 @@ class DistributedDataParallel(nn.Module):
         wrapper = weakref.ref(self)
         handles, params = [], []
         for wired in self._wired:
+            check_unattached(wired.owned.param, wired.record.name)  # all of them before the first is touched
+        for wired in self._wired:
             attach(wired.owned.param, wired.record)
             hook = _make_hook(wrapper, wired.bucket, wired.record)
             handles.append(wired.owned.param.register_post_accumulate_grad_hook(hook))
-            params.append(torch.utils.weak.TensorWeakRef(wired.owned.param))
+            params.append((torch.utils.weak.TensorWeakRef(wired.owned.param), wired.record))
         handles.append(guard_stock_optimizers())
         weakref.finalize(self, _unwire, handles, params).atexit = False
 
@@ -257,11 +283,11 @@ class DistributedDataParallel(nn.Module):
             return
         for wired in self._wired:
             wired.check()
-        for name, param, _ in self._frozen:
-            if param.requires_grad:
+        for name, param in self.module.named_parameters():
+            if param.requires_grad and record_of(param) is None:
                 raise RuntimeError(
-                    f"parameter '{name}' was frozen when the model was wrapped and requires a gradient now: it has no "
-                    f"main_grad and would never be reduced; unfreeze before wrapping, or wrap again"
+                    f"parameter '{name}' requires a gradient, and was frozen or not there when the model was wrapped: "
+                    f"it has no main_grad and would never be reduced; unfreeze or add it before wrapping, or wrap again"
                 )
         self._checked = True
 
@@ -275,8 +301,11 @@ class DistributedDataParallel(nn.Module):
         if find_unused or self._recomputes is None:
             walk = walk_graph(tensors)
             self._recomputes = bool(self._recomputes) or walk.recomputes
-            if find_unused and not walk.recomputes:
-                self._unused = [wired for wired in self._wired if id(wired.owned.param) not in walk.leaves]
+            if find_unused:
+                # Several forwards may feed one backward: unused is what none of them reaches.
+                candidates = self._wired if self._unused is None else self._unused
+                hidden = walk.recomputes
+                self._unused = [w for w in candidates if not hidden and id(w.owned.param) not in walk.leaves]
         wrapper = weakref.ref(self)
 
         def backward_enters(_: Tensor) -> None:
@@ -300,8 +329,8 @@ class DistributedDataParallel(nn.Module):
         if self._launcher.timeline is not None:
             self._launcher.timeline.backward_started()
         if self._sync and self.config.overlap_grad_reduce:
-            unused, self._unused = self._unused, []
-            for wired in unused:
+            unused, self._unused = self._unused, None
+            for wired in unused or ():
                 self._mark_ready(wired.bucket, wired.record)
 
     def _on_backward_end(self) -> None:
@@ -355,37 +384,11 @@ def _make_hook(
     return hook
 
 
-def _unwire(handles: list[RemovableHandle], params: list[torch.utils.weak.TensorWeakRef]) -> None:
+def _unwire(handles: list[RemovableHandle], params: list[tuple[torch.utils.weak.TensorWeakRef, GradRecord]]) -> None:
     for handle in handles:
         handle.remove()
-    for reference in params:
+    for reference, record in params:
         param = reference()
         if param is not None:
+            clear_exposed_grad(param, record)
             detach(param)
-
-
-def _check_setup(
-    trainable: Sequence[Any], config: DistributedDataParallelConfig, group: dist.ProcessGroup | None
-) -> torch.device:
-    """The one device of all trainable parameters; raises for settings that cannot work there."""
-    if not trainable:
-        raise ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
-    device: torch.device = trainable[0].param.device
-    for name, param, _ in trainable:
-        if param.device.type == "meta":
-            raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
-        if param.device != device:
-            raise ValueError(
-                f"parameter '{name}' is on {param.device}, '{trainable[0].name}' on {device}: one wrapper, one device"
-            )
-    if config.average_in_collective and group is not None and "nccl" not in dist.get_backend(group):
-        raise ValueError(
-            f"average_in_collective needs NCCL, and the group's backend is {dist.get_backend(group)}; "
-            f"leave it False, and each rank divides its gradients before the collective"
-        )
-    if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise ValueError(
-            "overlap_grad_reduce with CUDA_DEVICE_MAX_CONNECTIONS=1 would queue collectives and compute behind each "
-            "other; unset the variable"
-        )
-    return device

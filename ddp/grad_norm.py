@@ -42,6 +42,7 @@ def clip_grad_norm(model: DistributedDataParallel, max_norm: float) -> Tensor:
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
+    model.check_scalable("clip_grad_norm()")
     norm = global_grad_norm(model)
     torch._foreach_mul_(reduced_grads(model), clip_coefficient(norm, max_norm))
     return norm

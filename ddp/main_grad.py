@@ -31,6 +31,7 @@ __all__ = [
     "WgradTarget",
     "absorb_grad",
     "attach",
+    "check_unattached",
     "clear_exposed_grad",
     "demand",
     "detach",
@@ -122,13 +123,17 @@ class GradRecord:
         self.closed = None
 
 
-def attach(param: Tensor, record: GradRecord) -> None:
-    """Give ``param`` its accumulator. A parameter that already has one belongs to another provider: refused."""
+def check_unattached(param: Tensor, name: str) -> None:
+    """Raise ``ValueError`` for a parameter that has an accumulator already: it belongs to another provider."""
     if has_main_grad(param):
         raise ValueError(
-            f"parameter '{record.name}' already has a main_grad: it belongs to another DistributedDataParallel or FSDP "
+            f"parameter '{name}' already has a main_grad: it belongs to another DistributedDataParallel or FSDP "
             f"wrapper; wrap a model once, or delete the old wrapper first"
         )
+
+
+def attach(param: Tensor, record: GradRecord) -> None:
+    """Give ``param`` its accumulator; ``check_unattached`` comes first, for all of a model's parameters."""
     param.main_grad = record.view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     setattr(param, _RECORD, record)
@@ -178,12 +183,12 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
             return
     if grad is None:
         return
+    param.grad = None
     if grad.requires_grad:
         raise RuntimeError(
             f"parameter '{record.name}': backward(create_graph=True) asks for a gradient with a graph of its own, "
             f"which main_grad cannot hold; use torch.autograd.grad(..., create_graph=True) instead"
         )
-    param.grad = None
     if grad.layout is not torch.strided:
         grad = grad.to_dense()  # nn.Embedding(sparse=True)
     if record.open_for_write():
@@ -215,6 +220,8 @@ def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
 
 def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
     """Take ``.grad`` back before the next backward would accumulate into it."""
+    if getattr(param, "grad_added_to_main_grad", False):
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a backward that failed before the hook
     if record.exposed:
         param.grad = None
         if param.grad_dtype is not param.dtype:
@@ -259,10 +266,13 @@ def is_fusable(weight: Tensor) -> bool:
     """Whether a module may write this weight's gradient itself.
 
     A weight that is computed (``torch.nn.utils.parametrize``) is not a parameter: its gradient flows on to those it is
-    computed from, unless somebody gave it an accumulator of its own. The GEMM takes no complex conjugate, so that
+    computed from, unless somebody gave it an accumulator of its own. Hooks that somebody registered on the weight
+    (``weight.register_hook``) want to see the gradient. The GEMM takes no complex conjugate, so that
     complex weights stay with autograd.
     """
-    return weight.requires_grad and weight.is_floating_point() and (weight.is_leaf or has_main_grad(weight))
+    if not (weight.requires_grad and weight.is_floating_point()) or weight._backward_hooks:
+        return False
+    return weight.is_leaf or has_main_grad(weight)
 
 
 class WgradTarget:
@@ -299,7 +309,12 @@ class WgradTarget:
                 f"model in maingrad.ddp.DistributedDataParallel, or build the module with fuse_wgrad_accumulation=False"
             )
         record = record_of(weight)
-        if record is None or main_grad is not record.view or weight.shape != main_grad.shape:
+        if record is not None and main_grad is not record.view:
+            raise RuntimeError(
+                f"{self._owner}: weight.main_grad was replaced after wrapping, and what is written there would never "
+                f"be reduced; leave the attribute to the wrapper of parameter '{record.name}'"
+            )
+        if record is None or weight.shape != main_grad.shape:
             _check_accumulator(self._owner, weight, main_grad)
         return weight, main_grad
 

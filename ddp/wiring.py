@@ -1,5 +1,6 @@
 """Ties a model's parameters to buckets: who owns each one, where it lies in the plan, and whether that still holds."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,7 +16,14 @@ from .config import DistributedDataParallelConfig
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .main_grad import FusedWgradModule, GradRecord
 
-__all__ = ["WiredParam", "allocate_buckets", "check_same_on_all_ranks", "find_owned_params", "plan_model"]
+__all__ = [
+    "WiredParam",
+    "allocate_buckets",
+    "check_same_on_all_ranks",
+    "check_setup",
+    "find_owned_params",
+    "plan_model",
+]
 
 
 class OwnedParam(NamedTuple):
@@ -71,6 +79,38 @@ def find_owned_params(module: nn.Module) -> list[OwnedParam]:
                 owners[param].append((owner, local))
                 names.setdefault(param, f"{prefix}.{local}" if prefix else local)
     return [OwnedParam(name, param, tuple(owners[param])) for param, name in names.items()]
+
+
+def check_setup(
+    trainable: Sequence[OwnedParam], config: DistributedDataParallelConfig, group: dist.ProcessGroup | None
+) -> torch.device:
+    """The one device of all trainable parameters; raises for settings that cannot work there."""
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
+    device: torch.device = trainable[0].param.device
+    for name, param, _ in trainable:
+        if param.device.type == "meta":
+            raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
+        if param.device != device:
+            raise ValueError(
+                f"parameter '{name}' is on {param.device}, '{trainable[0].name}' on {device}: one wrapper, one device"
+            )
+        if param.grad is not None:
+            raise ValueError(
+                f"parameter '{name}' already has a .grad, which the first iteration would add to main_grad: call "
+                f"module.zero_grad() before wrapping"
+            )
+    if config.average_in_collective and group is not None and "nccl" not in dist.get_backend(group):
+        raise ValueError(
+            f"average_in_collective needs NCCL, and the group's backend is {dist.get_backend(group)}; "
+            f"leave it False, and each rank divides its gradients before the collective"
+        )
+    if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "overlap_grad_reduce with CUDA_DEVICE_MAX_CONNECTIONS=1 would queue collectives and compute behind each "
+            "other; unset the variable"
+        )
+    return device
 
 
 def plan_model(
