@@ -96,11 +96,11 @@ $(VENV)/constraints.txt: pyproject.toml | $(VENV)/bin/python
 	print(*(pin for pin in pins if not (own and pin.startswith(own))), sep="\n")' > $@
 
 $(VENV)/.installed-tools: $(VENV)/constraints.txt
-	$(PY) -m pip install -q --upgrade pip
-	$(PY) -m pip install -q --constraint $< setuptools
+	$(PY) -m pip install -qq --upgrade pip
+	$(PY) -m pip install -qq --constraint $< setuptools
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-tools
-	$(PY) -m pip install -q --no-build-isolation --constraint $(VENV)/constraints.txt -e '.[$*]'
+	$(PY) -m pip install -qq --no-build-isolation --constraint $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@
 endif
