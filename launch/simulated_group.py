@@ -259,6 +259,10 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         places = outputs[0] if outputs else []
         return self._join(description, move.gather, Payload(inputs, places, None, root), list(places))
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:
+        places = _chunks(output, input, self.size()) if self.rank() == opts.rootRank else []
+        return self.gather([places], [input], opts)
+
     # From one rank, and between all.
 
     def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:

@@ -246,26 +246,24 @@ class Scheduler:
             self._raise_deadlock(f"rank {rank.index} waits for a rank that has finished")
 
     def _raise_deadlock(self, reason: str) -> None:
-        lines = [f"simulated ranks are deadlocked: {reason}"]
-        for rank in self.ranks:
-            if rank.finished:
-                lines.append(f"  rank {rank.index} has finished")
-            elif rank.thread is None:
-                lines.append(f"  rank {rank.index} has not started")
-            elif rank.waiting_for is None or rank.waiting_for.done:
-                lines.append(f"  rank {rank.index} can go on")
-            else:
-                missing = ", ".join(
-                    f"{other} (finished)" if self.ranks[other].finished else str(other)
-                    for other in rank.waiting_for.missing()
-                )
-                where = _user_line(rank.thread)
-                lines.append(
-                    f"  rank {rank.index} waits for {rank.waiting_for.describe()}; missing ranks: {missing or 'any'}; at {where}"
-                )
+        lines = [f"simulated ranks are deadlocked: {reason}", *map(self._describe_rank, self.ranks)]
         self._stopped = True
-        self.failure = SimulatedDeadlockError("\n".join(lines))
+        self.failure = SimulatedDeadlockError("\n  ".join(lines))
         raise _Stopped
+
+    def _describe_rank(self, rank: SimulatedRank) -> str:
+        if rank.finished:
+            return f"rank {rank.index} has finished"
+        if rank.thread is None:
+            return f"rank {rank.index} has not started"
+        pending = rank.waiting_for
+        if pending is None or pending.done:
+            return f"rank {rank.index} can go on"
+        missing = [f"{other} (finished)" if self.ranks[other].finished else str(other) for other in pending.missing()]
+        return (
+            f"rank {rank.index} waits for {pending.describe()}; missing ranks: {', '.join(missing) or 'any'}; "
+            f"at {_user_line(rank.thread)}"
+        )
 
 
 def _user_line(thread: threading.Thread) -> str:
