@@ -11,7 +11,9 @@ from .signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
-_OVERRIDES = "Overrides for the file's values: --train.steps 10 --ddp.bucket-size 65536 (--help after the file lists all)."
+_OVERRIDES = (
+    "Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,13 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     simulate.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # Help that is asked for after the file lists the file's own keys, so it is not argparse's to answer.
-    wants_keys = len(arguments) > 2 and arguments[1].endswith(".toml") and {"-h", "--help"}.intersection(arguments[2:])
-    known, overrides = parser.parse_known_args(
-        [item for item in arguments if item not in ("-h", "--help")] if wants_keys else arguments
-    )
-    if wants_keys:
-        overrides.append("--help")
+    if len(arguments) > 2 and arguments[1].endswith(".toml") and {"-h", "--help"}.intersection(arguments[2:]):
+        known, overrides = argparse.Namespace(run=_help, config=Path(arguments[1])), []
+    else:
+        known, overrides = parser.parse_known_args(arguments)
     with stop_on_signals() as stop:
         return _refusing(known, overrides, stop)
 
@@ -90,6 +89,14 @@ def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) ->
         console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
     for table in plan_tables(plan):
         console.print(table)
+    return 0
+
+
+def _help(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    """Help that is asked for after the file lists every key, with the file's own values as defaults."""
+    from .config_file import load_config
+
+    load_config(known.config, ["--help"])
     return 0
 
 

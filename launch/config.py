@@ -165,7 +165,7 @@ class OptimizerConfig:
             self.max_grad_norm is None or self.max_grad_norm > 0.0,
             "optimizer.max_grad_norm",
             self.max_grad_norm,
-            "must be positive; leave it out of the TOML file's hands with --optimizer.max-grad-norm None",
+            "must be positive; --optimizer.max-grad-norm None turns clipping off",
         )
 
 

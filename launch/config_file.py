@@ -14,6 +14,7 @@ from typing import Any
 
 import cattrs
 import tyro
+from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from .config import Config, ConfigError
 
@@ -41,7 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def structure(document: Mapping[str, Any]) -> Config:
     """A nested mapping -> ``Config``. Raises ``ConfigError``."""
-    _refuse_unknown_keys(Config, document, "")
+    _check(Config, document, "")
     try:
         return _converter().structure(document, Config)
     except cattrs.BaseValidationError as group:
@@ -60,7 +61,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return typing.cast(dict[str, Any], cattrs.Converter().unstructure(config))
 
 
-def _refuse_unknown_keys(cls: type, document: Mapping[str, Any], prefix: str) -> None:
+def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
+    """Refuse unknown keys, and what cattrs would take for a table, a list or a choice."""
     hints = typing.get_type_hints(cls)
     valid = {f.name for f in dataclasses.fields(cls)}
     for key, value in document.items():
@@ -71,7 +73,12 @@ def _refuse_unknown_keys(cls: type, document: Mapping[str, Any], prefix: str) ->
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{prefix}{key} = {value!r}: must be a table, [{prefix}{key}]")
-            _refuse_unknown_keys(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
+            _check(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
+        elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
+            raise ConfigError(f"{prefix}{key} = {value!r}: must be a list, [{value!r}]")
+        elif typing.get_origin(hints[key]) is typing.Literal and value not in typing.get_args(hints[key]):
+            choices = ", ".join(map(repr, typing.get_args(hints[key])))
+            raise ConfigError(f"{prefix}{key} = {value!r}: must be one of {choices}")
 
 
 def _converter() -> cattrs.Converter:
@@ -104,9 +111,11 @@ def _first_cause(group: cattrs.BaseValidationError) -> ConfigError:
     error: BaseException = group
     while isinstance(error, cattrs.BaseValidationError):
         error = error.exceptions[0]
-        note = next((n for n in getattr(error, "__notes__", ()) if hasattr(n, "name") or hasattr(n, "index")), None)
-        if note is not None:
-            path.append(str(getattr(note, "name", getattr(note, "index", ""))))
+        for note in getattr(error, "__notes__", ()):
+            if isinstance(note, AttributeValidationNote):
+                path.append(note.name)
+            elif isinstance(note, IterableValidationNote):
+                path.append(str(note.index))
     if isinstance(error, ConfigError):
         return error  # it names its key itself
     return ConfigError(f"{'.'.join(path)}: {error}")

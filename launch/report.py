@@ -74,14 +74,14 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
     """Loss over steps: every logged training loss, its running mean, the validation losses and the bigram line."""
     steps = [record for record in records if record["kind"] == "step"]
     validations = [record for record in records if record["kind"] == "validation"]
-    final = next((record for record in records if record["kind"] == "final"), {})
-    bigram = final.get("bigram_loss")
+    bigram = next((record["bigram_loss"] for record in records if record["kind"] == "final"), None)
+    unit = next((record["unit"] for record in records if record["kind"] == "observed"), "token")
 
     figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
     x, y = [record["step"] for record in steps], [record["loss"] for record in steps]
-    axes.plot(x, y, color=_TRAIN, linewidth=1, label="training")
-    if len(y) > 30:
-        axes.plot(x, _running_mean(y, max(len(y) // 40, 5)), color=_HIDDEN, linewidth=2, label="training, running mean")
+    axes.plot(x, y, color=_TRAIN if len(y) > 200 else _HIDDEN, linewidth=1.5, label="training")
+    if len(y) > 200:  # short runs and long log intervals are smooth enough as they are
+        axes.plot(x, _centred_mean(y, len(y) // 100), color=_HIDDEN, linewidth=2, label="training, smoothed")
     if validations:
         at, losses = [record["step"] for record in validations], [record["loss"] for record in validations]
         axes.plot(at, losses, color=_EXPOSED, linewidth=1.5, marker="o", markersize=5, label="validation")
@@ -92,7 +92,7 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
     if bigram is not None:
         axes.axhline(bigram, color=_INK, linewidth=1.2, linestyle=(0, (5, 4)))
         axes.annotate(
-            f"byte-bigram counts, same data: {bigram:.3f}", (1.0, bigram), xycoords=("axes fraction", "data"),
+            f"{unit}-bigram counts on the same data: {bigram:.3f}", (1.0, bigram), xycoords=("axes fraction", "data"),
             xytext=(-4, 5), textcoords="offset points", color=_INK, ha="right",
         )  # fmt: skip
         # The untrained model's loss would squeeze everything of interest into the lower third.
@@ -100,10 +100,10 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
     title = "Loss over steps"
     if bigram is not None and validations:
         gap = bigram - validations[-1]["loss"]
-        title = f"Validation ends {abs(gap):.2f} nats per token {'below' if gap >= 0 else 'above'} the bigram model"
+        title = f"Validation ends {abs(gap):.2f} nats per {unit} {'below' if gap >= 0 else 'above'} the bigram model"
     _dress(axes, title)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss, nats per token")
+    axes.set_ylabel(f"loss, nats per {unit}")
     axes.grid(axis="y", color=_BACKWARD, linewidth=0.8)
     axes.margins(x=0.06)
     axes.legend(frameon=False, loc="upper center" if bigram is None else "upper right")
@@ -202,9 +202,10 @@ def _bucket_label(span: dict[str, Any]) -> str:
     return f"{name}, {span['nbytes'] / 2**20:.1f} MiB\n{held.replace('.weight', '')}"
 
 
-def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of up to ``window`` values that end at each position."""
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+def _centred_mean(values: Sequence[float], reach: int) -> list[float]:
+    """Mean of the values up to ``reach`` places before and after each one."""
+    windows = (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
 
 
 def _dress(axes: Axes, title: str) -> None:

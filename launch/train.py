@@ -119,6 +119,7 @@ class _Trainer:
             self.corpus.validation, count=settings.eval_sequences, sequence_length=settings.sequence_length
         )
         check_tokens(int(self.windows.inputs.max()), config.model.vocab_size)
+        self.unit = "token" if config.data.source == "tokens" else "byte"
 
         # Model: weights from the seed alone, dropout from the seed and the rank.
         self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
@@ -200,7 +201,7 @@ class _Trainer:
         self.optimizer.step()
         model.zero_grad_buffer()
         if timeline is not None and step == 0:
-            metrics.write("observed", **observed_facts(model, timeline, self.runtime))
+            metrics.write("observed", **observed_facts(model, timeline, self.runtime), unit=self.unit)
         if timeline is not None and is_timeline_step:
             metrics.write("timeline", **timeline_record(timeline, step))
         return total / settings.num_microbatches
@@ -237,7 +238,7 @@ class _Trainer:
         loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
         loss = loss_sum / count
         metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
-        self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per token")
+        self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per {self.unit}")
         return loss
 
     def _log(self, metrics: MetricsWriter, loss: float, lr: float, num_steps: int, seconds: float) -> None:
@@ -274,7 +275,7 @@ class _Trainer:
         if self.runtime.rank != 0 or self.config.model.vocab_size > MAX_VOCAB_SIZE:
             return None
         loss = fit_bigram(self.corpus.train, self.config.model.vocab_size).loss(self.windows)
-        self.display.message(f"bigram model on the same data: {loss:.4f} nats per token")
+        self.display.message(f"{self.unit}-bigram model on the same data: {loss:.4f} nats per {self.unit}")
         return loss
 
     def _conclude(
@@ -296,8 +297,8 @@ class _Trainer:
         )
         if below is not None:
             self.display.message(
-                f"validation loss {loss:.4f} nats per token after {self.pace.step} steps in {seconds:.0f} s; "
-                f"bigram {bigram:.4f}; {abs(below):.4f} {'below' if below >= 0 else 'above'} it"
+                f"validation loss {loss:.4f} nats per {self.unit} after {self.pace.step} steps in {seconds:.0f} s: "
+                f"{abs(below):.4f} {'below' if below >= 0 else 'above'} the {self.unit}-bigram model's {bigram:.4f}"
             )
 
 
