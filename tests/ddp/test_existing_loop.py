@@ -1,0 +1,342 @@
+"""The training loop that people already have, with stock optimizers: bitwise plain PyTorch, or refused by name."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from loops import (
+    assert_same,
+    ddp_backward,
+    loss_of,
+    main_grads,
+    make_batches,
+    make_model,
+    plain_backward,
+    plain_grads,
+    plain_twin,
+    weights,
+    wrap,
+)
+from torch import nn
+
+from maingrad.ddp import clip_grad_norm
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "adamw_fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_stock_optimizers_train_bitwise_as_in_plain_pytorch(
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], num_microbatches: int, overlap: bool
+) -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model, overlap_grad_reduce=overlap, bucket_size=64)
+    ours, theirs = make_optimizer(ddp.parameters()), make_optimizer(plain.parameters())
+    for step in range(4):
+        batches = make_batches(num_microbatches, seed=step)
+        ddp_backward(ddp, batches)
+        ddp.expose_grads()
+        ours.step()
+        ddp.zero_grad_buffer()
+
+        plain_backward(plain, batches)
+        theirs.step()
+        theirs.zero_grad()
+    assert_same(weights(ddp), weights(plain))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["own_dtype", "fp32"])
+def test_bf16_parameters_step_by_the_fp32_sum_of_their_microbatches(dtype: torch.dtype | None) -> None:
+    """Plain PyTorch's own bf16 gradients, summed in fp32, are what a stock optimizer gets."""
+    model = make_model(torch.bfloat16, fuse=False)
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, plain))
+    for step in range(3):
+        batches = make_batches(4, torch.bfloat16, seed=step)
+        ddp_backward(ddp, batches)
+        ddp.expose_grads(dtype)
+        assert all(parameter.grad.dtype is (dtype or torch.bfloat16) for parameter in ddp.parameters())
+        ours.step()
+        ddp.zero_grad_buffer()
+
+        sums = {name: torch.zeros(parameter.shape) for name, parameter in plain.named_parameters()}
+        for batch in batches:
+            (loss_of(plain, batch) / len(batches)).backward()
+            for name, parameter in plain.named_parameters():
+                sums[name] += parameter.grad
+            plain.zero_grad()
+        for name, parameter in plain.named_parameters():
+            if dtype is not None:
+                parameter.grad_dtype = dtype
+            parameter.grad = sums[name].to(dtype or torch.bfloat16)
+        theirs.step()
+        for parameter in plain.parameters():
+            parameter.grad = None
+            parameter.grad_dtype = torch.bfloat16
+    assert_same(weights(ddp), weights(plain))
+
+
+def test_bf16_adamw_takes_gradients_of_the_parameters_dtype_and_says_so_itself() -> None:
+    ddp = wrap(make_model(torch.bfloat16))
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+    for step, dtype in enumerate((torch.float32, None)):
+        ddp_backward(ddp, make_batches(2, torch.bfloat16, seed=step))
+        ddp.expose_grads(dtype)
+        before = weights(ddp)
+        if dtype is torch.float32:
+            with pytest.raises(RuntimeError, match=r"expected (dtype|scalar type)"):
+                optimizer.step()
+            optimizer.state.clear()
+        else:
+            optimizer.step()
+            assert all(not torch.equal(before[name], value) for name, value in weights(ddp).items())
+        ddp.zero_grad_buffer()
+
+
+def test_fp32_gradients_of_bf16_parameters_are_main_grad_itself_until_the_next_iteration() -> None:
+    ddp = wrap(make_model(torch.bfloat16))
+    ddp_backward(ddp, make_batches(2, torch.bfloat16))
+    ddp.expose_grads(torch.float32)
+    assert all(parameter.grad.data_ptr() == parameter.main_grad.data_ptr() for parameter in ddp.parameters())
+    ddp.zero_grad_buffer()
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+    assert all(parameter.grad_dtype is torch.bfloat16 for parameter in ddp.parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_over_gradients_that_were_not_exposed_is_refused(name: str) -> None:
+    ddp = wrap(make_model())
+    optimizer = OPTIMIZERS[name](ddp.parameters())
+    ddp_backward(ddp, make_batches(2))
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)  # sees no gradient, and is not noticed until the step
+    with pytest.raises(RuntimeError, match=r"step\(\): the gradient of parameter '0.weight'.*expose_grads"):
+        optimizer.step()
+
+
+def test_a_step_with_a_closure_is_refused_before_the_closure_runs() -> None:
+    ddp = wrap(make_model())
+    optimizer = torch.optim.LBFGS(ddp.parameters())
+    with pytest.raises(RuntimeError, match=r"LBFGS.step\(\).*expose_grads"):
+        optimizer.step(lambda: pytest.fail("the closure ran"))
+
+
+def test_an_optimizer_of_another_model_is_left_alone() -> None:
+    ddp, other = wrap(make_model()), plain_twin(make_model())
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    before = weights(other)
+    plain_backward(other, make_batches(1))
+    optimizer.step()
+    assert all(not torch.equal(before[name], value) for name, value in weights(other).items())
+    assert ddp.records
+
+
+@pytest.mark.parametrize("max_norm", [1e-2, 1e3])
+def test_clip_grad_norm_after_exposing_is_plain_pytorchs(max_norm: float) -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    batches = make_batches(3)
+    ddp_backward(ddp, batches)
+    ddp.expose_grads()
+    plain_backward(plain, batches)
+    norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), max_norm)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+    assert_same(plain_grads(ddp.module), plain_grads(plain))
+
+
+@pytest.mark.parametrize("scale", [lambda ddp: clip_grad_norm(ddp, 1e-3), lambda ddp: ddp.scale_gradients(0.5)])
+def test_scaling_buckets_after_exposing_copies_is_refused(scale: Callable[[Any], object]) -> None:
+    """bf16 ``.grad`` are copies of fp32 buckets: scaling these would change nothing that the optimizer reads."""
+    ddp = wrap(make_model(torch.bfloat16))
+    ddp_backward(ddp, make_batches(2, torch.bfloat16))
+    ddp.expose_grads()
+    with pytest.raises(RuntimeError, match=r"after expose_grads\(\).*call it before"):
+        scale(ddp)
+    ddp.expose_grads(torch.float32)  # no copies: .grad is the bucket
+    scale(ddp)
+    assert_same(plain_grads(ddp.module), main_grads(ddp))
+
+
+# ---- GradScaler. ----
+
+
+def test_grad_scaler_skips_a_step_with_inf_and_trains_as_in_plain_pytorch() -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    runs = [(m, torch.optim.AdamW(m.parameters(), lr=0.05), torch.amp.GradScaler("cpu")) for m in (ddp, plain)]
+    for step in range(4):
+        batches = make_batches(2, seed=step)
+        if step == 1:
+            batches[0][0, 0] = torch.inf
+        for trained, optimizer, scaler in runs:
+            before = weights(trained)
+            for index, batch in enumerate(batches):
+                if trained is ddp and index + 1 < len(batches):
+                    with ddp.no_sync():
+                        scaler.scale(loss_of(ddp, batch)).backward()
+                else:
+                    scaler.scale(loss_of(trained, batch)).backward()
+            if trained is ddp:
+                ddp.finish_grad_sync()
+                ddp.expose_grads()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            ddp.zero_grad_buffer() if trained is ddp else optimizer.zero_grad()
+            changed = any(not torch.equal(before[name], value) for name, value in weights(trained).items())
+            assert changed is (step != 1)
+        assert_same(weights(ddp), weights(plain))
+        assert runs[0][2].get_scale() == runs[1][2].get_scale()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_over_gradients_that_were_not_exposed_raises(fused: bool) -> None:
+    """A fused optimizer is asked to step, and our guard speaks; otherwise the scaler misses the gradients by itself."""
+    ddp = wrap(make_model())
+    optimizer = torch.optim.AdamW(ddp.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(ddp, make_batches(1)[0])).backward()
+    ddp.finish_grad_sync()
+    with pytest.raises((RuntimeError, AssertionError), match="expose_grads" if fused else "No inf checks were"):
+        scaler.step(optimizer)
+
+
+# ---- Zeroing, or forgetting to. ----
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("order", ["before_buffer", "after_buffer", "before_backward"])
+def test_optimizer_zero_grad_beside_zero_grad_buffer_changes_nothing(order: str, set_to_none: bool) -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, plain))
+    for step in range(3):
+        batches = make_batches(2, seed=step)
+        if order == "before_backward":
+            ours.zero_grad(set_to_none)
+        ddp_backward(ddp, batches)
+        ddp.expose_grads()
+        ours.step()
+        if order == "before_buffer":
+            ours.zero_grad(set_to_none)
+        ddp.zero_grad_buffer()
+        if order == "after_buffer":
+            ours.zero_grad(set_to_none)
+        plain_backward(plain, batches)
+        theirs.step()
+        theirs.zero_grad()
+    assert_same(weights(ddp), weights(plain))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_forgotten_zero_grad_buffer_is_refused_at_the_next_backward(overlap: bool, set_to_none: bool) -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp_backward(ddp, make_batches(2))
+    ddp.expose_grads()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none)
+    with pytest.raises(RuntimeError, match=r"parameter '\d.\w+' received a gradient after .*zero_grad_buffer\(\)"):
+        loss_of(ddp, make_batches(1)[0]).backward()
+
+
+def test_zero_grad_of_the_wrapper_discards_what_was_accumulated() -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    first, second = make_batches(2)
+    for trained in (ddp, plain):
+        loss_of(trained, first).backward()
+        trained.zero_grad()
+    ddp_backward(ddp, [second])
+    plain_backward(plain, [second])
+    assert_same(main_grads(ddp), plain_grads(plain))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_forgotten_finish_grad_sync_is_refused(overlap: bool) -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"expose_grads\(\) before finish_grad_sync\(\)"):
+        ddp.expose_grads()
+    with pytest.raises(RuntimeError, match=r"(norm|norm\(\)) before finish_grad_sync\(\)"):
+        clip_grad_norm(ddp, 1.0)
+
+
+def test_buckets_in_flight_are_neither_zeroed_nor_scaled() -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=True)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=r"bucket 0 .* is still being reduced: call finish_grad_sync\(\)"):
+        ddp.zero_grad_buffer()
+    with pytest.raises(RuntimeError, match=r"scale_gradients\(\) before finish_grad_sync\(\): bucket 0"):
+        ddp.scale_gradients(2.0)
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    model = make_model()
+    ddp = wrap(model)
+    plain = plain_twin(model)
+    bad, good = make_batches(1, seed=5), make_batches(2)
+    bad[0].fill_(torch.nan)
+    ddp_backward(ddp, bad)
+    ddp.zero_grad_buffer()
+    ddp_backward(ddp, good)
+    plain_backward(plain, good)
+    assert_same(main_grads(ddp), plain_grads(plain))
+
+
+def test_an_unused_parameter_has_the_gradient_zero() -> None:
+    """Not None as in PyTorch since 2.0: another rank may have used it. AdamW therefore decays it like any other."""
+    model = nn.ModuleDict({"used": make_model(), "unused": nn.Linear(2, 2)})
+    plain = plain_twin(model)
+    ddp = wrap(model)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (ddp, plain))
+    for parameter in plain.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for step in range(2):
+        batches = make_batches(2, seed=step)
+        for batch in batches:
+            loss_of(model["used"], batch).backward()
+            loss_of(plain["used"], batch).backward()
+        ddp.finish_grad_sync()
+        ddp.expose_grads()
+        ours.step()
+        ddp.zero_grad_buffer()
+        theirs.step()
+        theirs.zero_grad(set_to_none=False)
+    assert_same(weights(ddp), weights(plain))
+
+
+def test_evaluation_between_microbatches_leaves_gradients_alone() -> None:
+    model = make_model()
+    plain = plain_twin(model)
+    ddp = wrap(model, overlap_grad_reduce=True, find_unused_parameters=True)
+    batches = make_batches(3)
+    with ddp.no_sync():
+        loss_of(ddp, batches[0]).backward()
+    ddp.eval()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(ddp(batches[1]), model(batches[1]))
+    ddp.train()
+    with ddp.no_sync():
+        loss_of(ddp, batches[1]).backward()
+    loss = loss_of(ddp, batches[2])
+    loss_of(ddp, batches[0])  # an evaluation that forgot no_grad()
+    loss.backward()
+    ddp.finish_grad_sync()
+    for batch in batches:
+        loss_of(plain, batch).backward()
+    assert_same(main_grads(ddp), plain_grads(plain))
