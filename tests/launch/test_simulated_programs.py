@@ -1,0 +1,82 @@
+"""Random programs of collectives on simulated ranks, against an oracle without ranks."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from maingrad.kernels.compat import all_gather_single, reduce_scatter_single
+from maingrad.launch import simulate
+
+
+def brought(rank: int, *shape: int, key: int) -> Tensor:
+    """What ``rank`` brings to step ``key``: small integers in fp32, so that sums of any order are exact."""
+    generator = torch.Generator().manual_seed(1000 * key + rank)
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+collectives = st.lists(
+    st.tuples(
+        st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]),
+        st.integers(0, 3),  # which group
+        st.booleans(),  # wait at once, or at the end
+    ),
+    max_size=12,
+)
+
+
+@given(program=collectives, world_size=st.sampled_from([1, 2, 3, 4]), seed=st.integers(0, 2**32))
+def test_random_programs_compute_the_same_as_no_ranks_at_all(program: Any, world_size: int, seed: int):
+    """The oracle keeps all ranks' state in one list and applies each collective to all members at once."""
+    subsets = [list(range(world_size)), [0], list(range(0, world_size, 2)), list(range(world_size // 2, world_size))]
+
+    def run() -> list[Tensor]:
+        rank = dist.get_rank()
+        groups = [dist.new_group(ranks) for ranks in subsets]
+        states, works = [], []
+        for step, (name, which, at_once) in enumerate(program):
+            ranks, group = subsets[which], groups[which]
+            if rank not in ranks:
+                continue
+            size = len(ranks)
+            x, out = brought(rank, size, 2, key=step), torch.full((size, 2), math.nan)
+            if name == "all_reduce":
+                work = dist.all_reduce(x, group=group, async_op=True)
+                out = x
+            elif name == "reduce_scatter":
+                out = out[0]
+                work = reduce_scatter_single(out, x, group=group, async_op=True)
+            elif name == "all_gather":
+                work = all_gather_single(out, x[0].clone(), group=group, async_op=True)
+            elif name == "broadcast":
+                work = dist.broadcast(x, ranks[-1], group=group, async_op=True)
+                out = x
+            else:
+                work = dist.all_to_all_single(out, x, group=group, async_op=True)
+            if at_once:
+                work.wait()
+            works.append(work)
+            states.append(out)
+        for work in works:
+            work.wait()
+        return states
+
+    results = simulate(run, world_size, seed=seed)
+    remaining = [list(states) for states in results]
+    for step, (name, which, _) in enumerate(program):
+        ranks = subsets[which]
+        inputs = torch.stack([brought(rank, len(ranks), 2, key=step) for rank in ranks])
+        for position, rank in enumerate(ranks):
+            expected = {
+                "all_reduce": inputs.sum(0),
+                "reduce_scatter": inputs.sum(0)[position],
+                "all_gather": inputs[:, 0],
+                "broadcast": inputs[-1],
+                "all_to_all": inputs[:, position],
+            }[name]
+            assert torch.equal(remaining[rank].pop(0), expected), (step, name, rank)
+    assert not any(remaining)
