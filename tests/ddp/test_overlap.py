@@ -1,0 +1,234 @@
+"""Collectives run under the backward: measured on two gloo processes whose layers and collectives sleep 20 ms each.
+
+Each collective is one interval of the thread that runs it, each backward the interval of the call. What counts is the
+share of the collectives' time, the last bucket's left out, that lies inside the backward.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from delayed_group import delayed_group
+from gloo import run_ranks
+from plain_grads import assert_reduced_to, plain_grads
+from sleepy import SleepInBackward
+from towers import (
+    LAYER_NUMEL,
+    WIDTH,
+    IterationTimes,
+    Tower,
+    batches_of,
+    loss_of,
+    repeat_on_a_busy_machine,
+    run_iteration,
+)
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, recorded_backward_order
+
+SLEEP = 0.02
+COLLECTIVES = pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement: a model, a configuration, and the number of microbatches of each iteration."""
+
+    sharded: bool
+    num_microbatches: tuple[int, ...] = (1, 1)
+    overlap: bool = True
+    find_unused: bool = False
+    unused_spares: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()
+    registered: tuple[int, ...] = tuple(range(8))
+    record_order: bool = False
+    fused: bool = True
+
+
+class Measured(NamedTuple):
+    """One iteration on one rank."""
+
+    share: float
+    backward_seconds: float
+    sleep_seconds: float
+    num_collectives: int
+
+
+def share_inside(times: IterationTimes) -> float:
+    """Share of the collectives' time, but for the last one's, that lies inside the backward."""
+    start, end = times.backward
+    counted = times.collectives[:-1]
+    inside = sum(max(0.0, min(end, c.end) - max(start, c.start)) for c in counted)
+    return inside / sum(c.end - c.start for c in counted)
+
+
+def measure(case: Case) -> list[Measured]:
+    """On each rank: every iteration of ``case``, from the first, its gradients compared with a plain model's."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sleep = SleepInBackward(0.0)
+    shape = {"unused_spares": case.unused_spares, "skipped": case.skipped, "registered": case.registered}
+    torch.manual_seed(1)
+    plain = Tower(sleep, fused=False, **shape)
+    torch.manual_seed(1)
+    model = Tower(sleep, fused=case.fused, **shape)
+    order = recorded_backward_order(model, lambda m: loss_of(m, torch.ones(1, WIDTH))) if case.record_order else None
+    expected = [
+        plain_grads(
+            plain,
+            [batch for r in range(size) for batch in batches_of(i, r, count)],
+            loss_of,
+            scale=1 / (size * count),
+        )
+        for i, count in enumerate(case.num_microbatches)
+    ]
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=case.overlap,
+        use_distributed_optimizer=case.sharded,
+        find_unused_parameters=case.find_unused,
+        bucket_size=LAYER_NUMEL,
+    )
+    measured = []
+    with delayed_group(0.0) as group:
+        ddp = DistributedDataParallel(model, config, process_group=group, backward_order=order)
+        assert len(ddp.buckets) == len(case.registered)
+        sleep.seconds = group.delay = SLEEP
+        for i, count in enumerate(case.num_microbatches):
+            sleep.intervals.clear()
+            times = run_iteration(ddp, batches_of(i, rank, count), group)
+            assert_reduced_to(ddp, expected[i])
+            start, end = times.backward
+            slept = sum(b - a for a, b in sleep.intervals if a >= start)
+            measured.append(Measured(share_inside(times), end - start, slept, len(times.collectives)))
+    return measured
+
+
+def check_overlap(case: Case) -> None:
+    """At least 80 % in every iteration of every rank, and not because the backward waited for the collectives."""
+    repeat_on_a_busy_machine(lambda: _too_little_overlap(run_ranks(measure, 2, case), len(case.registered)))
+
+
+def _too_little_overlap(by_rank: list[list[Measured]], num_buckets: int) -> str:
+    complaints = []
+    for rank, iterations in enumerate(by_rank):
+        for i, (share, backward, slept, num_collectives) in enumerate(iterations):
+            line = (
+                f"rank {rank}, iteration {i}: {share:.1%} inside; backward {backward:.3f} s, of it slept {slept:.3f} s"
+            )
+            print(line)
+            assert num_collectives == num_buckets
+            if share < 0.8 or backward > 1.5 * slept:
+                complaints.append(line)
+    return "; ".join(complaints)
+
+
+@COLLECTIVES
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+def test_collectives_run_inside_the_backward_from_the_first_iteration(sharded: bool, num_microbatches: int) -> None:
+    check_overlap(Case(sharded=sharded, num_microbatches=(num_microbatches,) * 2))
+
+
+@COLLECTIVES
+def test_the_number_of_microbatches_may_change_between_iterations(sharded: bool) -> None:
+    check_overlap(Case(sharded=sharded, num_microbatches=(2, 1, 3, 2)))
+
+
+@COLLECTIVES
+def test_gradients_from_autograd_overlap_like_fused_ones(sharded: bool) -> None:
+    check_overlap(Case(sharded=sharded, fused=False))
+
+
+@COLLECTIVES
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"unused_spares": (7,)},
+        {"unused_spares": (3,)},
+        {"unused_spares": (0,)},
+        {"unused_spares": (0, 3, 7)},
+        # A collective without a backward of its own delays the rest by one: 12 layers, so that one counts for less.
+        {"skipped": (6,), "registered": tuple(range(12))},
+    ],
+    ids=["first_bucket", "middle_bucket", "last_bucket", "three_buckets", "whole_bucket"],
+)
+def test_unused_parameters_hold_nothing_back(sharded: bool, unused: dict[str, Any]) -> None:
+    check_overlap(Case(sharded=sharded, find_unused=True, num_microbatches=(1, 2), **unused))
+
+
+@COLLECTIVES
+def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_iteration_is_finished(sharded: bool) -> None:
+    """The bucket that misses a gradient, and those behind it, wait for finish_grad_sync: late, but right."""
+    for unused_layer in (7, 3, 0):
+        case = Case(sharded=sharded, unused_spares=(unused_layer,), num_microbatches=(1, 2))
+        launched_in_backward = 7 - unused_layer
+        for iterations in run_ranks(measure, 2, case):
+            for share, _, _, num_collectives in iterations:
+                assert num_collectives == 8
+                assert share < launched_in_backward / 7 + 0.05
+
+
+@COLLECTIVES
+def test_layers_registered_in_another_order_than_they_run(sharded: bool) -> None:
+    shuffled = (5, 2, 7, 0, 3, 6, 1, 4)
+    check_overlap(Case(sharded=sharded, registered=shuffled, record_order=True))
+
+
+@COLLECTIVES
+def test_the_measure_fails_without_overlap(sharded: bool) -> None:
+    for iterations in run_ranks(measure, 2, Case(sharded=sharded, overlap=False)):
+        assert all(measured.share < 0.01 for measured in iterations)
+
+
+@COLLECTIVES
+def test_the_measure_fails_in_the_wrong_order(sharded: bool) -> None:
+    """Registered backwards and not told so: the first bucket in the plan is the last to become ready."""
+    backwards = tuple(reversed(range(8)))
+    for iterations in run_ranks(measure, 2, Case(sharded=sharded, registered=backwards)):
+        assert all(measured.share < 0.2 for measured in iterations)
+
+
+# ---- What other systems lose. ----
+
+
+def test_a_fused_layer_that_leaves_no_grad_is_reduced_under_overlap() -> None:
+    """Its hook finds ``.grad`` None: nothing is asked of it but that the gradient is in ``main_grad``."""
+    check_overlap(Case(sharded=False, fused=True, num_microbatches=(1,)))
+
+
+def test_a_bucket_that_misses_gradients_is_launched_all_the_same() -> None:
+    case = Case(sharded=False, unused_spares=(2,), skipped=(5,), num_microbatches=(1, 2, 1))
+    for iterations in run_ranks(measure, 2, case):
+        assert [measured.num_collectives for measured in iterations] == [8] * 3
+
+
+def test_a_bucket_waits_for_the_last_microbatch() -> None:
+    check_overlap(Case(sharded=False, num_microbatches=(3,)))
+
+
+def ranks_that_skip_different_layers(sharded: bool, find_unused: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def tower(r: int, *, fused: bool) -> Tower:
+        torch.manual_seed(1)
+        return Tower(SleepInBackward(0.0), fused=fused, skipped=(2 + 3 * r,), unused_spares=(r,))
+
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True,
+        use_distributed_optimizer=sharded,
+        find_unused_parameters=find_unused,
+        bucket_size=LAYER_NUMEL,
+    )
+    with delayed_group(0.005) as group:
+        ddp = DistributedDataParallel(tower(rank, fused=True), config, process_group=group)
+        for i in range(2):
+            run_iteration(ddp, batches_of(i, rank, 1), group)
+            by_rank = [
+                plain_grads(tower(r, fused=False), batches_of(i, r, 1), loss_of, scale=1 / size) for r in range(size)
+            ]
+            assert_reduced_to(ddp, {name: sum(grads[name] for grads in by_rank) for name in by_rank[0]})
+
+
+@COLLECTIVES
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_ranks_may_leave_different_parameters_unused(sharded: bool, find_unused: bool) -> None:
+    run_ranks(ranks_that_skip_different_layers, 2, sharded, find_unused)
