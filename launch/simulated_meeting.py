@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from . import simulated_collectives as move
 from .simulated_collectives import Operation, Payload
@@ -27,6 +28,11 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 def describe_launch(name: str, tensors: Sequence[Tensor], detail: str = "") -> str:
     return " ".join(filter(None, (name, detail, ", ".join(map(_describe_tensor, tensors)))))
+
+
+def _share(payload: Payload) -> str:
+    inputs, outputs = (", ".join(map(_describe_tensor, tree_leaves(list(side)))) for side in payload[:2])
+    return f"{inputs or 'nothing'} for {outputs or 'nothing'}"
 
 
 class Pending:
@@ -123,7 +129,8 @@ class SharedGroup:
             try:
                 _move(operation, payloads)
             except Exception as error:
-                raise RuntimeError(f"{collective.describe()}: {error}") from error
+                shares = [f"rank {self.members[r]} brought {_share(p)}" for r, p in enumerate(payloads)]
+                raise RuntimeError("\n  ".join([f"{collective.describe()}: {error}", *shares])) from error
             collective.payloads.clear()
             collective.complete()
         return collective
