@@ -1,0 +1,296 @@
+"""Mistakes in setting up are refused with the name of the thing and the remedy, at construction where possible."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from foreign import ForeignProvider
+from gloo import run_ranks
+from loops import FEATURES, ddp_backward, loss_of, make_batches, make_model, wrap
+from torch import Tensor, nn
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    clip_grad_norm,
+    recorded_backward_order,
+)
+from maingrad.kernels import wgrad_accumulate
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear
+
+# ---- Wrapping. ----
+
+
+def test_wrapping_twice_is_refused_and_harms_nothing() -> None:
+    ddp = wrap(make_model())
+    for again in (
+        ddp,
+        ddp.module,
+        nn.Sequential(nn.Linear(2, 2), ddp.module),
+        nn.Sequential(ddp.module, nn.Linear(2, 2)),
+    ):
+        with pytest.raises(ValueError, match=r"parameter '.*' already has a main_grad.*wrap a model once"):
+            wrap(again)
+        for parameter in again.parameters():
+            mine = any(parameter is wired.owned.param for wired in ddp.wired)
+            assert hasattr(parameter, "main_grad") is mine, "nothing is left half attached"
+            assert bool(parameter._post_accumulate_grad_hooks) is mine
+    ddp_backward(ddp, make_batches(2))
+    assert all(parameter.main_grad.any() for parameter in ddp.parameters())
+
+
+def test_recording_the_order_of_a_wrapped_model_is_refused_and_harms_nothing() -> None:
+    ddp = wrap(make_model())
+    with pytest.raises(ValueError, match=r"parameter '0.weight' already has a main_grad"):
+        recorded_backward_order(ddp.module, lambda model: loss_of(model, make_batches(1)[0]))
+    ddp_backward(ddp, make_batches(2))
+    assert all(parameter.main_grad.any() for parameter in ddp.parameters())
+
+
+def test_a_model_that_another_provider_owns_is_refused() -> None:
+    model = make_model()
+    provider = ForeignProvider(model)
+    with pytest.raises(ValueError, match=r"parameter '.*' already has a main_grad: it belongs to another"):
+        wrap(model)
+    assert not provider.seen
+
+
+def test_a_gradient_from_before_wrapping_is_refused() -> None:
+    model = make_model(fuse=False)
+    loss_of(model, make_batches(1)[0]).backward()
+    with pytest.raises(
+        ValueError, match=r"parameter '\d.\w+' already has a .grad.*module.zero_grad\(\) before wrapping"
+    ):
+        wrap(model)
+    model.zero_grad()
+    wrap(model)
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    for model in (make_model().requires_grad_(False), nn.Tanh()):
+        with pytest.raises(ValueError, match="no parameter that requires a gradient: there is nothing to reduce"):
+            wrap(model)
+
+
+def test_parameters_on_meta_or_on_two_devices_are_refused() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is on the meta device: materialise"):
+        wrap(copy.deepcopy(model).to("meta"))
+    model[3].to("meta")
+    with pytest.raises(ValueError, match=r"parameter '3.weight' is on the meta device"):
+        wrap(model)
+
+
+@pytest.mark.gpu
+def test_parameters_on_two_devices_are_refused() -> None:
+    model = make_model()
+    model[3].cuda()
+    with pytest.raises(
+        ValueError, match=r"parameter '3.weight' is on cuda:0, '0.weight' on cpu: one wrapper, one device"
+    ):
+        wrap(model)
+
+
+def test_backward_order_must_name_each_trainable_parameter_once() -> None:
+    names = [name for name, _ in make_model().named_parameters()]
+    for order, complaint in (
+        (names[1:], r"missing \['0.weight'\], unknown \[\]"),
+        ([*names[1:], "0.wait"], r"missing \['0.weight'\], unknown \['0.wait'\]"),
+        ([*names, names[0]], r"missing \[\], unknown \[\], 6 names for 5 parameters"),
+    ):
+        with pytest.raises(ValueError, match=f"backward_order must name each trainable parameter once; {complaint}"):
+            DistributedDataParallel(make_model(), backward_order=order)
+
+
+# ---- Configuration. ----
+
+
+@pytest.mark.parametrize("bucket_size", [0, -1])
+def test_a_bucket_holds_at_least_one_element(bucket_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"bucket_size must be at least 1 element, got {bucket_size}"):
+        DistributedDataParallelConfig(bucket_size=bucket_size)
+
+
+def test_finding_unused_parameters_without_overlap_is_refused() -> None:
+    with pytest.raises(ValueError, match="find_unused_parameters has no effect without overlap_grad_reduce"):
+        DistributedDataParallelConfig(find_unused_parameters=True)
+
+
+def averaging_on_gloo() -> str:
+    with pytest.raises(ValueError, match="average_in_collective needs NCCL, and the group's backend is") as raised:
+        wrap(make_model(), average_in_collective=True)
+    return str(raised.value)
+
+
+def test_average_in_collective_on_gloo_is_refused() -> None:
+    assert all("backend is gloo; leave it False" in message for message in run_ranks(averaging_on_gloo, 2))
+
+
+# ---- Models that differ between ranks. ----
+
+
+def other_name(rank: int) -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(3, 3), "b" if rank < 2 else "c": nn.Linear(3, 3)})
+
+
+def other_shape(rank: int) -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3 + rank // 2)})
+
+
+def other_dtype(rank: int) -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3, dtype=torch.float64 if rank == 2 else None)})
+
+
+def other_order(rank: int) -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(3, 3) for name in ("ab" if rank < 2 else "ba")})
+
+
+def fewer_parameters(rank: int) -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(3, 3) for name in ("ba" if rank < 2 else "a")})
+
+
+def frozen_on_one(rank: int) -> nn.Module:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].weight.requires_grad_(rank < 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    "build, difference",
+    [
+        (other_name, r"rank 0 has 'b.bias' torch.float32 \[3\] .* where rank 2 has 'c.bias' torch.float32 \[3\]"),
+        (other_shape, r"rank 0 has 'b.bias' torch.float32 \[3\] .* where rank 2 has 'b.bias' torch.float32 \[4\]"),
+        (other_dtype, r"rank 0 has 'b.bias' torch.float32 \[3\] .* where rank 2 has 'b.bias' torch.float64 \[3\]"),
+        (other_order, r"rank 0 has 'b.bias' .* where rank 2 has 'a.bias'"),
+        (fewer_parameters, r"rank 0 has 'b.bias' .* where rank 2 has nothing"),
+        (frozen_on_one, r"rank 0 has 'b.weight' .* where rank 2 has 'a.bias'"),
+    ],
+)
+def test_models_that_differ_between_ranks_are_refused_on_every_rank(
+    build: Callable[[int], nn.Module], difference: str
+) -> None:
+    def wrap_mine() -> None:
+        with pytest.raises(ValueError, match=rf"the model differs between ranks .*: {difference}"):
+            wrap(build(torch.distributed.get_rank()))
+
+    simulate(wrap_mine, 3)
+
+
+def test_settings_that_differ_between_ranks_are_refused_on_every_rank() -> None:
+    def wrap_mine() -> None:
+        with pytest.raises(
+            ValueError, match=r"gradient plan differs between rank 0 and rank 1: .* same config everywhere"
+        ):
+            wrap(make_model(), pad_buckets_for_high_nccl_busbw=torch.distributed.get_rank() == 1)
+
+    simulate(wrap_mine, 2)
+
+
+# ---- The iteration. ----
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_finish_grad_sync_twice_is_refused(overlap: bool) -> None:
+    ddp = wrap(make_model(), overlap_grad_reduce=overlap)
+    ddp_backward(ddp, make_batches(2))
+    with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) was called twice .* call zero_grad_buffer\(\)"):
+        ddp.finish_grad_sync()
+    ddp.zero_grad_buffer()
+    ddp_backward(ddp, make_batches(2))
+
+
+def test_sharded_gradients_are_not_exposed() -> None:
+    ddp = wrap(make_model(), use_distributed_optimizer=True)
+    ddp_backward(ddp, make_batches(2))
+    with pytest.raises(
+        RuntimeError, match=r"expose_grads\(\) needs whole gradients.*use maingrad.ddp.DistributedOptim"
+    ):
+        ddp.expose_grads()
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0])
+def test_clipping_needs_a_positive_norm(max_norm: float) -> None:
+    ddp = wrap(make_model())
+    ddp_backward(ddp, make_batches(2))
+    with pytest.raises(ValueError, match=f"max_norm must be positive, got {max_norm}"):
+        clip_grad_norm(ddp, max_norm)
+    with pytest.raises(ValueError, match=f"max_grad_norm must be positive, or None for no clipping; got {max_norm}"):
+        DistributedOptimizer(ddp, max_grad_norm=max_norm)
+
+
+def test_the_optimizer_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(TypeError, match="DistributedOptimizer needs a DistributedDataParallel model, got Sequential"):
+        DistributedOptimizer(make_model())
+    ddp = wrap(make_model())
+    optimizer = DistributedOptimizer(ddp)
+    with pytest.raises(RuntimeError, match=r"optimizer.step\(\) before finish_grad_sync\(\)"):
+        optimizer.step()
+    ddp_backward(ddp, make_batches(2))
+    with pytest.raises(ValueError, match=r"step\(\) takes no closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(RuntimeError, match="as one group and takes no other"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        DistributedOptimizer(ddp, lr=-1)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler_over_the_distributed_optimizer_is_refused(unscale: bool) -> None:
+    ddp = wrap(make_model())
+    optimizer, scaler = DistributedOptimizer(ddp), torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(ddp, make_batches(1)[0])).backward()
+    ddp.finish_grad_sync()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"GradScaler over DistributedOptimizer: .* model.expose_grads\(\)"):
+        scaler.step(optimizer)
+
+
+# ---- A fused layer's accumulator. ----
+
+
+def linear_with(main_grad: Any) -> Linear:
+    layer = Linear(FEATURES, 4, fuse_wgrad_accumulation=True)
+    if main_grad is not Ellipsis:
+        layer.weight.main_grad = main_grad
+    return layer
+
+
+@pytest.mark.parametrize("main_grad", [..., None], ids=["absent", "None"])
+def test_a_missing_main_grad_names_the_layer_and_the_remedy(main_grad: Any) -> None:
+    layer = linear_with(main_grad)
+    with pytest.raises(
+        RuntimeError, match=r"Linear\(in_features=6, out_features=4\): fuse_.* needs weight.main_grad.*fuse_.*=False"
+    ):
+        layer(make_batches(1)[0]).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "main_grad, got",
+    [
+        (torch.zeros(FEATURES, 4), r"got shape \(6, 4\)"),
+        (torch.zeros(FEATURES, 4).t(), r"got shape \(4, 6\), stride \(1, 4\)"),
+        (torch.zeros(8, FEATURES)[::2], r"got shape \(4, 6\), stride \(12, 1\)"),
+        (torch.zeros(4, FEATURES, dtype=torch.bfloat16), r"torch.bfloat16 on cpu"),
+        (torch.zeros(4, FEATURES, device="meta"), r"torch.float32 on meta"),
+    ],
+    ids=["shape", "transposed", "strided", "dtype", "device"],
+)
+def test_an_unusable_main_grad_is_refused_before_anything_is_written(main_grad: Tensor, got: str) -> None:
+    layer = linear_with(main_grad)
+    with pytest.raises(RuntimeError, match=rf"Linear\(.*\): main_grad must be contiguous, of .* \(4, 6\).*{got}"):
+        layer(make_batches(1)[0]).sum().backward()
+    assert main_grad.is_meta or not main_grad.any()
+
+
+def test_the_kernel_refuses_operands_that_do_not_fit() -> None:
+    dy, x = torch.ones(5, 4), torch.ones(5, FEATURES)
+    for operands in ((dy, x, torch.zeros(FEATURES, 4)), (dy[:3], x, torch.zeros(4, FEATURES)), (dy[0], x, x)):
+        with pytest.raises(ValueError, match=r"needs dy \[T, N\], x \[T, K\] and main_grad \[N, K\]; got"):
+            wgrad_accumulate(*operands)
+    with pytest.raises(TypeError, match=r"dy and x of one dtype; got torch.float32 and torch.bfloat16"):
+        wgrad_accumulate(dy, x.bfloat16(), torch.zeros(4, FEATURES))

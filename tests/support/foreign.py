@@ -1,0 +1,100 @@
+"""Stand-ins for other people's providers and consumers, as strict as the contract lets them be."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ForeignLinear", "ForeignProvider", "LazyForeignProvider"]
+
+
+class ForeignProvider:
+    """Owns ``main_grad`` of a model's parameters with hooks of its own; knows nothing of our records.
+
+    needs_grad  its hook insists on a gradient whenever ``main_grad`` was written by a module, as hooks on the gradient
+                accumulator's node do that torch skips for None
+    flag        it sets ``grad_added_to_main_grad``; without, it only looks at ``main_grad`` after backward
+    """
+
+    def __init__(self, model: nn.Module, *, flag: bool = True, dtype: torch.dtype | None = torch.float32) -> None:
+        self.placeholders: list[tuple[str, Tensor]] = []
+        self.seen: list[tuple[str, bool]] = []
+        """(name, flag) of every hook that ran."""
+        for name, param in model.named_parameters():
+            self.give(name, param, torch.zeros_like(param, dtype=dtype, requires_grad=False))
+            if flag:
+                param.grad_added_to_main_grad = False
+                param.register_post_accumulate_grad_hook(self._hook_of(name))
+
+    def give(self, name: str, param: nn.Parameter, main_grad: Tensor) -> None:
+        param.main_grad = main_grad
+
+    def main_grad_of(self, param: nn.Parameter) -> Tensor:
+        return param.main_grad
+
+    def _hook_of(self, name: str) -> Any:
+        def hook(param: Tensor) -> None:
+            flag = param.grad_added_to_main_grad
+            self.seen.append((name, flag))
+            if param.grad is None:
+                raise AssertionError(f"{name}: overlap needs a gradient that is not None")
+            if flag:
+                self.placeholders.append((name, param.grad))
+            if not flag or getattr(param, "zero_out_wgrad", False):
+                self.main_grad_of(param).add_(param.grad)
+            param.grad = None
+            param.grad_added_to_main_grad = False
+
+        return hook
+
+
+class LazyForeignProvider(ForeignProvider):
+    """Allocates in backward and asks for the first write to overwrite: what it hands out is NaN until then."""
+
+    def give(self, name: str, param: nn.Parameter, main_grad: Tensor) -> None:
+        param.__fsdp_param__ = True
+        self.allocated: dict[str, Tensor] = getattr(self, "allocated", {})
+
+        def get_main_grad() -> Tensor:
+            if name not in self.allocated:
+                self.allocated[name] = torch.full_like(main_grad, torch.nan)
+                param.overwrite_main_grad = True
+            return self.allocated[name]
+
+        param.get_main_grad = get_main_grad
+
+    def main_grad_of(self, param: nn.Parameter) -> Tensor:
+        main_grad = param.get_main_grad()
+        if main_grad.isnan().all():
+            main_grad.zero_()
+        return main_grad
+
+    def start_microbatch(self, model: nn.Module) -> None:
+        """From the second microbatch on gradients add."""
+        for param in model.parameters():
+            param.overwrite_main_grad = False
+
+
+class _ForeignLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight = weight
+        return input @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (dy,) = grads
+        (input,) = ctx.saved_tensors
+        weight = ctx.weight
+        weight.main_grad += dy.t() @ input
+        weight.grad_added_to_main_grad = True
+        zeros = getattr(weight, "zero_out_wgrad", False)
+        return dy @ weight, torch.full_like(weight, 0.0 if zeros else torch.nan)
+
+
+class ForeignLinear(nn.Linear):
+    """Writes ``main_grad`` itself and returns uninitialised memory (NaN), or zeros where ``zero_out_wgrad`` asks."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _ForeignLinearFunction.apply(input, self.weight)
