@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .collectives import group_size
-from .main_grad import GradRecord, attach, check_unattached, detach
+from .grad_record import GradRecord
+from .main_grad import attach, check_unattached, detach
 from .wiring import OwnedParam, find_owned_params
 
 __all__ = ["recorded_backward_order"]

@@ -4,8 +4,8 @@ import enum
 
 from torch import Tensor
 
+from .grad_record import GradRecord
 from .layout import BucketLayout
-from .main_grad import GradRecord
 
 __all__ = ["Bucket", "Phase"]
 

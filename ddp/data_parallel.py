@@ -8,25 +8,22 @@ whose turn has come is launched (``launcher.py``, ``collectives.py``); ``finish_
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from .bucket import Bucket, Phase
 from .collectives import group_rank, group_size
 from .config import DistributedDataParallelConfig
-from .graph_walk import differentiable_tensors, walk_graph
+from .grad_record import GradRecord
 from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .main_grad import (
-    GradRecord,
-    absorb_grad,
     attach,
     check_unattached,
     clear_exposed_grad,
@@ -34,6 +31,7 @@ from .main_grad import (
     expose_grad,
     record_of,
 )
+from .readiness import Readiness
 from .stock_optimizer import guard_stock_optimizers
 from .timeline import Timeline
 from .wiring import WiredParam, allocate_buckets, check_same_on_all_ranks, check_setup, find_owned_params, plan_model
@@ -103,17 +101,12 @@ class DistributedDataParallel(nn.Module):
             device=self.device,
         )
 
-        # State of the iteration.
-        self._sync = True  # False inside no_sync()
-        self._clean = True  # True from zero_grad_buffer until anything is written or launched
-        self._checked = False  # True once this iteration's first forward has checked the wiring
-        self._finished = False  # True from finish_grad_sync until zero_grad_buffer
+        self._readiness = Readiness(self._wired, self._launcher, config, self.device)
 
-        # State of the backward.
-        self._outer_task: int | None = None  # the graph task that reached the outputs; None outside and where unknown
-        self._recomputes: bool | None = None  # reentrant recompute was seen; None before the first forward
-        self._unused: list[WiredParam] | None = None  # what no final forward reaches; None: no such forward yet
-        self._passed: list[tuple[Bucket, GradRecord]] = []  # ready when the outermost backward ends
+        # State of the iteration.
+        self._checked = False  # True once this iteration's first forward has checked the wiring
+        self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
+        self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
         self._attach()
         if init_sync:
@@ -133,15 +126,19 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in here only accumulate: every microbatch of an iteration but the last."""
-        before, self._sync = self._sync, False
+        before, self._readiness.sync = self._readiness.sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self._readiness.sync = before
 
     def start_grad_sync(self) -> None:
-        """Launch every bucket that was not launched yet, in the plan's order; returns at once."""
-        self._clean = False
+        """Launch every bucket that was not launched yet, in the plan's order; returns at once.
+
+        Raises ``RuntimeError`` while delayed weight gradients are pending: they would come after the reduction.
+        """
+        self._check_nothing_pending("start_grad_sync()")
+        self._launched = True
         self._launcher.launch_rest()
 
     def finish_grad_sync(self) -> None:
@@ -163,8 +160,9 @@ class DistributedDataParallel(nn.Module):
 
         Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
         """
-        if self._clean and not any(record.written for record in self.records):
+        if not (self._launched or self._readiness.touched or any(record.written for record in self.records)):
             return
+        self._check_nothing_pending("zero_grad_buffer()")
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
                 raise RuntimeError(
@@ -178,9 +176,8 @@ class DistributedDataParallel(nn.Module):
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
-        self._passed.clear()
-        self._unused = None
-        self._clean, self._checked, self._finished = True, False, False
+        self._readiness.reset()
+        self._launched = self._checked = self._finished = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients where they are."""
@@ -264,16 +261,16 @@ class DistributedDataParallel(nn.Module):
 
     def _attach(self) -> None:
         """Give every parameter its accumulator and its hook; a dead wrapper takes them back."""
-        # Back edges (hook -> wrapper) are weak: a model that is let go frees its memory without the garbage collector.
-        wrapper = weakref.ref(self)
+        # Back edges (hook -> readiness) are weak: a model that is let go frees its memory without the collector.
         handles, params = [], []
         for wired in self._wired:
             check_unattached(wired.owned.param, wired.record.name)  # all of them before the first is touched
         for wired in self._wired:
-            attach(wired.owned.param, wired.record)
-            hook = _make_hook(wrapper, wired.bucket, wired.record)
-            handles.append(wired.owned.param.register_post_accumulate_grad_hook(hook))
-            params.append((torch.utils.weak.TensorWeakRef(wired.owned.param), wired.record))
+            param, record = wired.owned.param, wired.record
+            attach(param, record)
+            handles.append(param.register_post_accumulate_grad_hook(self._readiness.grad_hook(wired.bucket, record)))
+            self._readiness.expect_delayed(wired)
+            params.append((torch.utils.weak.TensorWeakRef(param), record))
         handles.append(guard_stock_optimizers())
         weakref.finalize(self, _unwire, handles, params).atexit = False
 
@@ -293,95 +290,16 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
-        """Watch for the moment when backward enters, and find out what it will reach."""
-        if not self.config.overlap_grad_reduce and self._launcher.timeline is None:
-            return
-        tensors = differentiable_tensors(outputs)
-        find_unused = self.config.find_unused_parameters and self._sync
-        if find_unused or self._recomputes is None:
-            walk = walk_graph(tensors)
-            self._recomputes = bool(self._recomputes) or walk.recomputes
-            if find_unused:
-                # Several forwards may feed one backward: unused is what none of them reaches.
-                candidates = self._wired if self._unused is None else self._unused
-                hidden = walk.recomputes
-                self._unused = [w for w in candidates if not hidden and id(w.owned.param) not in walk.leaves]
-        wrapper = weakref.ref(self)
+        self._readiness.watch(outputs)
 
-        def backward_enters(_: Tensor) -> None:
-            live = wrapper()
-            if live is not None:
-                live._on_backward_start()
-
-        for tensor in tensors:
-            tensor.register_hook(backward_enters)
-
-    # ---- Backward, as its hooks see it. ----
-
-    def _on_backward_start(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._outer_task:
-            return  # another output of the same forward
-        self._outer_task = task
-        # A callback queued here ends with the outermost backward; queued from a parameter's hook it would end with a
-        # nested one.
-        Variable._execution_engine.queue_callback(self._on_backward_end)
-        if self._launcher.timeline is not None:
-            self._launcher.timeline.backward_started()
-        if self._sync and self.config.overlap_grad_reduce:
-            unused, self._unused = self._unused, None
-            for wired in unused or ():
-                self._mark_ready(wired.bucket, wired.record)
-
-    def _on_backward_end(self) -> None:
-        self._outer_task = None
-        passed, self._passed = self._passed, []
-        for bucket, record in passed:
-            self._mark_ready(bucket, record)
-        if self._launcher.timeline is not None:
-            self._launcher.timeline.backward_ended(self._sync)
-
-    def _on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
-        """A parameter's gradient of one backward is complete: in ``.grad``, or in ``main_grad`` already."""
-        absorb_grad(param, record)
-        self._clean = False
-        if bucket.phase is Phase.IDLE:
-            bucket.phase = Phase.ACCUMULATING
-        if self.device.type == "cuda":
-            bucket.streams.add(torch._C._cuda_getCurrentRawStream(self.device.index))
-        if not (self._sync and self.config.overlap_grad_reduce):
-            return
-        nested = self._outer_task is not None and torch._C._current_graph_task_id() != self._outer_task
-        if nested:
-            self._recomputes = True
-        if record.shared or self._recomputes:
-            if not record.passed:
-                record.passed = True
-                self._passed.append((bucket, record))
-        else:
-            self._mark_ready(bucket, record)
-
-    def _mark_ready(self, bucket: Bucket, record: GradRecord) -> None:
-        bucket.mark_ready(record)
-        if bucket.phase is Phase.READY:
-            self._clean = False
-            self._launcher.note_ready(bucket)
-
-
-def _make_hook(
-    wrapper: "weakref.ref[DistributedDataParallel]", bucket: Bucket, record: GradRecord
-) -> Callable[[Tensor], None]:
-    def hook(param: Tensor) -> None:
-        live = wrapper()
-        if live is None:
-            return
-        if torch._C._autograd._profiler_enabled():
-            with torch.profiler.record_function(f"maingrad::grad {record.name} -> bucket {bucket.index}"):
-                live._on_grad(param, bucket, record)
-        else:
-            live._on_grad(param, bucket, record)
-
-    return hook
+    def _check_nothing_pending(self, caller: str) -> None:
+        waiting = {record.name: record.pending for record in self.records if record.pending}
+        if waiting:
+            name, owners = next(iter(waiting.items()))
+            raise RuntimeError(
+                f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
+                f"for {len(owners)} of {owners[0]}; run the module's backward_dw(), or drain its WgradQueue, first"
+            )
 
 
 def _unwire(handles: list[RemovableHandle], params: list[tuple[torch.utils.weak.TensorWeakRef, GradRecord]]) -> None:

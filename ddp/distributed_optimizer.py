@@ -208,6 +208,14 @@ def _flatten_params(model: DistributedDataParallel) -> list[tuple[Bucket, Tensor
     by_name = {wired.owned.name: wired for wired in model.wired}
     by_index = {bucket.index: bucket for bucket in model.buckets}
     views = []
+    names: dict[int, str] = {}
+    for wired in model.wired:
+        first = names.setdefault(wired.owned.param.data_ptr(), wired.owned.name)
+        if first != wired.owned.name and wired.owned.param.numel():
+            raise ValueError(
+                f"parameters '{first}' and '{wired.owned.name}' share memory, which flat buffers would separate: tie them "
+                f"as one nn.Parameter object"
+            )
     for layout in model.plan.buffers:
         buffer = FlatBuffer(layout, layout.param_dtype, model.device)
         for bucket in layout.buckets:

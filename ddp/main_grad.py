@@ -12,32 +12,34 @@ Transformer Engine's, so either side can be theirs; this file is the only one he
 ``GradRecord`` is what our own provider knows of a parameter beyond the shared attributes. A foreign provider has none.
 """
 
-import enum
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..kernels import wgrad_accumulate
+from .delayed_wgrad import DelayedWgrad
+from .grad_record import GradRecord
 from .placeholder import placeholder
 from .return_table import Returned, wgrad_outcome
 
 __all__ = [
-    "Demand",
+    "DelayedWgradModule",
     "FusedWgradModule",
-    "GradRecord",
+    "WgradQueueLike",
     "WgradTarget",
     "absorb_grad",
     "attach",
     "check_unattached",
     "clear_exposed_grad",
-    "demand",
     "detach",
     "expose_grad",
     "has_main_grad",
+    "is_delayed",
     "is_fusable",
+    "listen_to_foreign_delays",
     "record_of",
 ]
 
@@ -46,81 +48,6 @@ _OVERWRITTEN_IN = "_maingrad_overwritten_in"
 
 
 # ---- Provider: the record of one parameter, attaching it, and the hook's truth table. ----
-
-
-class GradRecord:
-    """What our provider knows of one parameter in the current iteration.
-
-    It holds no reference to the parameter: the parameter owns it.
-    """
-
-    __slots__ = (
-        "closed",
-        "consumer_wrote",
-        "exposed",
-        "first_write_overwrites",
-        "name",
-        "num_fused_writes",
-        "num_hook_writes",
-        "passed",
-        "ready",
-        "shared",
-        "view",
-        "written",
-    )
-
-    def __init__(self, name: str, view: Tensor, *, first_write_overwrites: bool, shared: bool) -> None:
-        self.name = name
-        self.view = view
-        """The accumulator: shape of the parameter, a view of its bucket."""
-        self.first_write_overwrites = first_write_overwrites
-        """Every owner is one of our modules, so that nobody adds behind our back: never zeroed, beta = 0 first."""
-        self.shared = shared
-        """More than one module owns it."""
-
-        # Per iteration; reset by the bucket.
-        self.written = False
-        """``view`` holds a contribution of this iteration."""
-        self.closed: str | None = None
-        """Why nothing may be written any more (its bucket was launched or reduced); None while it may."""
-        self.ready = False
-        """The last contribution of the final microbatch is in."""
-
-        # Per backward; reset by the hook.
-        self.consumer_wrote = False
-        """One of our modules wrote ``view`` in this backward, and therefore returned None."""
-        self.passed = False
-        """The hook ran, but nested in a recompute or for a shared parameter: ready when the outermost backward ends."""
-
-        # Observed over the record's life.
-        self.num_fused_writes = 0
-        self.num_hook_writes = 0
-        self.exposed = False
-        """``.grad`` is ``view``, handed out to a stock optimizer."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"parameter '{self.name}' is wired to gradient buckets and cannot be pickled; "
-            f"save state_dict(), or copy.deepcopy(model) first, which gives a plain model"
-        )
-
-    def open_for_write(self) -> bool:
-        """Check that a contribution may still come in; returns whether it overwrites (beta = 0)."""
-        if self.closed is not None:
-            raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
-        overwrite = self.first_write_overwrites and not self.written
-        self.written = True
-        return overwrite
-
-    def zero_unwritten(self) -> None:
-        """Give a parameter that was not used in this iteration the gradient zero."""
-        if self.first_write_overwrites and not self.written:
-            self.view.zero_()
-
-    def reset(self) -> None:
-        """Start a new iteration."""
-        self.written = self.ready = self.consumer_wrote = self.passed = False
-        self.closed = None
 
 
 def check_unattached(param: Tensor, name: str) -> None:
@@ -240,26 +167,65 @@ class FusedWgradModule:
         raise NotImplementedError(f"{type(self).__name__} must name its fused weights")
 
 
-class Demand(enum.Enum):
-    """What the running backward wants of a weight's gradient."""
+class DelayedWgradModule(FusedWgradModule):
+    """Mixin of leaf modules that can compute weight gradients after the main backward, in ``backward_dw``.
 
-    ACCUMULATE = "backward(): deliver it to the parameter"
-    NOTHING = "the gradient is not asked for: autograd.grad(loss, inputs), backward(inputs=...)"
-    RETURN = "autograd.grad(loss, weight), or a graph of the gradient: hand it to the caller, side effects forbidden"
-
-
-def demand(weight_node: Any) -> Demand:
-    """Ask the engine what it will do with the weight's gradient; ``weight_node`` is ``ctx.next_functions[i][0]``.
-
-    A fused weight gradient is a side effect, and only ``backward()`` may have it.
+    The verbs and the mark are Transformer Engine's and Megatron's: a foreign provider finds the mark when it wraps, and
+    registers a function that runs at the end of each ``backward_dw``.
     """
-    if torch.is_grad_enabled():
-        return Demand.RETURN  # create_graph=True: the gradient must be differentiable itself
-    try:
-        wanted = torch._C._will_engine_execute_node(weight_node)
-    except RuntimeError:
-        return Demand.RETURN  # the engine refuses the question exactly where autograd.grad captures this leaf
-    return Demand.ACCUMULATE if wanted else Demand.NOTHING
+
+    wgrad_queue: Any = None
+    """This module's own queue of delayed weight gradients; None: they are computed in backward."""
+
+    def delayed_wgrad_weights(self) -> Iterable[str]:
+        """Names of the module's own parameters whose gradient comes from ``backward_dw``."""
+        raise NotImplementedError(f"{type(self).__name__} must name its delayed weights")
+
+    def mark_delayed_weights(self) -> None:
+        """Tell foreign providers; to be called when the parameters are made, and again when they are made anew."""
+        for name in self.delayed_wgrad_weights():
+            getattr(self, name).skip_backward_post_hook = True
+
+    def need_backward_dw(self) -> bool:
+        """Whether delayed weight gradients of this module are pending."""
+        return self.wgrad_queue is not None and len(self.wgrad_queue) > 0
+
+    def backward_dw(self) -> None:
+        """Compute the oldest microbatch's delayed weight gradients of this module; nothing where none is pending."""
+        if not self.need_backward_dw():
+            return
+        self.wgrad_queue.drain_oldest_microbatch()
+        for hook in self.__dict__.get("_after_backward_dw", ()):
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, fn: Callable[[], None]) -> None:
+        """Have ``fn()`` called at the end of each ``backward_dw``."""
+        self.__dict__.setdefault("_after_backward_dw", []).append(fn)
+
+
+def is_delayed(param: Tensor) -> bool:
+    """Whether some module, ours or not, has marked this parameter's gradient as final only after ``backward_dw``."""
+    return getattr(param, "skip_backward_post_hook", False)
+
+
+def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[Any]) -> None:
+    """Have modules that are not ours, and delay ``param``, report each ``backward_dw`` to its record."""
+    if not is_delayed(param):
+        return
+    weak_param = TensorWeakRef(param)
+    for module in owners:
+        register = getattr(module, "register_wgrad_accumulation_and_reduce_hooks", None)
+        if register is None or isinstance(module, FusedWgradModule):
+            continue
+        record.foreign_delayer = owner = type(module).__name__
+
+        def computed(owner: str = owner) -> None:
+            live = weak_param()
+            if live is not None and owner in record.pending:
+                absorb_grad(live, record)
+                record.delayed_wgrad_done(owner)
+
+        register(computed)
 
 
 def is_fusable(weight: Tensor) -> bool:
@@ -275,39 +241,100 @@ def is_fusable(weight: Tensor) -> bool:
     return weight.is_leaf or has_main_grad(weight)
 
 
+class WgradQueueLike(Protocol):
+    """Where delayed weight gradients wait."""
+
+    def put(self, entry: DelayedWgrad) -> None:
+        """Append one."""
+
+
 class WgradTarget:
     """Where the gradient of one weight goes, for one forward and backward of one module.
 
     It refers to the weight's Python object weakly, since the object that comes out of ``ctx.saved_tensors`` may be a
     copy without attributes (saved-tensor hooks, recompute, offload), and since an autograd graph must not keep a weight
-    alive. ``resolve`` runs before any GEMM of the backward, ``accumulate`` after the input gradient.
+    alive. In backward ``resolve`` runs before any GEMM, ``deliver`` after the input gradient.
+
+    owner  the module, for errors
+    fused  into ``main_grad``; otherwise (delayed weight gradients only) into ``.grad``
+    queue  where the weight gradient waits for its turn; None: it is computed in backward
     """
 
-    __slots__ = ("_owner", "_weight")
+    __slots__ = ("_fused", "_owner", "_queue", "_weight")
 
-    def __init__(self, weight: Tensor, owner: str) -> None:
+    def __init__(self, weight: Tensor, owner: str, *, fused: bool = True, queue: WgradQueueLike | None = None) -> None:
         self._weight = TensorWeakRef(weight)
         self._owner = owner
+        self._fused = fused
+        self._queue = queue
 
-    def resolve(self) -> tuple[Tensor, Tensor]:
-        """The weight's object and its checked accumulator: the weight's shape, fp32 or its dtype, contiguous.
+    def resolve(self) -> tuple[Tensor, Tensor | None]:
+        """The weight's object, and its checked accumulator where this backward writes one.
 
-        Raises ``RuntimeError`` that names the module for a weight that is gone, a missing ``main_grad``, or an
-        unusable one.
+        An accumulator has the weight's shape, is fp32 or of its dtype, and contiguous. Raises ``RuntimeError`` that
+        names the module for a weight that is gone, a missing ``main_grad``, or an unusable one.
         """
-        weight = self._weight()
+        weight = self._alive_weight()
+        if not self._fused:
+            return weight, None
+        if self._queue is None:
+            return weight, self._accumulator(weight)
+        if not has_main_grad(weight):
+            raise self._no_provider()
+        return weight, None  # a lazy provider's memory is taken when the delayed gradient is written, not before
+
+    def deliver(self, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
+        """In backward: ``main_grad (+)= dy^T x``, now or later, and the flag; returns what autograd must be handed.
+
+        dy [T, N], x [T, K]; ``weight`` [N, K] and ``main_grad`` [N, K] come from ``resolve``.
+        """
+        record = record_of(weight)
+        outcome = wgrad_outcome(
+            True, self._queue is not None, self._fused, hasattr(weight, "grad_added_to_main_grad"), record is not None
+        )
+        if self._queue is not None:
+            self._queue.put(DelayedWgrad(self._write, dy, x, record, self._owner))
+        else:
+            self._write_into(weight, main_grad, dy, x)
+        if record is not None:
+            record.consumer_wrote = True
+        if outcome.sets_flag:
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if outcome.returned is Returned.PLACEHOLDER:
+            return placeholder(weight)
+        return None
+
+    def _write(self, dy: Tensor, x: Tensor) -> None:
+        """A delayed weight gradient's turn has come."""
+        weight = self._alive_weight()
+        self._write_into(weight, self._accumulator(weight) if self._fused else None, dy, x)
+
+    def _write_into(self, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor) -> None:
+        record = record_of(weight)
+        if main_grad is None:
+            _accumulate_into_grad(weight, dy, x, record)
+            return
+        if record is not None:
+            overwrite = record.open_for_write()
+            record.num_fused_writes += 1
+        else:
+            overwrite = getattr(weight, "overwrite_main_grad", False) and _first_write_of_this_backward(weight)
+        wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
+
+    def _alive_weight(self) -> Tensor:
+        weight: Tensor | None = self._weight()
         if weight is None:
             raise RuntimeError(f"{self._owner}: the weight was freed between forward and backward")
+        return weight
+
+    def _accumulator(self, weight: Tensor) -> Tensor:
         if hasattr(weight, "__fsdp_param__"):
-            main_grad = weight.get_main_grad()  # may allocate: only now, in backward
-            weight.main_grad = main_grad
+            main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # may allocate: only when it is written
+            weight.main_grad = main_grad  # type: ignore[attr-defined]
         else:
             main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
-            raise RuntimeError(
-                f"{self._owner}: fuse_wgrad_accumulation=True needs weight.main_grad, and nobody provided it; wrap the "
-                f"model in maingrad.ddp.DistributedDataParallel, or build the module with fuse_wgrad_accumulation=False"
-            )
+            raise self._no_provider()
         record = record_of(weight)
         if record is not None and main_grad is not record.view:
             raise RuntimeError(
@@ -316,27 +343,22 @@ class WgradTarget:
             )
         if record is None or weight.shape != main_grad.shape:
             _check_accumulator(self._owner, weight, main_grad)
-        return weight, main_grad
+        return main_grad  # type: ignore[no-any-return]
 
-    def accumulate(self, weight: Tensor, main_grad: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-        """``main_grad (+)= dy^T x`` and the flag; returns what backward must hand to autograd.
+    def _no_provider(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self._owner}: fuse_wgrad_accumulation=True needs weight.main_grad, and nobody provided it; wrap the "
+            f"model in maingrad.ddp.DistributedDataParallel, or build the module with fuse_wgrad_accumulation=False"
+        )
 
-        dy [T, N], x [T, K]; ``weight`` [N, K] and ``main_grad`` [N, K] come from ``resolve``.
-        """
-        record = record_of(weight)
-        outcome = wgrad_outcome(True, False, True, hasattr(weight, "grad_added_to_main_grad"), record is not None)
-        if record is not None:
-            overwrite = record.open_for_write()
-            record.consumer_wrote = True
-            record.num_fused_writes += 1
-        else:
-            overwrite = getattr(weight, "overwrite_main_grad", False) and _first_write_of_this_backward(weight)
-        wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
-        if outcome.sets_flag:
-            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if outcome.returned is Returned.PLACEHOLDER:
-            return placeholder(weight)
-        return None
+
+@torch.no_grad()
+def _accumulate_into_grad(weight: Tensor, dy: Tensor, x: Tensor, record: GradRecord | None) -> None:
+    """What autograd would have done with an unfused weight gradient, done later: add, never assign."""
+    product = (dy.t() @ x).to(weight.dtype)
+    weight.grad = product if weight.grad is None else weight.grad.add_(product)
+    if record is not None:
+        absorb_grad(weight, record)
 
 
 def _first_write_of_this_backward(weight: Tensor) -> bool:

@@ -13,8 +13,9 @@ from .bucket import Bucket
 from .buffer import FlatBuffer
 from .collectives import group_rank, group_size
 from .config import DistributedDataParallelConfig
+from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
-from .main_grad import FusedWgradModule, GradRecord
+from .main_grad import DelayedWgradModule, FusedWgradModule, is_delayed
 
 __all__ = [
     "WiredParam",
@@ -37,6 +38,13 @@ class OwnedParam(NamedTuple):
     def ours_alone(self) -> bool:
         """Whether every owner writes its gradient through a ``WgradTarget``."""
         return all(isinstance(m, FusedWgradModule) and local in m.fused_wgrad_weights() for m, local in self.owners)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether an owner computes its gradient after the main backward."""
+        return is_delayed(self.param) or any(
+            isinstance(m, DelayedWgradModule) and local in m.delayed_wgrad_weights() for m, local in self.owners
+        )
 
 
 class WiredParam(NamedTuple):
@@ -141,6 +149,7 @@ def plan_model(
             shape=tuple(by_name[name].param.shape),
             param_dtype=by_name[name].param.dtype,
             grad_dtype=_grad_dtype(by_name[name].param.dtype, config),
+            delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),  # Megatron's mark: tied across stages
         )
         for name in names
@@ -174,6 +183,7 @@ def allocate_buckets(
                     buffer.param_view(slot),
                     first_write_overwrites=owned.ours_alone,
                     shared=len(owned.owners) > 1,
+                    bucket_index=layout.index,
                 )
                 for owned, slot in zip(owned_here, layout.slots, strict=True)
             ]

@@ -3,16 +3,17 @@
 Legend: T rows (all leading dims of the input together), K ``in_features``, N ``out_features``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ddp.main_grad import Demand, FusedWgradModule, WgradTarget, demand, is_fusable
+from ..ddp.demand import Demand, demand
+from ..ddp.main_grad import FusedWgradModule, WgradTarget, is_fusable
 
-__all__ = ["Linear", "fused_linear", "fused_linear_outside_graph"]
+__all__ = ["Linear", "fused_linear", "run_outside_graph"]
 
 
 class Linear(FusedWgradModule, nn.Linear):
@@ -32,7 +33,7 @@ class Linear(FusedWgradModule, nn.Linear):
                              ``RuntimeError`` otherwise. False: exactly ``nn.Linear``
 
     Arguments, parameter names and state dict are ``nn.Linear``'s; the fused backward is Megatron-LM's
-    ``gradient_accumulation_fusion``. Under ``torch.compile`` a fused layer is one graph break: see ``fused_linear``.
+    ``gradient_accumulation_fusion``. Under ``torch.compile`` a fused layer is a graph break: see ``run_outside_graph``.
     """
 
     def __init__(
@@ -55,12 +56,13 @@ class Linear(FusedWgradModule, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         weight = self.weight
-        if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled() and is_fusable(weight)):
+        if not (self.fuse_wgrad_accumulation and torch.is_grad_enabled() and weight.requires_grad):
             return F.linear(input, weight, self.bias)
-        # Chosen here, not in a helper: each Python frame between the model and the graph break is compiled for itself.
-        apply = fused_linear_outside_graph if torch.compiler.is_compiling() else fused_linear
-        output: Tensor = apply(input, weight, self.bias, self.describe())
-        return output
+        if torch.compiler.is_compiling() and "weight" in self._parameters:
+            return run_outside_graph(Linear.forward, self, input)
+        if not is_fusable(weight):
+            return F.linear(input, weight, self.bias)
+        return fused_linear(input, weight, self.bias, self.describe())
 
     def describe(self) -> str:
         """For errors: which layer this is."""
@@ -86,11 +88,18 @@ def fused_linear(input: Tensor, weight: Tensor, bias: Tensor | None, owner: str,
     return output
 
 
-# An autograd function with a graph break under torch.compile, and not a custom op: the op's backward would have to hide
-# its write to main_grad and its flag from functionalisation, which may drop, reorder or repeat what it cannot see, and
-# a compiled backward runs no Python between the GEMM and the hook that launches the bucket. The break costs one guard
-# check per layer; everything between the layers is compiled.
-fused_linear_outside_graph = torch.compiler.disable(fused_linear)
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+def _run(forward: Forward, module: nn.Module, input: Tensor) -> Tensor:
+    return forward(module, input)
+
+
+# A graph break and an autograd function, and not a custom op: the op's backward would have to hide its write to
+# main_grad and its flag from functionalisation, which may drop, reorder or repeat what it cannot see, and a compiled
+# backward runs no Python between the GEMM and the hook that launches the bucket. The break costs one guard check per
+# layer; everything between the layers is compiled. The caller names its forward: type(module)'s may be a subclass's.
+run_outside_graph: Callable[[Forward, nn.Module, Tensor], Tensor] = torch.compiler.disable(_run)
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -126,7 +135,7 @@ class _FusedLinear(torch.autograd.Function):
             if ctx.transposed:
                 left, right = right, left
             if resolved is not None:
-                dw = ctx.target.accumulate(*resolved, left, right)
+                dw = ctx.target.deliver(*resolved, left, right)
             else:
                 dw = (left.t() @ right).to(weight.dtype)
         db = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=ctx.bias_dtype) if needs_db else None

@@ -1,0 +1,67 @@
+"""One weight gradient that waits for its turn."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .grad_record import GradRecord
+
+__all__ = ["DelayedWgrad"]
+
+
+class DelayedWgrad:
+    """``dy`` [T, N] and ``x`` [T, K] of one weight use, and how to write their product. The weight is held weakly.
+
+    It owns its tensors until the product is done. It may run on another CUDA stream than the backward that made it: the
+    stream is looked up when it runs, and waits for the one on which the tensors were made.
+    """
+
+    __slots__ = ("_done", "_operands", "_producer", "_record", "_write", "bucket_index", "microbatch", "owner")
+
+    def __init__(
+        self, write: Callable[[Tensor, Tensor], None], dy: Tensor, x: Tensor, record: GradRecord | None, owner: str
+    ) -> None:
+        self._write = write
+        self._operands: tuple[Tensor, Tensor] | None = (dy, x)
+        self._record = record
+        self._producer = torch.cuda.current_stream(dy.device) if dy.is_cuda else None
+        self._done: torch.cuda.Event | None = None
+        self.owner = owner
+        """The module, for errors and records."""
+        self.bucket_index = 0 if record is None else record.bucket_index
+        """Place of the weight's bucket in the launch order."""
+        self.microbatch = -1
+        """Given by the queue."""
+        if record is not None:
+            record.pending.append(owner)
+
+    def run(self) -> None:
+        """Write the product, and tell the provider."""
+        if self._operands is None:
+            raise RuntimeError(f"{self.owner}: this delayed weight gradient was computed or dropped already")
+        dy, x = self._operands
+        current = None if self._producer is None else torch.cuda.current_stream(dy.device)
+        if current == self._producer:
+            self._write(dy, x)
+            self._operands = None
+        else:
+            assert current is not None and self._producer is not None, "both are streams, or both are None"
+            current.wait_stream(self._producer)
+            self._write(dy, x)
+            # Freed now, this memory would go to the producer's next kernels: whoever holds the entry frees it later.
+            self._done = torch.cuda.Event()
+            self._done.record(current)
+        if self._record is not None:
+            self._record.delayed_wgrad_done(self.owner)
+
+    def drop(self) -> None:
+        """Give the gradient up, in an iteration that is abandoned."""
+        self._operands = None
+        if self._record is not None:
+            self._record.pending.remove(self.owner)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether another stream still reads the tensors after ``run``."""
+        return self._done is not None and not self._done.query()

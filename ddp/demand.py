@@ -1,0 +1,30 @@
+"""What the running backward wants of a weight's gradient: a fused one is a side effect, and not always wanted."""
+
+import enum
+from typing import Any
+
+import torch
+
+__all__ = ["Demand", "demand"]
+
+
+class Demand(enum.Enum):
+    """What the running backward wants of a weight's gradient."""
+
+    ACCUMULATE = "backward(): deliver it to the parameter"
+    NOTHING = "the gradient is not asked for: autograd.grad(loss, inputs), backward(inputs=...)"
+    RETURN = "autograd.grad(loss, weight), or a graph of the gradient: hand it to the caller, side effects forbidden"
+
+
+def demand(weight_node: Any) -> Demand:
+    """Ask the engine what it will do with the weight's gradient; ``weight_node`` is ``ctx.next_functions[i][0]``.
+
+    A fused weight gradient is a side effect, and only ``backward()`` may have it.
+    """
+    if torch.is_grad_enabled():
+        return Demand.RETURN  # create_graph=True: the gradient must be differentiable itself
+    try:
+        wanted = torch._C._will_engine_execute_node(weight_node)
+    except RuntimeError:
+        return Demand.RETURN  # the engine refuses the question exactly where autograd.grad captures this leaf
+    return Demand.ACCUMULATE if wanted else Demand.NOTHING

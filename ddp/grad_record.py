@@ -1,0 +1,108 @@
+"""What our provider knows of one parameter beyond the attributes it shares with foreign consumers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["GradRecord"]
+
+
+class GradRecord:
+    """What our provider knows of one parameter in the current iteration.
+
+    It holds no reference to the parameter: the parameter owns it.
+    """
+
+    __slots__ = (
+        "awaits_delayed",
+        "bucket_index",
+        "closed",
+        "consumer_wrote",
+        "exposed",
+        "first_write_overwrites",
+        "foreign_delayer",
+        "name",
+        "num_fused_writes",
+        "num_hook_writes",
+        "on_delayed_wgrad",
+        "passed",
+        "pending",
+        "ready",
+        "shared",
+        "view",
+        "written",
+    )
+
+    def __init__(
+        self, name: str, view: Tensor, *, first_write_overwrites: bool, shared: bool, bucket_index: int = 0
+    ) -> None:
+        self.name = name
+        self.bucket_index = bucket_index
+        """Place of its bucket in the launch order, which is the order in which a queue drains best."""
+        self.view = view
+        """The accumulator: shape of the parameter, a view of its bucket."""
+        self.first_write_overwrites = first_write_overwrites
+        """Every owner is one of our modules, so that nobody adds behind our back: never zeroed, beta = 0 first."""
+        self.shared = shared
+        """More than one module owns it."""
+
+        # Delayed weight gradients.
+        self.on_delayed_wgrad: Callable[[], None] | None = None
+        """Called after each; set by the provider."""
+        self.foreign_delayer: str | None = None
+        """A module that is not ours delays this gradient and calls back after its ``backward_dw``."""
+        self.pending: list[str] = []
+        """Owners of the weight gradients that were queued and not computed yet, one for each."""
+        self.awaits_delayed = False
+        """All that is missing are the pending ones; reset by the bucket."""
+
+        # Per iteration; reset by the bucket.
+        self.written = False
+        """``view`` holds a contribution of this iteration."""
+        self.closed: str | None = None
+        """Why nothing may be written any more (its bucket was launched or reduced); None while it may."""
+        self.ready = False
+        """The last contribution of the final microbatch is in."""
+
+        # Per backward; reset by the hook.
+        self.consumer_wrote = False
+        """One of our modules wrote ``view`` in this backward, and therefore returned None."""
+        self.passed = False
+        """The hook ran, but nested in a recompute or for a shared parameter: ready when the outermost backward ends."""
+
+        # Observed over the record's life.
+        self.num_fused_writes = 0
+        self.num_hook_writes = 0
+        self.exposed = False
+        """``.grad`` is ``view``, handed out to a stock optimizer."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"parameter '{self.name}' is wired to gradient buckets and cannot be pickled; "
+            f"save state_dict(), or copy.deepcopy(model) first, which gives a plain model"
+        )
+
+    def open_for_write(self) -> bool:
+        """Check that a contribution may still come in; returns whether it overwrites (beta = 0)."""
+        if self.closed is not None:
+            raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
+        overwrite = self.first_write_overwrites and not self.written
+        self.written = True
+        return overwrite
+
+    def delayed_wgrad_done(self, owner: str) -> None:
+        """One of the pending weight gradients was computed, or given up."""
+        self.pending.remove(owner)
+        if self.on_delayed_wgrad is not None:
+            self.on_delayed_wgrad()
+
+    def zero_unwritten(self) -> None:
+        """Give a parameter that was not used in this iteration the gradient zero."""
+        if self.first_write_overwrites and not self.written:
+            self.view.zero_()
+
+    def reset(self) -> None:
+        """Start a new iteration."""
+        self.written = self.ready = self.consumer_wrote = self.passed = self.awaits_delayed = False
+        self.closed = None

@@ -1,0 +1,174 @@
+"""Decides when each parameter's last contribution is in, and hands full buckets to the launcher.
+
+Nothing is learnt from earlier iterations or counted in calls. A parameter is ready when its hook has run in the final
+microbatch and none of its delayed weight gradients is pending. Under reentrant recompute a hook can run more than once
+in a backward; then, and for a parameter that several modules own, ready means that the outermost backward has ended.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from .bucket import Bucket, Phase
+from .config import DistributedDataParallelConfig
+from .grad_record import GradRecord
+from .graph_walk import differentiable_tensors, walk_graph
+from .launcher import BucketLauncher
+from .main_grad import absorb_grad, listen_to_foreign_delays
+from .wiring import WiredParam
+
+__all__ = ["Readiness"]
+
+
+class Readiness:
+    """What the hooks of one wrapper know, and what they do about it."""
+
+    def __init__(
+        self,
+        wired: Sequence[WiredParam],
+        launcher: BucketLauncher,
+        config: DistributedDataParallelConfig,
+        device: torch.device,
+    ) -> None:
+        self._wired = wired
+        self._launcher = launcher
+        self._overlap = config.overlap_grad_reduce
+        self._find_unused = config.find_unused_parameters
+        self._device = device
+
+        # State of the iteration.
+        self.sync = True
+        """False for every microbatch but the final one."""
+        self.touched = False
+        """A hook has run since the iteration began."""
+
+        # State of the backward.
+        self._outer_task: int | None = None  # the graph task that reached the outputs; None outside and where unknown
+        self._recomputes: bool | None = None  # reentrant recompute was seen; None before the first forward
+        self._unused: list[WiredParam] | None = None  # what no final forward reaches; None: no such forward yet
+        self._passed: list[tuple[Bucket, GradRecord]] = []  # ready when the outermost backward ends
+
+    def reset(self) -> None:
+        """Start a new iteration."""
+        self.touched = False
+        self._passed.clear()
+        self._unused = None
+
+    def watch(self, outputs: Any) -> None:
+        """After a forward: watch for the moment when backward enters, and find out what it will reach."""
+        if not self._overlap and self._launcher.timeline is None:
+            return
+        tensors = differentiable_tensors(outputs)
+        find_unused = self._find_unused and self.sync
+        if find_unused or self._recomputes is None:
+            walk = walk_graph(tensors)
+            self._recomputes = bool(self._recomputes) or walk.recomputes
+            if find_unused:
+                # Several forwards may feed one backward: unused is what none of them reaches.
+                candidates = self._wired if self._unused is None else self._unused
+                hidden = walk.recomputes
+                self._unused = [w for w in candidates if not hidden and id(w.owned.param) not in walk.leaves]
+        here = weakref.ref(self)
+
+        def backward_enters(_: Tensor) -> None:
+            live = here()
+            if live is not None:
+                live._on_backward_start()
+
+        for tensor in tensors:
+            tensor.register_hook(backward_enters)
+
+    def grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
+        """The post-accumulate-grad hook of one parameter. It holds nothing that holds the parameter."""
+        here = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            live = here()
+            if live is None:
+                return
+            if torch._C._autograd._profiler_enabled():
+                with torch.profiler.record_function(f"maingrad::grad {record.name} -> bucket {bucket.index}"):
+                    live.on_grad(param, bucket, record)
+            else:
+                live.on_grad(param, bucket, record)
+
+        return hook
+
+    def expect_delayed(self, wired: WiredParam) -> None:
+        """Hear of this parameter's delayed weight gradients: our modules tell the record, foreign ones call back."""
+        here, bucket, record = weakref.ref(self), wired.bucket, wired.record
+
+        def computed() -> None:
+            live = here()
+            if live is not None:
+                live.on_delayed_wgrad(bucket, record)
+
+        record.on_delayed_wgrad = computed
+        listen_to_foreign_delays(wired.owned.param, record, [module for module, _ in wired.owned.owners])
+
+    def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
+        """A parameter's gradient of one backward is complete: in ``.grad``, in ``main_grad``, or queued."""
+        if record.foreign_delayer is not None:
+            record.pending.append(record.foreign_delayer)  # what this backward queued comes in its backward_dw
+        absorb_grad(param, record)
+        self._note_write(bucket)
+        if not (self.sync and self._overlap):
+            return
+        nested = self._outer_task is not None and torch._C._current_graph_task_id() != self._outer_task
+        if nested:
+            self._recomputes = True
+        if record.shared or self._recomputes:
+            if not record.passed:
+                record.passed = True
+                self._passed.append((bucket, record))
+        else:
+            self._mark_ready(bucket, record)
+
+    def on_delayed_wgrad(self, bucket: Bucket, record: GradRecord) -> None:
+        """A delayed weight gradient has been computed; the parameter may have waited for this one."""
+        self._note_write(bucket)
+        if record.awaits_delayed and not record.pending:
+            self._mark_ready(bucket, record)
+
+    def _on_backward_start(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self._outer_task:
+            return  # another output of the same forward
+        self._outer_task = task
+        # A callback queued here ends with the outermost backward; queued from a parameter's hook it would end with a
+        # nested one.
+        Variable._execution_engine.queue_callback(self._on_backward_end)
+        if self._launcher.timeline is not None:
+            self._launcher.timeline.backward_started()
+        if self.sync and self._overlap:
+            unused, self._unused = self._unused, None
+            for wired in unused or ():
+                self._mark_ready(wired.bucket, wired.record)
+
+    def _on_backward_end(self) -> None:
+        self._outer_task = None
+        passed, self._passed = self._passed, []
+        for bucket, record in passed:
+            self._mark_ready(bucket, record)
+        if self._launcher.timeline is not None:
+            self._launcher.timeline.backward_ended(self.sync)
+
+    def _note_write(self, bucket: Bucket) -> None:
+        self.touched = True
+        if bucket.phase is Phase.IDLE:
+            bucket.phase = Phase.ACCUMULATING
+        if self._device.type == "cuda":
+            bucket.streams.add(torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def _mark_ready(self, bucket: Bucket, record: GradRecord) -> None:
+        if record.pending:
+            record.awaits_delayed = True
+            return
+        bucket.mark_ready(record)
+        if bucket.phase is Phase.READY:
+            self.touched = True
+            self._launcher.note_ready(bucket)

@@ -1,0 +1,158 @@
+"""``WgradQueue``: weight gradients that were put off, and the orders in which they can be computed.
+
+A backward whose weight gradients are delayed runs the input gradients only, and is over sooner. The rest is independent
+work that fits anywhere later in the schedule; drained in bucket order, each bucket's reduction runs under the weight
+gradients of the next.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ddp.delayed_wgrad import DelayedWgrad
+
+__all__ = ["RunRecord", "WgradQueue", "active_queue", "delayed_wgrad"]
+
+
+class RunRecord(NamedTuple):
+    """One weight gradient that was computed, for ``WgradQueue.log``."""
+
+    owner: str
+    microbatch: int
+    bucket: int
+
+
+class WgradQueue:
+    """Delayed weight gradients of one module, one pipeline chunk, or a whole model.
+
+    Entries of one backward form a microbatch; microbatches are numbered as their backwards come, or named by
+    ``microbatch``. For one parameter entries always run in the order in which they were queued.
+    """
+
+    def __init__(self) -> None:
+        self._entries: deque[DelayedWgrad] = deque()
+        self._retired: list[DelayedWgrad] = []  # tensors that another stream still reads
+        self._named_microbatch: int | None = None
+        self._backward = -1  # graph task of the latest entry
+        self._microbatch = -1
+        self.log: list[RunRecord] | None = None
+        """Set to a list to record what runs, in order."""
+
+    def __len__(self) -> int:
+        """Number of pending weight gradients."""
+        return len(self._entries)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WgradQueue":
+        """An empty queue: what is pending belongs to the original's parameters."""
+        return WgradQueue()
+
+    def put(self, entry: DelayedWgrad) -> None:
+        """Append one; called from backward."""
+        if self._named_microbatch is not None:
+            self._microbatch = self._named_microbatch
+        else:
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward:
+                self._microbatch += 1
+            self._backward = backward
+        entry.microbatch = self._microbatch
+        self._entries.append(entry)
+
+    @contextmanager
+    def microbatch(self, index: int) -> Iterator[None]:
+        """Backwards in here belong to microbatch ``index``, however many there are (reentrant recompute nests them)."""
+        before, self._named_microbatch = self._named_microbatch, index
+        try:
+            yield
+        finally:
+            self._named_microbatch = before
+
+    @property
+    def pending_microbatches(self) -> list[int]:
+        """Microbatches with pending weight gradients, oldest first."""
+        return list(dict.fromkeys(entry.microbatch for entry in self._entries))
+
+    @property
+    def pending_owners(self) -> list[str]:
+        """Modules with pending weight gradients, in the order in which they queued them."""
+        return list(dict.fromkeys(entry.owner for entry in self._entries))
+
+    def drain(self) -> None:
+        """Compute everything, in bucket order: a bucket is complete, and its reduction launched, as early as can be."""
+        self._run(lambda entry: True, key=lambda entry: entry.bucket_index)
+
+    def drain_microbatch(self, index: int) -> None:
+        """Compute one microbatch's, in bucket order; nothing where it has none."""
+        self._run(lambda entry: entry.microbatch == index, key=lambda entry: entry.bucket_index)
+
+    def drain_oldest_microbatch(self) -> None:
+        """Compute the oldest microbatch's, in the order in which they were queued; nothing where none is pending."""
+        if self._entries:
+            oldest = self._entries[0].microbatch
+            self._run(lambda entry: entry.microbatch == oldest, key=lambda entry: 0)
+
+    def drain_module(self, owner: str) -> None:
+        """Compute one module's, given as in ``pending_owners``, in the order in which they were queued."""
+        self._run(lambda entry: entry.owner == owner, key=lambda entry: 0)
+
+    def clear(self) -> None:
+        """Give up everything that is pending, in an iteration that is abandoned."""
+        while self._entries:
+            self._entries.popleft().drop()
+
+    def check_empty(self) -> None:
+        """Raise ``RuntimeError`` that names the modules whose weight gradients are still pending."""
+        if self._entries:
+            raise RuntimeError(
+                f"{len(self)} delayed weight gradients were never computed, of {', '.join(self.pending_owners)}: call "
+                f"drain(), or backward_dw() of each module, before the step ends"
+            )
+
+    def _run(self, chosen: Callable[[DelayedWgrad], bool], key: Callable[[DelayedWgrad], int]) -> None:
+        self._retired = [entry for entry in self._retired if entry.in_use]
+        mine = sorted((entry for entry in self._entries if chosen(entry)), key=key)  # stable: queued order within a key
+        self._entries = deque(entry for entry in self._entries if not chosen(entry))
+        for position, entry in enumerate(mine):
+            try:
+                entry.run()
+            except BaseException:
+                self._entries.extendleft(reversed(mine[position:]))
+                raise
+            if self.log is not None:
+                self.log.append(RunRecord(entry.owner, entry.microbatch, entry.bucket_index))
+            if entry.in_use:
+                self._retired.append(entry)
+
+
+_active = threading.local()
+
+
+@contextmanager
+def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
+    """Forwards in here delay the weight gradients of all our modules into ``queue``::
+
+        with delayed_wgrad(queue):
+            loss = model(batch)
+        loss.backward()   # input gradients only
+        queue.drain()     # weight gradients; each bucket's reduction runs under the next bucket's
+
+    It speaks of forwards, so that a backward may come at any time later. A module with ``delay_wgrad_compute=True``
+    keeps using its own queue. Raises ``RuntimeError`` in a module whose parameters belong to a foreign provider, since
+    Megatron asks once, when it wraps, which gradients are delayed. Inside reentrant recompute the forward that counts runs in
+    backward, outside the block, and weight gradients are computed there; ``delay_wgrad_compute`` works there too.
+    """
+    before = active_queue()
+    _active.queue = queue
+    try:
+        yield queue
+    finally:
+        _active.queue = before
+
+
+def active_queue() -> WgradQueue | None:
+    """The queue of the innermost ``delayed_wgrad`` block of this thread, or None."""
+    return getattr(_active, "queue", None)
