@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ddp.main_grad import FusedWgradModule, is_fusable
-from .linear import fused_linear, fused_linear_outside_graph
+from .linear import fused_linear, run_outside_graph
 
 __all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
 
@@ -28,7 +28,7 @@ def fused_conv1d_class(base: type) -> type[nn.Module]:
     return type(f"Fused{base.__name__}", (FusedConv1D, base), {"_unfused": base, "__doc__": FusedConv1D.__doc__})
 
 
-class FusedConv1D(FusedWgradModule):
+class FusedConv1D(FusedWgradModule, nn.Module):
     """``y = x W + b`` with ``main_grad += x^T dy`` as one GEMM in backward.
 
     =========  ========  ========================================
@@ -53,12 +53,12 @@ class FusedConv1D(FusedWgradModule):
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         weight = self.weight
-        output: Tensor
-        if not (torch.is_grad_enabled() and is_fusable(weight)):
-            output = super().forward(x)  # type: ignore[misc]  # Conv1D's
-            return output
-        apply = fused_linear_outside_graph if torch.compiler.is_compiling() else fused_linear
-        output = apply(x, weight, self.bias, self.describe(), transposed=True)
+        if torch.is_grad_enabled() and weight.requires_grad:
+            if torch.compiler.is_compiling() and "weight" in self._parameters:
+                return run_outside_graph(FusedConv1D.forward, self, x)
+            if is_fusable(weight):
+                return fused_linear(x, weight, self.bias, self.describe(), transposed=True)
+        output: Tensor = super().forward(x)  # Conv1D's
         return output
 
     def describe(self) -> str:
@@ -67,7 +67,7 @@ class FusedConv1D(FusedWgradModule):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the class it was made from, since no module holds the made class."""
-        return _new_fused_conv1d, (self._unfused,), self.__getstate__()
+        return _new_fused_conv1d, (self._unfused,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 def _new_fused_conv1d(base: type) -> nn.Module:
