@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ddp.main_grad import Demand, FusedWgradModule, WgradTarget, demand, is_fusable
+from ..ddp.demand import Demand, demand
+from ..ddp.main_grad import FusedWgradModule, WgradTarget, is_fusable
 
 __all__ = ["Linear", "fused_linear", "run_outside_graph"]
 
