@@ -213,7 +213,7 @@ def _flatten_params(model: DistributedDataParallel) -> list[tuple[Bucket, Tensor
         first = names.setdefault(wired.owned.param.data_ptr(), wired.owned.name)
         if first != wired.owned.name and wired.owned.param.numel():
             raise ValueError(
-                f"parameters '{first}' and '{wired.owned.name}' share memory, which flat buffers would separate: tie them "
+                f"parameters '{first}' and '{wired.owned.name}' share memory, which flat buffers would undo: tie them "
                 f"as one nn.Parameter object"
             )
     for layout in model.plan.buffers:
