@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from loops import (
+    FEATURES,
     assert_same,
     ddp_backward,
     loss_of,
@@ -192,7 +193,7 @@ def test_a_copy_of_fused_layers_asks_for_a_wrapper_of_its_own() -> None:
     with torch.no_grad():
         assert torch.equal(copied(make_batches(1)[0]), ddp(make_batches(1)[0]))
     with pytest.raises(
-        RuntimeError, match=r"Linear\(in_features=10, out_features=4\).*wrap the model in .*Distributed"
+        RuntimeError, match=r"Linear\(in_features=16, out_features=4\).*wrap the model in .*Distributed"
     ):
         loss_of(copied, make_batches(1)[0]).backward()
     again = wrap(copied)
@@ -309,7 +310,7 @@ def test_a_second_optimizer_takes_the_parameters_over_and_the_first_one_says_so(
 
 
 def test_a_replaced_main_grad_is_refused_by_the_layer_that_would_write_it() -> None:
-    ddp = wrap(nn.Sequential(Linear(6, 3, fuse_wgrad_accumulation=True)))
-    ddp.module[0].weight.main_grad = torch.zeros(3, 6)
+    ddp = wrap(nn.Sequential(Linear(FEATURES, 3, fuse_wgrad_accumulation=True)))
+    ddp.module[0].weight.main_grad = torch.zeros(3, FEATURES)
     with pytest.raises(RuntimeError, match=r"weight.main_grad was replaced after wrapping.*parameter '0.weight'"):
         ddp(make_batches(1)[0]).sum().backward()

@@ -264,7 +264,7 @@ def linear_with(main_grad: Any) -> Linear:
 def test_a_missing_main_grad_names_the_layer_and_the_remedy(main_grad: Any) -> None:
     layer = linear_with(main_grad)
     with pytest.raises(
-        RuntimeError, match=r"Linear\(in_features=6, out_features=4\): fuse_.* needs weight.main_grad.*fuse_.*=False"
+        RuntimeError, match=r"Linear\(in_features=8, out_features=4\): fuse_.* needs weight.main_grad.*fuse_.*=False"
     ):
         layer(make_batches(1)[0]).sum().backward()
 
@@ -272,9 +272,9 @@ def test_a_missing_main_grad_names_the_layer_and_the_remedy(main_grad: Any) -> N
 @pytest.mark.parametrize(
     "main_grad, got",
     [
-        (torch.zeros(FEATURES, 4), r"got shape \(6, 4\)"),
-        (torch.zeros(FEATURES, 4).t(), r"got shape \(4, 6\), stride \(1, 4\)"),
-        (torch.zeros(8, FEATURES)[::2], r"got shape \(4, 6\), stride \(12, 1\)"),
+        (torch.zeros(FEATURES, 4), r"got shape \(8, 4\)"),
+        (torch.zeros(FEATURES, 4).t(), r"got shape \(4, 8\), stride \(1, 4\)"),
+        (torch.zeros(8, FEATURES)[::2], r"got shape \(4, 8\), stride \(16, 1\)"),
         (torch.zeros(4, FEATURES, dtype=torch.bfloat16), r"torch.bfloat16 on cpu"),
         (torch.zeros(4, FEATURES, device="meta"), r"torch.float32 on meta"),
     ],
@@ -282,7 +282,7 @@ def test_a_missing_main_grad_names_the_layer_and_the_remedy(main_grad: Any) -> N
 )
 def test_an_unusable_main_grad_is_refused_before_anything_is_written(main_grad: Tensor, got: str) -> None:
     layer = linear_with(main_grad)
-    with pytest.raises(RuntimeError, match=rf"Linear\(.*\): main_grad must be contiguous, of .* \(4, 6\).*{got}"):
+    with pytest.raises(RuntimeError, match=rf"Linear\(.*\): main_grad must be contiguous, of .* \(4, 8\).*{got}"):
         layer(make_batches(1)[0]).sum().backward()
     assert main_grad.is_meta or not main_grad.any()
 

@@ -10,17 +10,20 @@ from torch import Tensor, nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.te_integration import Linear
 
-FEATURES = 6
+FEATURES = 8
 
 
 def make_model(dtype: torch.dtype = torch.float32, *, fuse: bool = True, seed: int = 0) -> nn.Sequential:
-    """Two of our layers around modules that know nothing of main_grad."""
+    """Two of our layers around modules that know nothing of main_grad.
+
+    Every parameter fills whole vector registers, so that fused optimizers treat it alike in a flat buffer and alone.
+    """
     torch.manual_seed(seed)
     return nn.Sequential(
-        Linear(FEATURES, 10, dtype=dtype, fuse_wgrad_accumulation=fuse),
+        Linear(FEATURES, 16, dtype=dtype, fuse_wgrad_accumulation=fuse),
         nn.Tanh(),
-        nn.LayerNorm(10, dtype=dtype),
-        Linear(10, 4, bias=False, dtype=dtype, fuse_wgrad_accumulation=fuse),
+        nn.LayerNorm(16, dtype=dtype),
+        Linear(16, 4, bias=False, dtype=dtype, fuse_wgrad_accumulation=fuse),
     )
 
 
