@@ -2,8 +2,10 @@
 
 import copy
 import io
+import os
 import pickle
 import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -503,6 +505,11 @@ def test_complex_weights_stay_with_autograd() -> None:
 
 # ---- torch.compile and torch.fx. ----
 
+NEEDS_COMPILER = pytest.mark.skipif(
+    not (shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")),
+    reason="inductor needs a C++ compiler (g++ or clang++)",
+)
+
 
 class Waves(nn.Module):
     """Operations before, between and after two layers: three pieces to compile."""
@@ -524,7 +531,7 @@ def _fresh_compiler():
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 @pytest.mark.parametrize("order", ["convert, compile, wrap", "compile, run, convert, wrap", "convert, wrap, compile"])
 def test_a_compiled_model_has_eagers_gradients(order: str, backend: str) -> None:
     torch.manual_seed(0)
