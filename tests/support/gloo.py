@@ -147,6 +147,7 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> N
         faulthandler.register(signal.SIGUSR1, file=stacks)
         store = dist.FileStore(f"{folder}/store", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+        gc.freeze()  # so that the collection after each job looks at what the job left, not at all of torch
         connection.send_bytes(b"ready")
         while True:
             try:
