@@ -7,7 +7,7 @@
 #   make check      ruff, mypy --strict on the library, import direction
 #   make test-gpu   the tests marked gpu
 #   make bench      the benchmarks
-#   make clean      remove everything that make made
+#   make clean      remove everything that make made, but the runs
 #
 # VENV=none uses $(PYTHON) and what is installed there, and installs nothing.
 
@@ -60,7 +60,7 @@ faults: $(call installed,test)
 	$(PY) tests/faults/run.py --jobs $(WORKERS) $(ARGS)
 
 bench: $(call installed,launch)
-	$(PY) -m maingrad bench $(ARGS)
+	$(PY) -m maingrad bench accumulation $(ARGS)
 
 # Linters see the package through a link named maingrad: they derive module names from folders.
 check: $(call installed,dev) $(LINK)

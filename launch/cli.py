@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (plan, simulate):
         command.add_argument("--ranks", type=_positive, required=True, help="number of ranks")
     simulate.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
+    bench = commands.add_parser("bench", help="measure on this machine", epilog="Sizes: --dim 1024 --num-layers 4 ...")
+    bench.add_argument("what", choices=["accumulation"], help="fused, hook and autograd accumulation of gradients")
+    bench.add_argument("--out-dir", type=Path, default=Path("runs/bench"), help="where the table goes")
+    bench.set_defaults(run=_bench)
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if len(arguments) > 2 and arguments[1].endswith(".toml") and {"-h", "--help"}.intersection(arguments[2:]):
@@ -89,6 +93,22 @@ def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) ->
         console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
     for table in plan_tables(plan):
         console.print(table)
+    return 0
+
+
+def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    import torch
+    import tyro
+
+    from .bench_accumulation import AccumulationBench, bench_accumulation, write_accumulation_report
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # The published setting is for a GPU; what a CPU can do in a minute is much smaller.
+    small = AccumulationBench(dim=256, num_layers=2, vocab_size=1024, num_tokens=256, num_steps=3, num_warmup_steps=1)
+    default = AccumulationBench() if device.type == "cuda" else small
+    bench = tyro.cli(AccumulationBench, args=overrides, default=default, prog=f"maingrad bench {known.what}")
+    rows = bench_accumulation(bench, device, log=lambda line: print(line, flush=True))
+    print(write_accumulation_report(rows, bench, known.out_dir))
     return 0
 
 
