@@ -133,9 +133,9 @@ class _Trainer:
             max_grad_norm=config.optimizer.max_grad_norm,
         )
         torch.manual_seed(settings.seed * 1_000_003 + 1 + runtime.rank)
-        self.pace = _Pace(settings.steps, settings.max_seconds)
+        self.pace = pace = _Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(
-            self.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, self.pace.fraction)
+            self.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
         )
 
     def run(self, metrics: MetricsWriter) -> TrainResult:
