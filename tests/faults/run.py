@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for complaint in complaints:
         print(f"\n{complaint}")
     wrong = f"{len(complaints)} complaints" if complaints else "all noticed"
-    print(f"\nfaults: {len(faults)} patches, {wrong}, {time.perf_counter() - began:.1f} s")
+    print(f"\nfaults: {len(faults)} patch{'es' * (len(faults) > 1)}, {wrong}, {time.perf_counter() - began:.1f} s")
     return 1 if complaints else 0
 
 

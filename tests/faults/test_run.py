@@ -117,4 +117,4 @@ def test_one_patch_can_be_chosen(tmp_path: Path) -> None:
         broken=patch("", "test_double"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 patches" in done.stdout
+    assert "1 patch, all noticed" in done.stdout
