@@ -11,9 +11,9 @@ __all__ = ["ForeignLinear", "ForeignProvider", "LazyForeignProvider"]
 class ForeignProvider:
     """Owns ``main_grad`` of a model's parameters with hooks of its own; knows nothing of our records.
 
-    needs_grad  its hook insists on a gradient whenever ``main_grad`` was written by a module, as hooks on the gradient
-                accumulator's node do that torch skips for None
-    flag        it sets ``grad_added_to_main_grad``; without, it only looks at ``main_grad`` after backward
+    Its hook insists on a gradient that is not None, as hooks on the accumulator's node do, which torch skips for None.
+
+    flag  it sets ``grad_added_to_main_grad`` and registers hooks; without, it only reads ``main_grad`` after backward
     """
 
     def __init__(self, model: nn.Module, *, flag: bool = True, dtype: torch.dtype | None = torch.float32) -> None:
@@ -67,6 +67,7 @@ class LazyForeignProvider(ForeignProvider):
         main_grad = param.get_main_grad()
         if main_grad.isnan().all():
             main_grad.zero_()
+        param.main_grad = main_grad
         return main_grad
 
     def start_microbatch(self, model: nn.Module) -> None:
