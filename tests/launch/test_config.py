@@ -1,0 +1,168 @@
+"""Configurations: what a file may say, what the command line changes, and how mistakes are answered."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from maingrad.ddp import DistributedDataParallelConfig
+from maingrad.launch.config import Config, ConfigError, ModelConfig
+from maingrad.launch.config_file import config_to_dict, load_config, override, structure
+from tiny_run import tiny_config, tiny_toml
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "launch" / "configs").glob("*.toml"))
+
+
+def refused(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        structure(document)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_files_load(path: Path):
+    config = load_config(path)
+    assert config.ddp == structure(config_to_dict(config)).ddp
+
+
+def test_shipped_files_are_there():
+    assert "stdlib" in {path.stem for path in CONFIGS}
+
+
+def test_file_and_overrides(tmp_path: Path):
+    path = tiny_toml(tmp_path, model={"param_dtype": "bfloat16"})
+    config = load_config(path, ["--ddp.bucket-size", "65536", "--train.steps=9", "--optimizer.betas", "0.8", "0.9"])
+    assert config.ddp == DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=65536
+    )
+    assert (config.train.steps, config.optimizer.betas) == (9, (0.8, 0.9))
+    assert config.model == load_config(path).model, "what is not overridden stays as the file says"
+    assert load_config(path, ["--ddp.bucket-size", "None"]).ddp.bucket_size is None
+    assert load_config(path, ["--ddp.no-overlap-grad-reduce"]).ddp.overlap_grad_reduce is False
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path):
+    (tmp_path / "empty.toml").write_text("")
+    assert load_config(tmp_path / "empty.toml") == Config()
+
+
+def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        override(Config(), ["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(getattr(Config(), section.name)):
+            assert f"--{section.name}.{field.name.replace('_', '-')}" in text
+    assert "Elements at which a bucket is closed" in text, "field docstrings are the help"
+
+
+def test_round_trip_through_json(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"max_seconds": 5.0})
+    assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        ({"ddp": {"bucket_sise": 3}}, "unknown key 'ddp.bucket_sise': did you mean 'ddp.bucket_size'?"),
+        ({"optimiser": {}}, "unknown key 'optimiser': did you mean 'optimizer'?"),
+        ({"model": {"num_layer": 2}}, "unknown key 'model.num_layer': did you mean 'model.num_layers'?"),
+        ({"data": {"zzz": 2}}, "unknown key 'data.zzz': valid keys: max_tokens, paths"),
+        ({"model": 3}, "model = 3: must be a table, [model]"),
+        ({"model": {"dim": "64"}}, "model.dim: must be int, not str"),
+        ({"model": {"dim": 64.0}}, "model.dim: must be int, not float"),
+        ({"train": {"steps": True}}, "train.steps: must be int, not bool"),
+        ({"ddp": {"overlap_grad_reduce": "false"}}, "ddp.overlap_grad_reduce: must be bool, not str"),
+        ({"ddp": {"bucket_size": "big"}}, "ddp.bucket_size: must be int, not str"),
+        ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1: must be float, not str"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: "),
+        ({"data": {"source": "text", "paths": "a.txt"}}, "data.paths = 'a.txt': must be a list, ['a.txt']"),
+        ({"model": {"param_dtype": "fp8"}}, "model.param_dtype = 'fp8': must be one of 'float32', 'bfloat16'"),
+    ],
+)
+def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message: str):
+    refused(document, message)
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        ({"model": {"dim": 0}}, "model.dim = 0: must be at least 1"),
+        ({"model": {"dim": 36, "num_heads": 8}}, "model.dim = 36: must be a multiple of 2 * model.num_heads = 16"),
+        ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "model.num_kv_heads = 3: must divide model.num_heads = 4"),
+        ({"model": {"dropout": 1.0}}, "model.dropout = 1.0: must lie in [0, 1)"),
+        ({"model": {"vocab_size": 100}}, "model.vocab_size = 100: must be at least 256 for bytes"),
+        ({"model": {"init_std": 0.0}}, "model.init_std = 0.0: must be positive"),
+        ({"model": {"rotary_base": 1.0}}, "model.rotary_base = 1.0: must be greater than 1"),
+        ({"data": {"source": "text"}}, 'data.paths = (): source = "text" needs at least one file'),
+        ({"data": {"paths": ["a"]}}, "data.paths = ('a',): source = \"stdlib\" finds its files itself"),
+        ({"data": {"validation_fraction": 0.0}}, "data.validation_fraction = 0.0: must lie between 0 and 1"),
+        ({"data": {"max_tokens": 0}}, "data.max_tokens = 0: must be at least 1"),
+        ({"train": {"steps": 0}}, "train.steps = 0: must be at least 1"),
+        ({"train": {"max_seconds": 0.0}}, "train.max_seconds = 0.0: must be positive"),
+        ({"train": {"seed": -1}}, "train.seed = -1: must not be negative"),
+        (
+            {"train": {"global_batch_size": 6, "num_microbatches": 4}},
+            "train.global_batch_size = 6: must be a multiple of train.num_microbatches = 4",
+        ),
+        (
+            {"train": {"sequence_length": 512}},
+            "train.sequence_length = 512: must be at most model.context_length = 256",
+        ),
+        ({"train": {"steps": 5}, "optimizer": {"warmup_steps": 5}}, "optimizer.warmup_steps = 5: must be less than"),
+        ({"optimizer": {"lr": 0.0}}, "optimizer.lr = 0.0: must be positive"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas = (0.9, 1.0): must lie in [0, 1)"),
+        ({"optimizer": {"max_grad_norm": -1.0}}, "optimizer.max_grad_norm = -1.0: must be positive"),
+        ({"optimizer": {"min_lr_ratio": 2.0}}, "optimizer.min_lr_ratio = 2.0: must lie in [0, 1]"),
+        ({"ddp": {"bucket_size": 0}}, "ddp: bucket_size must be at least 1 element, got 0"),
+        ({"ddp": {"find_unused_parameters": True}}, "ddp: find_unused_parameters has no effect"),
+    ],
+)
+def test_refuses_impossible_values(document: dict[str, Any], message: str):
+    refused(document, message)
+
+
+def test_integers_are_numbers_where_floats_are_wanted():
+    assert structure({"optimizer": {"lr": 1}}).optimizer.lr == 1.0
+
+
+def test_construction_validates_too():
+    with pytest.raises(ConfigError, match=r"model\.num_layers = 0"):
+        ModelConfig(num_layers=0)
+
+
+def test_batch_that_does_not_divide_between_ranks(tmp_path: Path):
+    train = tiny_config(tmp_path).train
+    assert train.sequences_per_microbatch(3) == 4
+    with pytest.raises(ConfigError, match=r"num_microbatches \* ranks = 2 \* 5 = 10"):
+        train.sequences_per_microbatch(5)
+
+
+@pytest.mark.parametrize("content, message", [(None, "does not exist"), ("model = [", "not valid TOML")])
+def test_unreadable_files(tmp_path: Path, content: str | None, message: str):
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"run\.toml.*{message}"):
+        load_config(path)
+
+
+def test_errors_name_the_file(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nstep = 3\n")
+    with pytest.raises(ConfigError, match=r"run\.toml: unknown key 'train\.step': did you mean 'train\.steps'\?"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "arguments, said", [(["--train.stepz", "3"], "--train.steps"), (["--train.steps", "x"], "int")]
+)
+def test_wrong_overrides_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+):
+    with pytest.raises(SystemExit) as end:
+        load_config(tiny_toml(tmp_path), arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
