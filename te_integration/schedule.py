@@ -1,0 +1,341 @@
+"""Order lists of pipeline schedules: what one rank computes, in which order, checked before anything runs.
+
+An order is a list of numbers, chunks counted from 1::
+
+     c          forward of chunk c
+    -c          dgrad of chunk c: the backward that leaves out the weight gradients, if they come later
+    -c - 0.5    wgrad of chunk c: its delayed weight gradients, in reverse layer order
+
+Each entry is about one microbatch: the k-th forward of a chunk is microbatch k, and so are its k-th dgrad and its k-th
+wgrad, each counted for itself. A wgrad may come any number of dgrads later::
+
+    >>> print(parse_order([1, 1, -1, -1, -1.5, -1.5]))
+    entry     0  1  2  3  4  5
+    chunk 1  F0 F1 D0 D1 W0 W1
+
+A chunk without any wgrad entry computes its weight gradients right after each dgrad (``B``, the whole backward). A
+chunk has a wgrad entry for each of its dgrads, or none at all. The numbers are those of Transformer Engine's graphed
+callables, the idea is that of zero-bubble schedules (Qi et al., 2023).
+
+No tensors, no modules: ``schedule_executor`` runs an order.
+"""
+
+import dataclasses
+import enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+__all__ = ["Entry", "Kind", "Schedule", "ScheduleError", "parse_order", "render_entries"]
+
+Layer = TypeVar("Layer")
+
+LINE_WIDTH = 120  # characters
+MAX_CHUNK = 2**31  # far beyond any pipeline, and small enough for c + 0.5 to be exact
+ERROR_WINDOW = 8  # entries shown before and after the one that an error is about
+
+
+class Kind(enum.Enum):
+    """What an entry computes."""
+
+    FORWARD = "forward"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
+CAUSE = {Kind.DGRAD: Kind.FORWARD, Kind.WGRAD: Kind.DGRAD}  # of the same chunk and microbatch
+LETTERS = {Kind.FORWARD: "F", Kind.DGRAD: "D", Kind.WGRAD: "W"}
+
+
+class ScheduleError(ValueError):
+    """An order that cannot be run.
+
+    index  of the entry that is at fault
+    """
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One entry of an order."""
+
+    kind: Kind
+    """Forward, dgrad or wgrad."""
+    chunk: int
+    """From 1."""
+    microbatch: int
+    """From 0: how many entries of this kind and chunk come before."""
+    index: int
+    """Place in the list. A wgrad that is not written down has the place of its dgrad."""
+    implied: bool = False
+    """A wgrad that is not written down: it follows right after its dgrad."""
+
+    @property
+    def number(self) -> int | float:
+        """As it is written in an order."""
+        if self.kind is Kind.FORWARD:
+            return self.chunk
+        return -self.chunk if self.kind is Kind.DGRAD else -self.chunk - 0.5
+
+    def __str__(self) -> str:
+        return (
+            f"entry {self.index} ({self.number}: {self.kind.value} of chunk {self.chunk}, microbatch {self.microbatch})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A valid order. ``parse_order`` makes it from numbers; ``ScheduleError`` for entries that break a rule."""
+
+    entries: tuple[Entry, ...]
+    """As written."""
+    num_chunks: int
+    """Chunks 1 to ``num_chunks``; every one of them runs every microbatch."""
+    num_layers_per_chunk: tuple[int, ...] | None = None
+    """Number of layers of each chunk, where it matters."""
+    strict: bool = False
+    """The next backward entry after a dgrad is its wgrad, where wgrads are written down; forwards may come between."""
+
+    def __post_init__(self) -> None:
+        if not self.entries:
+            raise ValueError("the order is empty: it needs at least a forward and a dgrad of each chunk")
+        _check_sequence(self.entries, self.num_chunks, self.strict)
+        _check_balance(self.entries, self.num_chunks)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches that every chunk runs."""
+        return self.entries[-1].microbatch + 1  # the last entry is the last one of its kind and chunk
+
+    @cached_property
+    def delayed_chunks(self) -> frozenset[int]:
+        """Chunks whose wgrads are written down."""
+        return _chunks_with_wgrads(self.entries)
+
+    @cached_property
+    def steps(self) -> tuple[Entry, ...]:
+        """The entries, and after each dgrad its wgrad where that is not written down."""
+        steps: list[Entry] = []
+        for entry in self.entries:
+            steps.append(entry)
+            if entry.kind is Kind.DGRAD and entry.chunk not in self.delayed_chunks:
+                steps.append(dataclasses.replace(entry, kind=Kind.WGRAD, implied=True))
+        return tuple(steps)
+
+    @property
+    def order(self) -> list[int | float]:
+        """The numbers again."""
+        return [entry.number for entry in self.entries]
+
+    def split_layers(self, layers: Sequence[Layer]) -> list[list[Layer]]:
+        """A model's layers, in order, as one list per chunk. ``ValueError`` where the numbers do not match."""
+        counts = self.num_layers_per_chunk
+        if counts is None:
+            raise ValueError("this schedule knows no layers: give parse_order num_layers_per_chunk or num_layers")
+        if len(layers) != sum(counts):
+            raise ValueError(f"{len(layers)} layers for chunks of {list(counts)}, which are {sum(counts)}")
+        ends = [sum(counts[: chunk + 1]) for chunk in range(self.num_chunks)]
+        return [list(layers[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+
+    def check_connected(self) -> None:
+        """Raise ``ScheduleError`` at the first entry that comes before what it needs from another chunk.
+
+        For whoever runs all chunks of a pipeline in this order: a forward needs the forward of the chunk before it, a
+        dgrad the dgrad of the chunk behind it. The order of one rank of several need not satisfy that, since another
+        rank's chunks may lie between its own.
+        """
+        done: set[tuple[Kind, int, int]] = set()
+        for entry in self.entries:
+            done.add((entry.kind, entry.chunk, entry.microbatch))
+            neighbour = {Kind.FORWARD: entry.chunk - 1, Kind.DGRAD: entry.chunk + 1}.get(entry.kind, 0)
+            if not 1 <= neighbour <= self.num_chunks or (entry.kind, neighbour, entry.microbatch) in done:
+                continue
+            count = sum(kind is entry.kind and chunk == neighbour for kind, chunk, _ in done)
+            raise _error(
+                entry,
+                self.entries,
+                f"comes before the {entry.kind.value} of chunk {neighbour} of the same microbatch, "
+                f"of which there are {count} so far",
+            )
+
+    def __str__(self) -> str:
+        return render_entries(self.entries, self.delayed_chunks)
+
+
+def parse_order(
+    order: Iterable[float],
+    *,
+    num_chunks: int | None = None,
+    num_layers_per_chunk: Sequence[int] | None = None,
+    num_layers: int | None = None,
+    strict: bool = False,
+) -> Schedule:
+    """The schedule that a list of numbers means; ``ScheduleError``, with the index, where it means none.
+
+    order                 ints, or real numbers of such values: ``1.0`` is ``1``. Booleans, strings, NaN and everything
+                          that is not c, -c or -c - 0.5 for a chunk c is refused
+    num_chunks            which chunks there are; by default as many as there are layer counts, or else up to the
+                          highest that occurs
+    num_layers_per_chunk  number of layers of each chunk
+    num_layers            instead of it: of all chunks together, split evenly
+    strict                require that the next backward entry after a dgrad is its wgrad, in chunks that have wgrad
+                          entries (forwards may lie between)
+
+    What is checked, in this order: each entry by itself; then, from left to right, that the chunk exists and that the
+    forward comes before the dgrad and the dgrad before the wgrad of its microbatch, and ``strict``; then that every
+    chunk runs every microbatch, forward, dgrad and, where the chunk has any, wgrad. There the entry at fault is the
+    first one whose microbatch is not finished, or not run by every chunk. Dependencies between chunks are not checked:
+    see ``Schedule.check_connected``.
+    """
+    if isinstance(order, str | bytes) or not isinstance(order, Iterable):
+        raise TypeError(f"an order is a list of numbers, not {order!r}")
+    decoded = [_decode(number, index) for index, number in enumerate(order)]
+    if num_layers_per_chunk is not None:
+        if num_layers is not None:
+            raise ValueError("give num_layers_per_chunk or num_layers, not both")
+        if not isinstance(num_layers_per_chunk, Sequence):
+            raise TypeError(f"num_layers_per_chunk is a list, not {num_layers_per_chunk!r}; a total is num_layers")
+        counts = tuple(_positive(count, "each entry of num_layers_per_chunk") for count in num_layers_per_chunk)
+        if num_chunks not in (None, len(counts)):
+            raise ValueError(f"num_layers_per_chunk has {len(counts)} entries, num_chunks is {num_chunks}")
+        num_chunks = len(counts)
+    if num_chunks is None:
+        num_chunks = max((chunk for _, chunk in decoded), default=1)
+    _positive(num_chunks, "num_chunks")
+
+    seen: Counter[tuple[Kind, int]] = Counter()
+    entries: list[Entry] = []
+    for index, (kind, chunk) in enumerate(decoded):
+        entries.append(Entry(kind=kind, chunk=chunk, microbatch=seen[kind, chunk], index=index))
+        seen[kind, chunk] += 1
+    schedule = Schedule(entries=tuple(entries), num_chunks=num_chunks, strict=strict)
+    if num_layers is not None:
+        each, rest = divmod(_positive(num_layers, "num_layers"), num_chunks)
+        if rest:
+            raise ValueError(
+                f"{num_layers} layers do not split evenly over {num_chunks} chunks: give num_layers_per_chunk instead"
+            )
+        counts = (each,) * num_chunks
+    elif num_layers_per_chunk is None:
+        return schedule
+    return dataclasses.replace(schedule, num_layers_per_chunk=counts)
+
+
+def _positive(count: int, name: str) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be a positive int, not {count!r}")
+    return count
+
+
+def _decode(number: object, index: int) -> tuple[Kind, int]:
+    """The kind and chunk that a number stands for."""
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise ScheduleError(index, f"entry {index} is {number!r}, a {type(number).__name__}, not a number")
+    value: Any = int(number) if isinstance(number, Integral) else number  # fixed-width ints overflow in abs
+    if not abs(value) < MAX_CHUNK:  # NaN compares false
+        shown = "too large for a chunk" if isinstance(number, Integral) else f"{number!r}, which is no chunk"
+        raise ScheduleError(index, f"entry {index} is {shown}")
+    if value % 1 == 0 and value != 0:
+        return (Kind.FORWARD, int(value)) if value > 0 else (Kind.DGRAD, int(-value))
+    if value % 1 == 0.5 and value < -1:
+        return Kind.WGRAD, int(-value)
+    raise ScheduleError(
+        index,
+        f"entry {index} is {number!r}, which means nothing: c is the forward of chunk c (from 1), -c its dgrad, "
+        f"-c - 0.5 its wgrad",
+    )
+
+
+def _chunks_with_wgrads(entries: Iterable[Entry]) -> frozenset[int]:
+    return frozenset(entry.chunk for entry in entries if entry.kind is Kind.WGRAD)
+
+
+def _check_sequence(entries: Sequence[Entry], num_chunks: int, strict: bool) -> None:
+    """Known chunks, cause before effect, and the strict rule, from left to right."""
+    delayed_chunks = _chunks_with_wgrads(entries)
+    count: Counter[tuple[Kind, int]] = Counter()
+    open_dgrad: Entry | None = None  # its wgrad must be the next backward entry
+    for entry in entries:
+        if entry.chunk > num_chunks:
+            raise _error(entry, entries, f"is about chunk {entry.chunk} of {num_chunks}")
+        cause = CAUSE.get(entry.kind)
+        if cause is not None and count[cause, entry.chunk] <= entry.microbatch:
+            so_far = _counts(count, entry.chunk)
+            raise _error(entry, entries, f"comes before its {cause.value}: before this entry {so_far}")
+        if strict and entry.kind is not Kind.FORWARD:
+            if open_dgrad is not None and (entry.kind, entry.chunk) != (Kind.WGRAD, open_dgrad.chunk):
+                raise _error(entry, entries, f"comes between {open_dgrad} and its wgrad, which strict does not allow")
+            open_dgrad = entry if entry.kind is Kind.DGRAD and entry.chunk in delayed_chunks else None
+        count[entry.kind, entry.chunk] += 1
+
+
+def _check_balance(entries: Sequence[Entry], num_chunks: int) -> None:
+    """Every microbatch is finished by every chunk."""
+    delayed_chunks = _chunks_with_wgrads(entries)
+    count = Counter((entry.kind, entry.chunk) for entry in entries)
+    # Only as many chunks as can occur: an order of three entries may name chunk 10**9.
+    shortest = min(range(1, min(num_chunks, len(entries)) + 1), key=lambda chunk: count[Kind.FORWARD, chunk])
+    for entry in entries:
+        chunk = entry.chunk
+        effect = {Kind.FORWARD: Kind.DGRAD, Kind.DGRAD: Kind.WGRAD}.get(entry.kind)
+        if effect is None or (effect is Kind.WGRAD and chunk not in delayed_chunks):
+            continue
+        if count[effect, chunk] <= entry.microbatch:
+            raise _error(entry, entries, f"has no {effect.value}: {_counts(count, chunk)}")
+        if count[Kind.FORWARD, shortest] <= entry.microbatch:
+            raise _error(
+                entry,
+                entries,
+                f"is a microbatch that chunk {shortest} does not run: {_counts(count, chunk)}; "
+                f"{_counts(count, shortest)}",
+            )
+
+
+def _counts(count: Counter[tuple[Kind, int]], chunk: int) -> str:
+    return f"chunk {chunk} has " + ", ".join(f"{count[kind, chunk]} {kind.value}" for kind in Kind)
+
+
+def _error(entry: Entry, entries: Sequence[Entry], fault: str) -> ScheduleError:
+    """An error with a picture of the order around the entry."""
+    around = entries[max(0, entry.index - ERROR_WINDOW) : entry.index + ERROR_WINDOW + 1]
+    picture = render_entries(around, _chunks_with_wgrads(entries), mark=entry.index)
+    return ScheduleError(entry.index, f"{entry} {fault}\n{picture}")
+
+
+def render_entries(
+    entries: Sequence[Entry], delayed_chunks: Iterable[int], *, width: int = LINE_WIDTH, mark: int | None = None
+) -> str:
+    """One row per chunk, one column per entry, in blocks of at most ``width`` characters.
+
+    F forward, D dgrad, W wgrad, B both where wgrads are not written down (chunks not in ``delayed_chunks``), each with
+    its microbatch. ``mark`` points at one entry's index.
+    """
+    delayed_chunks = frozenset(delayed_chunks)
+
+    def cell(entry: Entry) -> str:
+        whole_backward = entry.kind is Kind.DGRAD and entry.chunk not in delayed_chunks
+        return f"{'B' if whole_backward else LETTERS[entry.kind]}{entry.microbatch}"
+
+    chunks = sorted({entry.chunk for entry in entries})
+    names = {chunk: f"chunk {chunk}" for chunk in chunks}
+    margin = max(map(len, names.values()), default=0) + 1
+    column = max((max(len(cell(entry)), len(str(entry.index))) for entry in entries), default=0) + 1
+    per_block = max(1, (width - margin) // column)
+    blocks = []
+    for start in range(0, len(entries), per_block):
+        block = entries[start : start + per_block]
+        rows = ["entry".ljust(margin) + "".join(str(entry.index).rjust(column) for entry in block)]
+        for chunk in chunks:
+            cells = (cell(entry) if entry.chunk == chunk else "." for entry in block)
+            rows.append(names[chunk].ljust(margin) + "".join(text.rjust(column) for text in cells))
+        if any(entry.index == mark for entry in block):
+            rows.append(" " * margin + "".join(("^" if entry.index == mark else "").rjust(column) for entry in block))
+            rows[-1] = rows[-1].rstrip()
+        blocks.append("\n".join(rows))
+    return "\n\n".join(blocks)
