@@ -5,7 +5,19 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["GradRecord"]
+__all__ = ["GradRecord", "PendingWgrad"]
+
+
+class PendingWgrad:
+    """One weight gradient that was queued and not computed yet."""
+
+    __slots__ = ("microbatch", "owner")
+
+    def __init__(self, owner: str, microbatch: int = -1) -> None:
+        self.owner = owner
+        """The module, for errors and records."""
+        self.microbatch = microbatch
+        """Given by the queue; -1 where the queue is a foreign module's."""
 
 
 class GradRecord:
@@ -15,6 +27,7 @@ class GradRecord:
     """
 
     __slots__ = (
+        "__weakref__",
         "awaits_delayed",
         "bucket_index",
         "closed",
@@ -52,8 +65,8 @@ class GradRecord:
         """Called after each; set by the provider."""
         self.foreign_delayer: str | None = None
         """A module that is not ours delays this gradient and calls back after its ``backward_dw``."""
-        self.pending: list[str] = []
-        """Owners of the weight gradients that were queued and not computed yet, one for each."""
+        self.pending: list[PendingWgrad] = []
+        """Weight gradients that were queued and not computed yet."""
         self.awaits_delayed = False
         """All that is missing are the pending ones; reset by the bucket."""
 
@@ -91,9 +104,9 @@ class GradRecord:
         self.written = True
         return overwrite
 
-    def delayed_wgrad_done(self, owner: str) -> None:
-        """One of the pending weight gradients was computed, or given up."""
-        self.pending.remove(owner)
+    def delayed_wgrad_done(self, pending: PendingWgrad) -> None:
+        """One of the pending weight gradients was computed."""
+        self.pending.remove(pending)
         if self.on_delayed_wgrad is not None:
             self.on_delayed_wgrad()
 

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
-from .grad_record import GradRecord
+from .grad_record import GradRecord, PendingWgrad
 from .graph_walk import differentiable_tensors, walk_graph
 from .launcher import BucketLauncher
 from .main_grad import absorb_grad, listen_to_foreign_delays
@@ -100,20 +100,23 @@ class Readiness:
 
     def expect_delayed(self, wired: WiredParam) -> None:
         """Hear of this parameter's delayed weight gradients: our modules tell the record, foreign ones call back."""
-        here, bucket, record = weakref.ref(self), wired.bucket, wired.record
+        # The record keeps this function: all that it refers to is weak, or a cycle would keep the buckets.
+        here, bucket, record = weakref.ref(self), weakref.ref(wired.bucket), weakref.ref(wired.record)
 
         def computed() -> None:
-            live = here()
-            if live is not None:
-                live.on_delayed_wgrad(bucket, record)
+            readiness, live_bucket, live_record = here(), bucket(), record()
+            if readiness is not None and live_bucket is not None and live_record is not None:
+                readiness.on_delayed_wgrad(live_bucket, live_record)
 
-        record.on_delayed_wgrad = computed
-        listen_to_foreign_delays(wired.owned.param, record, [module for module, _ in wired.owned.owners])
+        wired.record.on_delayed_wgrad = computed
+        listen_to_foreign_delays(wired.owned.param, wired.record, [module for module, _ in wired.owned.owners])
 
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """A parameter's gradient of one backward is complete: in ``.grad``, in ``main_grad``, or queued."""
         if record.foreign_delayer is not None:
-            record.pending.append(record.foreign_delayer)  # what this backward queued comes in its backward_dw
+            record.pending.append(
+                PendingWgrad(record.foreign_delayer)
+            )  # what this backward queued comes in its backward_dw
         absorb_grad(param, record)
         self._note_write(bucket)
         if not (self.sync and self._overlap):
