@@ -15,7 +15,6 @@ from maingrad.launch import simulate
 
 @pytest.fixture(autouse=True)
 def _no_garbage_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     try:
         yield
