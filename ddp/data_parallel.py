@@ -26,13 +26,12 @@ from .layout import BucketLayout
 from .main_grad import (
     attach,
     check_unattached,
-    clear_exposed_grad,
     detach,
-    expose_grad,
+    forget_failed_backward,
     record_of,
 )
 from .readiness import Readiness
-from .stock_optimizer import guard_stock_optimizers
+from .stock_optimizer import clear_exposed_grad, expose_grad, guard_stock_optimizers
 from .timeline import Timeline
 from .wiring import WiredParam, allocate_buckets, check_same_on_all_ranks, check_setup, find_owned_params, plan_model
 
@@ -172,6 +171,7 @@ class DistributedDataParallel(nn.Module):
         for bucket in self.buckets:
             bucket.reset()
         for wired in self._wired:
+            forget_failed_backward(wired.owned.param)
             clear_exposed_grad(wired.owned.param, wired.record)
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
@@ -295,10 +295,10 @@ class DistributedDataParallel(nn.Module):
     def _check_nothing_pending(self, caller: str) -> None:
         waiting = {record.name: record.pending for record in self.records if record.pending}
         if waiting:
-            name, owners = next(iter(waiting.items()))
+            name, pending = next(iter(waiting.items()))
             raise RuntimeError(
                 f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
-                f"for {len(owners)} of {owners[0]}; run the module's backward_dw(), or drain its WgradQueue, first"
+                f"for {len(pending)} of {pending[0].owner}; run the module's backward_dw() or drain its WgradQueue first"
             )
 
 

@@ -32,10 +32,10 @@ __all__ = [
     "WgradTarget",
     "absorb_grad",
     "attach",
+    "check_delayable",
     "check_unattached",
-    "clear_exposed_grad",
     "detach",
-    "expose_grad",
+    "forget_failed_backward",
     "has_main_grad",
     "is_delayed",
     "is_fusable",
@@ -133,27 +133,10 @@ def _check_foreign_write(record: GradRecord) -> None:
         )
 
 
-def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
-    """Hand the reduced gradient to a stock optimizer as ``.grad``: the accumulator itself where ``dtype`` is its own.
-
-    A dtype unlike the parameter's goes through ``Tensor.grad_dtype``, which is how autograd is told to allow it.
-    """
-    param.grad = None
-    if dtype is not param.dtype:
-        param.grad_dtype = dtype
-    param.grad = record.view if record.view.dtype is dtype else record.view.to(dtype)
-    record.exposed = True
-
-
-def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
-    """Take ``.grad`` back before the next backward would accumulate into it."""
+def forget_failed_backward(param: Tensor) -> None:
+    """Reset the flag that a backward left set because it failed before the hook."""
     if getattr(param, "grad_added_to_main_grad", False):
-        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a backward that failed before the hook
-    if record.exposed:
-        param.grad = None
-        if param.grad_dtype is not param.dtype:
-            param.grad_dtype = param.dtype
-        record.exposed = False
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 # ---- Consumer: one use of one weight by one fused module. ----
@@ -186,6 +169,16 @@ class DelayedWgradModule(FusedWgradModule):
         for name in self.delayed_wgrad_weights():
             getattr(self, name).skip_backward_post_hook = True
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        module = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's; from meta it makes new parameters
+        self.mark_delayed_weights()
+        return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]  # nn.Module's; copies lose the mark, and are nobody's yet
+        self.__dict__.pop("_after_backward_dw", None)
+        self.mark_delayed_weights()
+
     def need_backward_dw(self) -> bool:
         """Whether delayed weight gradients of this module are pending."""
         return self.wgrad_queue is not None and len(self.wgrad_queue) > 0
@@ -208,6 +201,17 @@ def is_delayed(param: Tensor) -> bool:
     return getattr(param, "skip_backward_post_hook", False)
 
 
+def check_delayable(weights: Iterable[Tensor], owner: str) -> None:
+    """Raise ``RuntimeError`` where a foreign provider would reduce a weight's gradient before it exists."""
+    for weight in weights:
+        if has_main_grad(weight) and record_of(weight) is None:
+            raise RuntimeError(
+                f"{owner}: delayed_wgrad(queue) over a weight whose main_grad a foreign provider owns, which asked "
+                f"at its wrap what is delayed; build the module with delay_wgrad_compute=True before wrapping, or "
+                f"use maingrad.ddp.DistributedDataParallel"
+            )
+
+
 def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[Any]) -> None:
     """Have modules that are not ours, and delay ``param``, report each ``backward_dw`` to its record."""
     if not is_delayed(param):
@@ -221,9 +225,10 @@ def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable
 
         def computed(owner: str = owner) -> None:
             live = weak_param()
-            if live is not None and owner in record.pending:
+            mine = next((pending for pending in record.pending if pending.owner == owner), None)
+            if live is not None and mine is not None:
                 absorb_grad(live, record)
-                record.delayed_wgrad_done(owner)
+                record.delayed_wgrad_done(mine)
 
         register(computed)
 
@@ -294,7 +299,7 @@ class WgradTarget:
         )
         if self._queue is not None:
             self._queue.put(DelayedWgrad(self._write, dy, x, record, self._owner))
-        else:
+        elif main_grad is not None:
             self._write_into(weight, main_grad, dy, x)
         if record is not None:
             record.consumer_wrote = True
@@ -304,16 +309,21 @@ class WgradTarget:
             return placeholder(weight)
         return None
 
-    def _write(self, dy: Tensor, x: Tensor) -> None:
+    def _write(self, dy: Tensor, x: Tensor, last: bool) -> None:
         """A delayed weight gradient's turn has come."""
         weight = self._alive_weight()
-        self._write_into(weight, self._accumulator(weight) if self._fused else None, dy, x)
-
-    def _write_into(self, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor) -> None:
-        record = record_of(weight)
-        if main_grad is None:
-            _accumulate_into_grad(weight, dy, x, record)
+        if self._fused:
+            self._write_into(weight, self._accumulator(weight), dy, x)
             return
+        # What autograd would have done: add, never assign, and hand the sum of a microbatch to the provider at once.
+        product = (dy.t() @ x).to(weight.dtype)
+        weight.grad = product if weight.grad is None else weight.grad.add_(product)
+        record = record_of(weight)
+        if record is not None and last:
+            absorb_grad(weight, record)
+
+    def _write_into(self, weight: Tensor, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
+        record = record_of(weight)
         if record is not None:
             overwrite = record.open_for_write()
             record.num_fused_writes += 1
@@ -350,15 +360,6 @@ class WgradTarget:
             f"{self._owner}: fuse_wgrad_accumulation=True needs weight.main_grad, and nobody provided it; wrap the "
             f"model in maingrad.ddp.DistributedDataParallel, or build the module with fuse_wgrad_accumulation=False"
         )
-
-
-@torch.no_grad()
-def _accumulate_into_grad(weight: Tensor, dy: Tensor, x: Tensor, record: GradRecord | None) -> None:
-    """What autograd would have done with an unfused weight gradient, done later: add, never assign."""
-    product = (dy.t() @ x).to(weight.dtype)
-    weight.grad = product if weight.grad is None else weight.grad.add_(product)
-    if record is not None:
-        absorb_grad(weight, record)
 
 
 def _first_write_of_this_backward(weight: Tensor) -> bool:

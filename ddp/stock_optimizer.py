@@ -1,4 +1,4 @@
-"""Keeps a stock optimizer from silently doing nothing.
+"""What a stock optimizer sees of a gradient, and what keeps it from silently doing nothing.
 
 Gradients live in ``main_grad``, so that ``.grad`` is None and ``torch.optim.AdamW(model.parameters()).step()`` would be
 a no-op without a word. A hook that torch runs before every optimizer's step looks for that.
@@ -6,13 +6,37 @@ a no-op without a word. A hook that torch runs before every optimizer's step loo
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .grad_record import GradRecord
 from .main_grad import record_of
 
-__all__ = ["guard_stock_optimizers"]
+__all__ = ["clear_exposed_grad", "expose_grad", "guard_stock_optimizers"]
+
+
+def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
+    """Hand the reduced gradient to a stock optimizer as ``.grad``: the accumulator itself where ``dtype`` is its own.
+
+    A dtype unlike the parameter's goes through ``Tensor.grad_dtype``, which is how autograd is told to allow it.
+    """
+    param.grad = None
+    if dtype is not param.dtype:
+        param.grad_dtype = dtype
+    param.grad = record.view if record.view.dtype is dtype else record.view.to(dtype)
+    record.exposed = True
+
+
+def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
+    """Take ``.grad`` back before the next backward would accumulate into it."""
+    if record.exposed:
+        param.grad = None
+        if param.grad_dtype is not param.dtype:
+            param.grad_dtype = param.dtype
+        record.exposed = False
 
 
 def guard_stock_optimizers() -> RemovableHandle:

@@ -2,5 +2,7 @@
 
 from .convert import convert_linears as convert_linears
 from .linear import Linear as Linear
+from .wgrad_queue import WgradQueue as WgradQueue
+from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
-__all__ = ["Linear", "convert_linears"]
+__all__ = ["Linear", "WgradQueue", "convert_linears", "delayed_wgrad"]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ddp.main_grad import FusedWgradModule, is_fusable
-from .linear import fused_linear, run_outside_graph
+from ..ddp.main_grad import FusedWgradModule, check_delayable, is_fusable
+from .fused_linear import fused_linear, run_outside_graph
+from .wgrad_queue import active_queue
 
 __all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
 
@@ -55,10 +56,14 @@ class FusedConv1D(FusedWgradModule, nn.Module):
         weight = self.weight
         if torch.is_grad_enabled() and weight.requires_grad:
             if torch.compiler.is_compiling() and "weight" in self._parameters:
-                return run_outside_graph(FusedConv1D.forward, self, x)
+                output: Tensor = run_outside_graph(FusedConv1D.forward, self, x)
+                return output
             if is_fusable(weight):
-                return fused_linear(x, weight, self.bias, self.describe(), transposed=True)
-        output: Tensor = super().forward(x)  # Conv1D's
+                queue = active_queue()
+                if queue is not None:
+                    check_delayable((weight,), self.describe())
+                return fused_linear(x, (weight,), self.bias, self.describe(), queue=queue, transposed=True)
+        output = super().forward(x)  # Conv1D's
         return output
 
     def describe(self) -> str:

@@ -59,7 +59,7 @@ class WgradQueue:
             if backward != self._backward:
                 self._microbatch += 1
             self._backward = backward
-        entry.microbatch = self._microbatch
+        entry.pending.microbatch = self._microbatch
         self._entries.append(entry)
 
     @contextmanager
@@ -74,12 +74,12 @@ class WgradQueue:
     @property
     def pending_microbatches(self) -> list[int]:
         """Microbatches with pending weight gradients, oldest first."""
-        return list(dict.fromkeys(entry.microbatch for entry in self._entries))
+        return list(dict.fromkeys(entry.pending.microbatch for entry in self._entries))
 
     @property
     def pending_owners(self) -> list[str]:
         """Modules with pending weight gradients, in the order in which they queued them."""
-        return list(dict.fromkeys(entry.owner for entry in self._entries))
+        return list(dict.fromkeys(entry.pending.owner for entry in self._entries))
 
     def drain(self) -> None:
         """Compute everything, in bucket order: a bucket is complete, and its reduction launched, as early as can be."""
@@ -87,17 +87,17 @@ class WgradQueue:
 
     def drain_microbatch(self, index: int) -> None:
         """Compute one microbatch's, in bucket order; nothing where it has none."""
-        self._run(lambda entry: entry.microbatch == index, key=lambda entry: entry.bucket_index)
+        self._run(lambda entry: entry.pending.microbatch == index, key=lambda entry: entry.bucket_index)
 
     def drain_oldest_microbatch(self) -> None:
         """Compute the oldest microbatch's, in the order in which they were queued; nothing where none is pending."""
         if self._entries:
-            oldest = self._entries[0].microbatch
-            self._run(lambda entry: entry.microbatch == oldest, key=lambda entry: 0)
+            oldest = self._entries[0].pending.microbatch
+            self._run(lambda entry: entry.pending.microbatch == oldest, key=lambda entry: 0)
 
     def drain_module(self, owner: str) -> None:
         """Compute one module's, given as in ``pending_owners``, in the order in which they were queued."""
-        self._run(lambda entry: entry.owner == owner, key=lambda entry: 0)
+        self._run(lambda entry: entry.pending.owner == owner, key=lambda entry: 0)
 
     def clear(self) -> None:
         """Give up everything that is pending, in an iteration that is abandoned."""
@@ -123,7 +123,7 @@ class WgradQueue:
                 self._entries.extendleft(reversed(mine[position:]))
                 raise
             if self.log is not None:
-                self.log.append(RunRecord(entry.owner, entry.microbatch, entry.bucket_index))
+                self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, entry.bucket_index))
             if entry.in_use:
                 self._retired.append(entry)
 
@@ -142,8 +142,9 @@ def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
 
     It speaks of forwards, so that a backward may come at any time later. A module with ``delay_wgrad_compute=True``
     keeps using its own queue. Raises ``RuntimeError`` in a module whose parameters belong to a foreign provider, since
-    Megatron asks once, when it wraps, which gradients are delayed. Inside reentrant recompute the forward that counts runs in
-    backward, outside the block, and weight gradients are computed there; ``delay_wgrad_compute`` works there too.
+    Megatron asks once, when it wraps, which gradients are delayed. Inside reentrant recompute the forward that counts
+    runs in backward, outside the block, and weight gradients are computed there; ``delay_wgrad_compute`` works there
+    too.
     """
     before = active_queue()
     _active.queue = queue

@@ -43,7 +43,7 @@ PUBLIC = {
         "clip_grad_norm",
         "recorded_backward_order",
     },
-    "maingrad.te_integration": {"Linear", "convert_linears"},
+    "maingrad.te_integration": {"Linear", "WgradQueue", "convert_linears", "delayed_wgrad"},
     "maingrad.launch": {"simulate"},
 }
 

@@ -364,7 +364,11 @@ def test_what_is_not_a_plain_linear_is_skipped_by_name(make) -> None:
     assert model["other"].__dict__ == attributes
 
 
-@pytest.mark.parametrize("make", [lambda: Doubled(8, 8), parametrized, weight_normed, pruned], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Doubled(8, 8), parametrized, weight_normed, pruned],
+    ids=["subclass", "parametrized", "weight_norm", "pruned"],
+)
 def test_the_hook_serves_what_is_skipped(make) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(make(), nn.Linear(8 if make is not pruned and make is not weight_normed else 4, 4))

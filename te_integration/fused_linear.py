@@ -1,0 +1,139 @@
+"""``fused_linear``: the one differentiable linear operation behind every module here.
+
+Legend: T rows (all leading dims of the input together), K input features, N output features.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ddp.demand import Demand, demand
+from ..ddp.main_grad import WgradTarget
+from .wgrad_queue import WgradQueue
+
+__all__ = ["fused_linear", "run_outside_graph"]
+
+
+class _Use(NamedTuple):
+    """What one forward says besides its tensors."""
+
+    targets: tuple[WgradTarget, ...]
+    """One for each weight."""
+    dtype: torch.dtype
+    """Of the products: the input's, or autocast's."""
+    transposed: bool
+    save_original_input: bool
+
+
+def fused_linear(
+    input: Tensor,
+    weights: tuple[Tensor, ...],
+    bias: Tensor | None,
+    owner: str,
+    *,
+    fused: bool = True,
+    queue: WgradQueue | None = None,
+    transposed: bool = False,
+    save_original_input: bool = False,
+) -> Tensor:
+    """``y = x W^T + b``; in backward ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` goes where it belongs.
+
+    =======  ======================  ==============================================================
+    input    [..., K]                any leading dims
+    weights  [N_i, K] each           slices of W along N, in order; usually one
+    bias     [N] or None             N = sum of N_i
+    y        [..., N]                in autocast's dtype under autocast, as ``nn.Linear``'s
+    =======  ======================  ==============================================================
+
+    owner                the module, for errors
+    fused                each ``dW_i = dy_i^T x`` is one GEMM into that weight's ``main_grad``; otherwise, with a
+    ``queue``,
+                         it is added to the weight's ``.grad``
+    queue                weight gradients wait there; None: they are computed in backward
+    transposed           the one weight and its ``main_grad`` are [K, N]: ``y = x W + b``, ``dW = x^T dy``
+    save_original_input  keep the input for backward as it came, and not as autocast cast it, where somebody else keeps
+    it
+                         anyway
+
+    The weights are used as data and reached through weak references: see ``WgradTarget``. ``autograd.grad`` and a graph
+    of the gradients get ordinary gradients and write nothing.
+    """
+    dtype, device_type = input.dtype, input.device.type
+    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
+    use = _Use(targets, dtype, transposed, save_original_input)
+    output: Tensor = _FusedLinear.apply(input, use, *weights, bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+Forward = Callable[..., Any]
+
+
+def _run(forward: Forward, module: nn.Module, *args: Any) -> Any:
+    return forward(module, *args)
+
+
+# A graph break and an autograd function, and not a custom op: the op's backward would have to hide its write to
+# main_grad and its flag from functionalisation, which may drop, reorder or repeat what it cannot see, and a compiled
+# backward runs no Python between the GEMM and the hook that launches the bucket. The break costs one guard check per
+# layer; everything between the layers is compiled. The caller names its forward: type(module)'s may be a subclass's.
+run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
+
+
+class _FusedLinear(torch.autograd.Function):
+    """See ``fused_linear``. The inputs of ``apply`` are input, use, one or more weights, bias."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, use: _Use, *weights_and_bias: Any) -> Tensor:
+        *weights, bias = weights_and_bias
+        x = input if input.dtype is use.dtype else input.to(use.dtype)
+        needs_dw = any(ctx.needs_input_grad[2:-1])
+        ctx.save_for_backward((input if use.save_original_input else x) if needs_dw else None, *weights)
+        ctx.use = use
+        ctx.input_dtype = input.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if weight.dtype is not use.dtype and torch.is_autocast_enabled(input.device.type):
+            weight = weight.to(use.dtype)
+            bias = None if bias is None else bias.to(use.dtype)
+        return F.linear(x, weight.t() if use.transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0]
+        x, *weights = ctx.saved_tensors
+        use: _Use = ctx.use
+        needs_dx, _, *needs_dw, needs_db = ctx.needs_input_grad
+        # next_functions has the tensor inputs only: the input, then the weights.
+        wanted = [demand(ctx.next_functions[1 + i][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
+        resolved = [
+            target.resolve() if want is Demand.ACCUMULATE else None
+            for target, want in zip(use.targets, wanted, strict=True)
+        ]
+
+        dx = None
+        if needs_dx:
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            weight = weight.to(dy.dtype)
+            dx = (dy @ (weight.t() if use.transposed else weight)).to(ctx.input_dtype)
+        dy_rows = dy.reshape(-1, dy.shape[-1])
+        dws: list[Tensor | None] = [None] * len(weights)
+        if any(want is not Demand.NOTHING for want in wanted):
+            x_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype)
+            first = 0
+            for i, weight in enumerate(weights):
+                features = weight.shape[1 if use.transposed else 0]
+                part = dy_rows if len(weights) == 1 else dy_rows[:, first : first + features]
+                first += features
+                left, right = (x_rows, part) if use.transposed else (part, x_rows)
+                where = resolved[i]
+                if where is not None:
+                    dws[i] = use.targets[i].deliver(*where, left, right)
+                elif wanted[i] is Demand.RETURN:
+                    dws[i] = (left.t() @ right).to(weight.dtype)
+        db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
+        return dx, None, *dws, db

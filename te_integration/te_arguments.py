@@ -1,0 +1,46 @@
+"""Transformer Engine's arguments that these modules lack: accepted at their neutral value, refused otherwise."""
+
+from typing import Any
+
+__all__ = ["refuse_unsupported"]
+
+# Name -> the values that change nothing. What is not listed does not exist in Transformer Engine either: TypeError.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "sequence_parallel": (False,),
+    "tp_group": (None,),
+    "tp_size": (1,),
+    "parallel_mode": (None,),
+    "get_rng_state_tracker": (None,),
+    "rng_tracker_name": (None,),
+    "set_parallel_mode": (False,),
+    "return_layernorm_output_gathered": (False,),
+    "seq_length": (None,),
+    "micro_batch_size": (None,),
+    "ub_name": (None,),
+    "symmetric_ar_type": (None,),
+    "keep_fp8_weight_transpose_cache": (True, False),
+    "activation_params": (None,),
+    "cache_quantized_params": (False,),
+}
+_USE_THEIRS = "use Transformer Engine's module, which runs under this DDP too"
+_REMEDY = {
+    "sequence_parallel": f"shard the sequence outside, or {_USE_THEIRS}",
+    "tp_group": f"tensor parallelism is the model's: {_USE_THEIRS}",
+    "tp_size": f"tensor parallelism is the model's: {_USE_THEIRS}",
+    "parallel_mode": f"tensor parallelism is the model's: {_USE_THEIRS}",
+}
+
+
+def refuse_unsupported(module: str, arguments: dict[str, Any]) -> None:
+    """Raise ``ValueError`` for a Transformer Engine argument with an effect, ``TypeError`` for an unknown one.
+
+    ``ub_*`` arguments (overlap of tensor-parallel communication) are refused unless False.
+    """
+    for name, value in arguments.items():
+        neutral = (False, None) if name.startswith("ub_") else _NEUTRAL.get(name)
+        if neutral is None:
+            raise TypeError(f"{module} has no argument '{name}'")
+        if value not in neutral:
+            raise ValueError(
+                f"{module} does not support {name}={value!r}: {_REMEDY.get(name, f'leave it at {neutral[0]!r}')}"
+            )
