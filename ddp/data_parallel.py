@@ -298,7 +298,7 @@ class DistributedDataParallel(nn.Module):
             name, pending = next(iter(waiting.items()))
             raise RuntimeError(
                 f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
-                f"for {len(pending)} of {pending[0].owner}; run the module's backward_dw() or drain its WgradQueue first"
+                f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first"
             )
 
 
