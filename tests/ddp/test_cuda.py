@@ -1,21 +1,18 @@
 """What only a GPU can show: streams, missing waits, host synchronisation, and NCCL against simulated ranks."""
 
-import socket
-import tempfile
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo import run_ranks
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
+Outcome = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 STEPS = 5
 MICROBATCHES = 3
 CONFIGS = {
@@ -46,9 +43,7 @@ def batch(step: int, microbatch: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 50, (6, 9), generator=generator)
 
 
-def train(
-    config: dict[str, object], device: str, group: dist.ProcessGroup | None = None
-) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def train(config: dict[str, object], device: str, group: dist.ProcessGroup | None = None) -> Outcome:
     """Losses of each step, the first step's gradients (this rank's part of them) and the final weights, on the CPU."""
     rank = 0 if group is None else group.rank()
     ddp = DistributedDataParallel(
@@ -225,30 +220,20 @@ def test_max_connections_of_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 # ---- Two GPUs. ----
 
 
-def nccl_rank(rank: int, world_size: int, port: int, folder: str) -> None:
+def nccl_rank() -> tuple[dict[str, Outcome], dict[bool, list[torch.Tensor]]]:
+    """On each of two gloo processes: an NCCL group beside it, every configuration, and the gradients of two streams."""
+    rank = dist.get_rank()
     torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        device_id=torch.device("cuda", rank),
-    )
-    group = dist.group.WORLD
+    group = dist.new_group(backend="nccl")
     results = {name: train(config, f"cuda:{rank}", group) for name, config in CONFIGS.items()}
     streams = {fused: two_streams_gradients(fused, group) for fused in (True, False)}
-    torch.save((results, streams), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
+    dist.destroy_process_group(group)
+    return results, streams
 
 
 @pytest.fixture(scope="module")
-def nccl_results() -> Iterator[list[tuple[dict[str, object], dict[bool, list[torch.Tensor]]]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(nccl_rank, (2, port, folder), nprocs=2)
-        yield [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+def nccl_results() -> list[tuple[dict[str, Outcome], dict[bool, list[torch.Tensor]]]]:
+    return run_ranks(nccl_rank, 2, timeout=100.0)
 
 
 @pytest.mark.gpu(2)
@@ -267,7 +252,7 @@ def test_two_gpus_wait_for_every_stream(nccl_results: list[object]) -> None:
             check_two_streams(gradients)
 
 
-def compare(run: tuple[object, ...], reference: tuple[object, ...]) -> None:
+def compare(run: Outcome, reference: Outcome) -> None:
     """fp32 on two kinds of device: gradients of one step to 1e-5, losses and weights after five steps to 1e-4."""
     losses, gradients, weights = run
     reference_losses, reference_gradients, reference_weights = reference
