@@ -84,8 +84,8 @@ def _reduced(tensors: Sequence[Tensor], reduce_op: Any) -> Tensor:
 
 
 def _write(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each value to its destination; the list is complete, so every value is computed, before the first copy."""
-    for destination, value in list(pairs):
+    """Copy each value to its destination. The values must not change by the copies before theirs: clones, or sums."""
+    for destination, value in pairs:
         if destination.numel() != value.numel():
             raise ValueError(f"a tensor of {value.numel()} elements arrives where {destination.numel()} are expected")
         if destination.dtype != value.dtype:

@@ -7,7 +7,6 @@ Every rank has its own `SimulatedProcessGroup` per group; what its ranks do toge
 # The methods take what torch.distributed passes, not every overload of ProcessGroup.
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -94,10 +93,9 @@ class SimulatedWork(dist.Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        # C++ callers, and callers inside a backward that hand the future to C++ (torch's DDP does both), wait for it
-        # where no baton can be passed: for them the operation completes here.
-        from_python = "get_future" in sys._getframe(1).f_code.co_names
-        if not from_python or torch._C._current_graph_task_id() != -1 or len(self._pending) > 1:
+        # Inside a backward the caller is C++, or hands the future to C++, as in torch's DDP; C++ waits for it where no
+        # baton can be passed. So there, and for several operations at once, it is done before it is handed out.
+        if torch._C._current_graph_task_id() != -1 or len(self._pending) > 1:
             self.wait()
         future = _SimulatedFuture(self)
         if self.is_success():

@@ -162,12 +162,9 @@ def _move(operation: Operation, payloads: Sequence[Payload]) -> None:
     on_cuda = torch.cuda.is_initialized()
     if on_cuda:  # Ranks launch on their own streams; the simulation orders them by brute force.
         torch.cuda.synchronize()
-    with (
-        torch.no_grad(),
-        torch._C.DisableTorchFunction(),
-        torch.utils._python_dispatch._disable_current_modes(),
-        torch._C._DisableAutocast(),
-    ):
+    # No mode of this thread sees what a real backend does elsewhere. Grad mode and autocast need no such care: the
+    # operations work on .data, with nothing that autocast touches.
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
         operation(payloads)
     if on_cuda:
         torch.cuda.synchronize()

@@ -156,10 +156,8 @@ class Scheduler:
     def fail(self, rank: SimulatedRank, error: BaseException) -> None:
         """Stop all ranks because of ``error`` on ``rank``; the first failure is the one reported."""
         if not self._stopped:
-            self.failed_rank = rank.index
-        if not self._stopped or self.failure is error:
-            self.failure = error
-        self._stopped = True
+            self.failure, self.failed_rank = error, rank.index
+            self._stopped = True
 
     def raise_if_stopped(self) -> None:
         if self._stopped:

@@ -144,6 +144,8 @@ def test_asking_is_completed_in_a_loop_lets_the_others_go_on():
 
     for seed in range(5):
         assert simulate(fn, 4, seed=seed) == [True] * 4
+    # Thousands of polls are no deadlock while something happens in between.
+    assert simulate(lambda: [fn() for _ in range(1500)], 2) == [[True] * 1500] * 2
 
 
 def test_futures_call_back_on_the_thread_of_their_rank():

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from gloo import run_ranks
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from maingrad.launch import simulate
@@ -173,6 +175,13 @@ def test_point_to_point(world_size: int):
             assert received[0] == tag
         for work in works:
             work.wait()
+        # From one rank, although others may have sent before it.
+        if rank == 0:
+            for peer in range(world_size - 1, 0, -1):
+                dist.recv(received, peer)
+                assert received.tolist() == [float(peer)] * 2
+        else:
+            dist.send(torch.full((2,), float(rank)), 0)
         if rank != 0:
             dist.send(torch.full((2,), float(rank)), 0)
             return []
@@ -290,14 +299,34 @@ def test_autograd_and_version_counters_do_not_see_the_writes():
     on_ranks(2, run)
 
 
-def test_modes_of_the_rank_that_arrives_last_do_not_matter():
+class SeenByDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class SeenByFunction(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+seen: list[str] = []
+
+
+@pytest.mark.parametrize("mode", [SeenByDispatch, SeenByFunction])
+def test_modes_of_the_rank_that_arrives_last_do_not_matter(mode: Callable[[], Any]):
     def run(rank: int) -> Tensor:
         x = torch.full((2,), 1.0 + rank * 2**-12)  # not representable in bf16
         with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode(rank == 1):
-            dist.all_reduce(x)
+            with mode():
+                dist.all_reduce(x)
+                dist.all_to_all([x[:1], x[1:]], [x[:1], x[1:]])
         return x.clone()
 
+    seen.clear()
     assert torch.equal(on_ranks(2, run)[0], torch.full((2,), 2.0 + 2**-12))
+    assert not [op for op in seen if any(word in op for word in ("add", "copy", "clone"))]
 
 
 @pytest.mark.parametrize(

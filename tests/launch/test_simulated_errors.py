@@ -75,6 +75,8 @@ def test_mismatched_transfers_and_splits():
     ) as caught:
         simulate(splits, 2)
     assert "rank 1 brought float32[1], float32[3] for float32[1], float32[3]" in str(caught.value)
+    with pytest.raises(SimulatedRankError, match=r"a torch.float32 tensor arrives where torch.float64 is expected"):
+        simulate(lambda: dist.group.WORLD.reduce_scatter([torch.ones(2).double()], [[torch.ones(2)] * 2]), 2)
     with pytest.raises(SimulatedRankError, match=r"shape \(5,\) does not hold 2 of torch.float32 \(2,\)"):
         simulate(lambda: dist.distributed_c10d._get_default_group().all_gather_single(torch.ones(5), torch.ones(2)), 2)
 
@@ -101,14 +103,15 @@ def test_deadlock_says_who_waits_for_what():
         assert lines[1 + rank].endswith(" in fn")
 
 
-def test_waiting_for_a_finished_rank_is_reported_while_others_still_run():
+@pytest.mark.parametrize("starts", [[1, 1, 0], [0, 1, 1]])
+def test_waiting_for_a_finished_rank_is_reported_while_others_still_run(starts: list[int]):
     def fn() -> None:
         if dist.get_rank() == 1:
             dist.all_reduce(torch.ones(3))
         elif dist.get_rank() == 2:
             pytest.fail("the deadlock is known before this rank gets its turn")
 
-    sequence = iter([1, 1, 0])
+    sequence = iter(starts)
     with pytest.raises(SimulatedDeadlockError, match="rank 1 waits for a rank that has finished") as caught:
         simulate(fn, 3, order=lambda runnable: next(sequence))
     assert "missing ranks: 0 (finished), 2; at" in str(caught.value)

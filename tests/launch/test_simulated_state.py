@@ -4,6 +4,9 @@ import gc
 import random
 import sys
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 from torch.nn.functional import dropout
 
+from maingrad.kernels.compat import all_gather_single
 from maingrad.launch import simulate
 from maingrad.launch.simulate import SimulatedDeadlockError, SimulatedRankError
 from maingrad.launch.simulated_group import SimulatedProcessGroup
@@ -97,6 +102,22 @@ def test_dtype_modes_and_context_are_each_ranks_own():
     assert simulate(lambda: torch.ones(1).device.type, 2) == ["cpu", "cpu"]
 
 
+def test_context_variables_are_each_ranks_own():
+    variable.set("caller's")
+
+    def fn() -> tuple[str, str]:
+        inherited = variable.get()
+        variable.set(f"rank {dist.get_rank()}'s")
+        dist.barrier()
+        return inherited, variable.get()
+
+    assert simulate(fn, 2) == [("caller's", "rank 0's"), ("caller's", "rank 1's")]
+    assert variable.get() == "caller's"
+
+
+variable: ContextVar[str] = ContextVar("variable")
+
+
 def test_distributed_is_as_before_when_it_was_not_initialised():
     assert not dist.is_initialized()
     world, helper, hook = dist.distributed_c10d._world, dist.distributed_c10d._new_process_group_helper, sys.excepthook
@@ -143,8 +164,9 @@ def test_a_real_group_lives_on():
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
         x = torch.ones(2)
         dist.all_reduce(x, group=sub)
-        # Found by name in the registry that simulated ranks have each their own of.
-        assert torch.equal(functional.all_reduce(x, "sum", real) + 0, x)
+        # Simulated ranks have each a registry of names; the process's serves all its threads again.
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch._C._distributed_c10d._resolve_process_group, real.group_name).result() is real
     finally:
         dist.destroy_process_group()
 
@@ -208,22 +230,18 @@ def test_hundreds_of_simulations_leave_no_threads_and_no_memory():
 
 
 def test_tensors_of_ranks_are_freed_without_the_garbage_collector():
-    import weakref
-
-    alive: list[weakref.ref[Tensor]] = []
-
-    def fn() -> None:
-        x = torch.ones(1000)
-        alive.append(weakref.ref(x))
-        work = dist.all_reduce(x, async_op=True)
-        dist.barrier()
-        work.wait()
+    def fn() -> tuple[weakref.ref[Tensor], Any]:
+        x, y = torch.ones(1000), torch.empty(3, 1000)
+        works = dist.all_reduce(x, async_op=True), all_gather_single(y, x, async_op=True)
+        for work in works:
+            work.wait()
+        return weakref.ref(x), works[1]
 
     gc.disable()
     try:
-        simulate(fn, 3)
-        assert len(alive) == 3
-        assert [ref() for ref in alive] == [None] * 3
+        results = simulate(fn, 3)  # a handle that lives on keeps its own output alone
+        assert len(results) == 3
+        assert [alive() for alive, _ in results] == [None] * 3
     finally:
         gc.enable()
 
@@ -253,12 +271,15 @@ def test_backward_runs_on_the_thread_of_its_rank():
 
 
 def train(data_parallel: str, dtype: torch.dtype = torch.float64) -> list[float]:
-    """Three steps of SGD, each rank on its rows of one batch, with gradients averaged in one of two ways."""
+    """Three steps of SGD, each rank on its rows of one batch, with gradients averaged in one of three ways."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
     batch = torch.randn(3, 8, 6, dtype=dtype)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    wrapped = nn.parallel.DistributedDataParallel(model) if data_parallel == "torch" else model
+    wrapped = nn.parallel.DistributedDataParallel(model) if data_parallel == "torch ddp" else model
+    if data_parallel == "torch fsdp":
+        for module in (model[0], model):
+            fully_shard(module, mesh=dist.init_device_mesh("cpu", (world,)))
     for rows in batch:
         model.zero_grad()
         wrapped(rows.chunk(world)[rank]).square().mean().backward()
@@ -269,10 +290,11 @@ def train(data_parallel: str, dtype: torch.dtype = torch.float64) -> list[float]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
-    return nn.utils.parameters_to_vector(model.parameters()).tolist()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return nn.utils.parameters_to_vector(whole).tolist()
 
 
-@pytest.mark.parametrize("data_parallel", ["loop", "torch"])
+@pytest.mark.parametrize("data_parallel", ["loop", "torch ddp", "torch fsdp"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_data_parallel_training_equals_one_process(data_parallel: str, world_size: int):
     expected = train("none")
