@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import tiny_config, tiny_toml
+
 from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.launch.config import Config, ConfigError, ModelConfig
 from maingrad.launch.config_file import config_to_dict, load_config, override, structure
-from tiny_run import tiny_config, tiny_toml
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "launch" / "configs").glob("*.toml"))
 

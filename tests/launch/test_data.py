@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from maingrad.launch.bigram import MAX_VOCAB_SIZE, fit_bigram
 from maingrad.launch.config import DataConfig
 from maingrad.launch.data import (

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch.config import ModelConfig
 from maingrad.launch.model import GPT, Attention, RMSNorm, build_model, rotary_tables, rotate
 from maingrad.te_integration import Linear
-from torch import Tensor, nn
 
 SHAPE: dict[str, Any] = {
     "dim": 32,

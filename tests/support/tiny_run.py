@@ -25,7 +25,7 @@ _DDP = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "bucket_
 
 
 def tiny_document(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """The configuration as TOML would give it, with values replaced by ``sections``; its text file lies in ``folder``."""
+    """The configuration as TOML gives it, with values replaced by ``sections``; its text file lies in ``folder``."""
     text = folder / "text.py"
     if not text.exists():
         text.write_text(TEXT)

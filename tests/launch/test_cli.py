@@ -1,0 +1,171 @@
+"""The command line, end to end in processes of its own: alone, under torchrun, simulated, and interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_toml
+
+from maingrad.launch.cli import main
+from maingrad.launch.metrics import read_metrics
+from maingrad.launch.signals import stop_on_signals
+
+MAINGRAD = [sys.executable, "-m", "maingrad"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maingrad"]
+LONG = ["--train.steps", "1000000"]
+
+
+def run(*command: str | Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=timeout)
+
+
+def records(folder: Path) -> dict[str, Any]:
+    """The last record of each kind."""
+    return {record["kind"]: record for record in read_metrics(folder / "run" / "metrics.jsonl")}
+
+
+def test_train_alone(tmp_path: Path):
+    done = run(*MAINGRAD, "train", tiny_toml(tmp_path), "--train.steps", "4")
+    assert done.returncode == 0, done.stderr
+    assert "the byte-bigram model's" in done.stdout
+    found = records(tmp_path)
+    assert found["observed"]["world_size"] == 1
+    assert found["final"]["step"] == 4
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "metrics.jsonl",
+        "resolved_config.json",
+        "loss.png",
+        "overlap.png",
+    }
+    assert json.loads((tmp_path / "run" / "resolved_config.json").read_text())["config"]["train"]["steps"] == 4
+
+
+def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
+    path = tiny_toml(tmp_path, model={"param_dtype": "bfloat16", "dropout": 0.1}, train={"num_microbatches": 4})
+    done = run(*TORCHRUN, "train", path)
+    assert done.returncode == 0, done.stderr
+    found = records(tmp_path)
+    observed = found["observed"]
+    assert (observed["world_size"], observed["backend"]) == (2, "gloo")
+    assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (3, 1)
+    assert observed["collectives"] == {"reduce_scatter": observed["num_buckets"]}
+    assert observed["main_grad_dtypes"] == {"float32": 15}
+    assert found["timeline"]["buckets"][0]["finished"] >= found["timeline"]["buckets"][0]["launched"]
+    assert done.stdout.count("validation loss") == 3, "rank 0 alone speaks"
+
+    simulated = run(*MAINGRAD, "simulate", path, "--ranks", "2", "--train.out-dir", tmp_path / "simulated" / "run")
+    assert simulated.returncode == 0, simulated.stderr
+    assert records(tmp_path / "simulated")["final"]["weights_sha256"] == found["final"]["weights_sha256"]
+
+
+def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", "3", "--ddp.bucket-size", "None"]) == 0
+    out = capsys.readouterr().out
+    assert "1 buckets in launch order, reduce-scatter over 3 ranks" in out
+    assert "head.weight .. embedding.weight (15)" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, status, said",
+    [
+        ([], 2, "COMMAND"),
+        (["trian"], 2, "invalid choice: 'trian'"),
+        (["train"], 2, "CONFIG.toml"),
+        (["plan", "CONFIG", "--ranks", "0"], 2, "must be at least 1, got 0"),
+        (["plan", "CONFIG", "--ranks", "7"], 2, "must be a multiple of train.num_microbatches * ranks"),
+        (["train", "CONFIG", "--ddp.bucket-sise", "3"], 2, "--ddp.bucket-size"),
+        (["train", "nowhere.toml"], 2, "configuration file 'nowhere.toml' does not exist"),
+        (["train", "CONFIG", "--data.paths", "nowhere.txt"], 2, "data file 'nowhere.txt' does not exist"),
+        (["train", "CONFIG", "--help"], 0, "--ddp.bucket-size"),
+        (["plan", "CONFIG", "-h"], 0, "Elements at which a bucket is closed"),
+        (["--help"], 0, "simulate"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
+):
+    config = str(tiny_toml(tmp_path))
+    try:
+        ended: Any = main([config if argument == "CONFIG" else argument for argument in arguments])
+    except SystemExit as end:
+        ended = end.code
+    captured = capsys.readouterr()
+    assert ended == status
+    assert said in (captured.err if status else captured.out)
+    assert "Traceback" not in captured.err
+
+
+def interrupt(command: list[str | Path], folder: Path, number: signal.Signals, *, group: bool) -> tuple[int, str]:
+    """Start a long run, send it a signal once it trains, and return its exit status and output."""
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        metrics = folder / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not metrics.exists() or '"step"' not in metrics.read_text():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "the run never began"
+            time.sleep(0.05)
+        if group:  # what a terminal does: every process of the group gets the signal
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals):
+    status, output = interrupt([*MAINGRAD, "train", tiny_toml(tmp_path), *LONG], tmp_path, number, group=False)
+    assert status == 130
+    assert "Traceback" not in output
+    assert f"interrupted after step {records(tmp_path)['interrupted']['step']}" in output
+    assert records(tmp_path)["interrupted"]["signal"] == number.name
+
+
+@pytest.mark.parametrize("group", [True, False], ids=["terminal", "torchrun-alone"])
+def test_ctrl_c_ends_all_ranks_cleanly(tmp_path: Path, group: bool):
+    """From a terminal every process gets the signal; ``kill`` reaches torchrun alone, which passes it on."""
+    # torchrun's own traceback is its way to end; what the ranks say goes to files of their own.
+    logs = ["--redirects", "3", "--log-dir", tmp_path / "logs"]
+    command = [*TORCHRUN[:-2], *logs, *TORCHRUN[-2:], "train", tiny_toml(tmp_path), *LONG]
+    status, _ = interrupt(command, tmp_path, signal.SIGINT, group=group)
+    assert status != 0
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["kind"] == "interrupted"
+    said = {path: path.read_text() for path in (tmp_path / "logs").rglob("std*.log")}
+    assert len(said) == 4, "two ranks, stdout and stderr each"
+    assert not [path for path, text in said.items() if "Traceback" in text or "terminate called" in text]
+    assert any("interrupted after step" in text for text in said.values())
+
+
+def test_a_second_ctrl_c_insists(monkeypatch: pytest.MonkeyPatch):
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # torchrun's copy of the first
+        assert stop.requested
+        assert stop.signal_name == "SIGINT"
+        monkeypatch.setattr("maingrad.launch.signals._INSIST_AFTER", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with stop_on_signals():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -1,0 +1,153 @@
+"""Records and pictures: what is written can be read back, and the stated overlap is the recorded one."""
+
+import math
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+from tiny_run import tiny_config
+
+from maingrad.launch import report
+from maingrad.launch.metrics import MetricsWriter, read_metrics
+from maingrad.launch.progress import Status, format_duration, format_rate, make_display
+from maingrad.launch.train import train
+
+
+def timeline(*collectives: tuple[float, float]) -> dict[str, Any]:
+    """A microbatch under no_sync from 0 to 1 s, the final one's backward from 2 to 4 s, and collectives."""
+    return {
+        "kind": "timeline",
+        "step": 3,
+        "backwards": [{"start": 0.0, "end": 1.0, "synced": False}, {"start": 2.0, "end": 4.0, "synced": True}],
+        "buckets": [
+            {
+                "bucket": f"bucket {i} (a.weight .. b.weight)",
+                "collective": "reduce_scatter",
+                "nbytes": 4096,
+                "ready": launched - 0.1,
+                "launched": launched,
+                "finished": finished,
+            }
+            for i, (launched, finished) in enumerate(collectives)
+        ],
+    }
+
+
+def test_records_are_whole_lines_at_once(tmp_path: Path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.write("step", loss=1.5, nested={"x": [math.nan, 2]})
+    assert read_metrics(path) == [{"kind": "step", "loss": 1.5, "nested": {"x": [None, 2]}}], "before close()"
+    writer.write("step", loss=math.inf)
+    writer.close()
+    assert read_metrics(path)[1]["loss"] is None
+
+
+def test_writer_without_a_file_is_silent():
+    writer = MetricsWriter(None)
+    writer.write("step", loss=1.0)
+    writer.close()
+
+
+def test_overlap_share_from_intervals():
+    spans = timeline((2.0, 3.0), (3.5, 4.5), (4.0, 5.0))
+    share = report.overlap_share(spans)
+    assert (share.collective_seconds, share.hidden_seconds) == (3.0, 1.5)
+    assert report.overlap_share(spans, leave_out_last=True).fraction == 0.75
+    assert report.overlap_share(timeline()).fraction == 0.0
+
+
+def texts(figure: Any) -> str:
+    return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Figures that are saved from here on, kept for inspection."""
+    figures: list[Any] = []
+    save = report._save
+    monkeypatch.setattr(report, "_save", lambda figure, path: (figures.append(figure), save(figure, path))[1])
+    return figures
+
+
+def test_overlap_picture_says_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = drawn(monkeypatch)
+    path = report.draw_overlap(timeline((2.0, 3.0), (3.5, 4.5), (4.0, 5.0)), tmp_path / "overlap.png")
+    said = texts(figures[0])
+    assert "50% of collective time lies under the backward, 75% of all buckets' but the last" in said
+    assert "bucket 1, 0.0 MiB\na .. b" in said
+    assert "1000.0 ms" in said
+    assert "reduce-scatter, exposed" in said
+    image = matplotlib.image.imread(path)
+    assert image.shape[1] > 1200
+    assert len({tuple(pixel) for row in image[::10, ::10] for pixel in row}) > 10, "an empty picture"
+
+
+def test_one_bucket_and_no_microbatches_before(tmp_path: Path):
+    spans = timeline((3.9, 4.2))
+    spans["backwards"] = spans["backwards"][1:]
+    assert report.draw_overlap(spans, tmp_path / "overlap.png").stat().st_size > 10_000
+
+
+def test_loss_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = tiny_config(tmp_path)
+    result = train(config)
+    figures = drawn(monkeypatch)
+    paths = report.draw_report(Path(config.train.out_dir))
+    assert [path.name for path in paths] == ["loss.png", "overlap.png"]
+    said = texts(figures[0])
+    assert f"byte-bigram counts on the same data: {result.bigram_loss:.3f}" in said
+    assert f"{result.validation_loss:.3f}" in said
+    assert "loss, nats per byte" in said
+
+
+def test_report_of_an_interrupted_run_draws_what_is_there(tmp_path: Path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.write("step", step=1, loss=5.0)
+    writer.write("interrupted", step=1)
+    writer.close()
+    assert [path.name for path in report.draw_report(tmp_path)] == ["loss.png"]
+
+
+# ---- What is shown while a run trains. ----
+
+STATUS = Status(step=50, steps=200, fraction=0.25, elapsed=60.0, loss=2.5, lr=1e-3, tokens_per_second=31234.0)
+
+
+def test_plain_lines_off_a_terminal():
+    out = StringIO()
+    display = make_display(Console(file=out, force_terminal=False))
+    display.update(STATUS)
+    display.update(STATUS)  # at once: too soon for another line
+    display.update(STATUS._replace(step=200, fraction=1.0))
+    display.close()
+    first, last = out.getvalue().splitlines()
+    assert first == "step    50/200  loss 2.5000  lr 1.00e-03  31.2k tokens/s  ETA 3:00"
+    assert last.startswith("step   200/200")
+    assert last.endswith("ETA 0:00")
+
+
+def test_a_bar_on_a_terminal():
+    out = StringIO()
+    display = make_display(Console(file=out, force_terminal=True, width=140))
+    display.message("bigram 2.5")
+    display.update(STATUS)
+    display.close()
+    assert "bigram 2.5" in out.getvalue()
+    assert "31.2k tokens/s" in out.getvalue()
+    assert "25%" in out.getvalue()
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]):
+    display = make_display(is_main=False)
+    display.update(STATUS)
+    display.message("hello")
+    display.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_numbers_for_people():
+    assert [format_duration(s) for s in (4.4, 75, 4000, math.inf)] == ["0:04", "1:15", "1:06:40", "-"]
+    assert [format_rate(r) for r in (12, 1500, 2.5e6, 3e9)] == ["12", "1.5k", "2.5M", "3.0G"]

@@ -1,0 +1,239 @@
+"""The training loop: what it computes, on any number of ranks, and what it leaves behind."""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config import Config, ConfigError, OptimizerConfig
+from maingrad.launch.config_file import load_config, structure
+from maingrad.launch.metrics import read_metrics
+from maingrad.launch.runtime import Runtime
+from maingrad.launch.signals import StopRequest
+from maingrad.launch.train import TrainResult, cosine_with_warmup, train
+
+STDLIB = Path(__file__).resolve().parents[2] / "launch" / "configs" / "stdlib.toml"
+
+
+def records(config: Config, kind: str) -> list[dict[str, Any]]:
+    return [r for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl") if r["kind"] == kind]
+
+
+def weights_of(result: TrainResult) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in result.model.named_parameters()}
+
+
+def losses_and_weights(config: Config) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+    """A job for gloo processes."""
+    result = train(config)
+    return (*result.losses, result.validation_loss or math.nan), weights_of(result)
+
+
+def test_one_process_leaves_what_it_observed(tmp_path: Path):
+    config = tiny_config(tmp_path, model={"param_dtype": "bfloat16"}, train={"num_microbatches": 4})
+    result = train(config)
+    assert len(result.losses) == result.steps == 6
+    assert result.losses[-1] < result.losses[0] - 0.2
+    assert result.is_main
+    assert not result.interrupted
+
+    kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert kinds == ["observed", *["step"] * 4, "validation", "step", "timeline", "step", "validation", "final"]
+    (observed,) = records(config, "observed")
+    assert observed["parameter_dtypes"] == {"bfloat16": 15}
+    assert observed["main_grad_dtypes"] == {"float32": 15}
+    assert (observed["fused_weights"], observed["fused_writes"]) == (9, 36), "nine matrices, four microbatches each"
+    assert observed["hook_written_parameters"] == 6, "five norms and the embedding"
+    assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (3, 1)
+    assert observed["num_buckets"] == len(observed["buckets"]) >= 3
+    assert set(observed["collectives"]) == {"reduce_scatter"}
+    assert (observed["world_size"], observed["backend"], observed["unit"]) == (1, "none", "byte")
+    assert observed["versions"]["torch"] == torch.__version__
+
+
+def test_records_say_what_the_settings_do(tmp_path: Path):
+    """Observed, not configured: other settings, other facts."""
+    config = tiny_config(
+        tmp_path,
+        model={"fuse_wgrad_accumulation": False},
+        train={"num_microbatches": 1},
+        ddp={"use_distributed_optimizer": False, "bucket_size": 10**6},
+    )
+    train(config)
+    (observed,) = records(config, "observed")
+    assert (observed["fused_weights"], observed["fused_writes"], observed["hook_written_parameters"]) == (0, 0, 15)
+    assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (0, 1)
+    assert observed["collectives"] == {"all_reduce": 1}
+    assert observed["parameter_dtypes"] == observed["main_grad_dtypes"] == {"float32": 15}
+
+
+def test_step_records_and_resolved_config(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"log_every": 2})
+    result = train(config)
+    steps = records(config, "step")
+    assert [record["step"] for record in steps] == [2, 4, 6]
+    assert tuple(record["loss"] for record in steps) == result.losses
+    assert all(record["grad_norm"] > 0 and record["tokens_per_second"] > 0 for record in steps)
+    assert all(record["seconds_per_step"] > 0 for record in steps)
+    resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
+    assert structure(resolved["config"]) == config
+    assert set(resolved["versions"]) >= {"maingrad", "python", "torch", "triton", "platform"}
+    (final,) = records(config, "final")
+    assert final["nats_below_bigram"] == final["bigram_loss"] - final["validation_loss"]
+    assert final["validation_loss"] == result.validation_loss
+
+
+def test_learning_rate_is_the_schedule(tmp_path: Path):
+    config = tiny_config(tmp_path)
+    train(config)
+    rates = [record["lr"] for record in records(config, "step")]
+    wanted = [3e-3 * cosine_with_warmup(config.optimizer, step, step / 6) for step in range(6)]
+    assert rates == pytest.approx(wanted)
+
+
+def test_cosine_with_warmup_ends_where_it_should():
+    schedule = OptimizerConfig(warmup_steps=4, min_lr_ratio=0.1)
+    assert cosine_with_warmup(schedule, 0, 0.0) == 0.25
+    assert cosine_with_warmup(schedule, 3, 0.0) == 1.0
+    assert cosine_with_warmup(schedule, 50, 0.5) == pytest.approx(0.55)
+    assert cosine_with_warmup(schedule, 100, 1.0) == pytest.approx(0.1)
+    assert cosine_with_warmup(OptimizerConfig(warmup_steps=0), 0, 0.0) == 1.0
+
+
+def test_a_run_ends_on_time_with_the_schedule_at_its_end(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"steps": 10**6, "max_seconds": 1.5, "eval_every": 10**6})
+    began = time.monotonic()
+    result = train(config)
+    assert time.monotonic() - began < 15
+    assert not result.interrupted
+    assert result.validation_loss is not None
+    rates = [record["lr"] for record in records(config, "step")]
+    assert rates[-1] < 0.2 * max(rates), "the cosine came down by the time the run ended"
+
+
+def test_same_seed_same_run_other_seed_another(tmp_path: Path):
+    config = tiny_config(tmp_path, model={"dropout": 0.1})
+    other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
+    assert train(config).losses == train(config).losses
+    assert train(config).losses != train(other).losses
+
+
+def test_simulated_ranks_equal_gloo_ranks_bit_for_bit(tmp_path: Path):
+    config = tiny_config(tmp_path, model={"dropout": 0.1, "param_dtype": "bfloat16"}, train={"steps": 20})
+    simulated = [losses_and_weights_of(result) for result in simulate(train, 2, config)]
+    processes = run_ranks(losses_and_weights, 2, config)
+    for (losses, weights), (gloo_losses, gloo_weights) in zip(simulated, processes, strict=True):
+        assert losses == gloo_losses
+        assert all(torch.equal(weights[name], gloo_weights[name]) for name in weights)
+
+
+def losses_and_weights_of(result: TrainResult) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+    return (*result.losses, result.validation_loss or math.nan), weights_of(result)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_compute_what_one_process_computes(tmp_path: Path, world_size: int):
+    """The same global batch in fp32: losses and weights within 1e-5, whatever the number of ranks."""
+    config = tiny_config(tmp_path, train={"steps": 20})
+    alone = train(config)
+    together = simulate(train, world_size, config)
+    assert together[0].losses == together[-1].losses, "the logged loss is the mean over ranks, on every rank"
+    assert together[0].losses == pytest.approx(alone.losses, rel=1e-5)
+    assert together[0].validation_loss == pytest.approx(alone.validation_loss, rel=1e-5)
+    reference = weights_of(alone)
+    for name, weight in weights_of(together[0]).items():
+        assert (weight - reference[name]).norm() <= 1e-5 * reference[name].norm(), name
+
+
+def test_dropout_differs_between_ranks(tmp_path: Path):
+    """Ranks that dropped the same units would halve the noise that dropout is for."""
+    config = tiny_config(tmp_path)
+
+    def draw() -> torch.Tensor:
+        train(config)
+        return torch.rand(4)
+
+    drawn = simulate(draw, 2)
+    assert not torch.equal(drawn[0], drawn[1])
+    again = simulate(draw, 2)
+    assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
+
+
+def test_interrupted_run_leaves_whole_records(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"steps": 50})
+    stop = StopRequest()
+
+    class StopsAtThree:
+        def update(self, status: Any) -> None:
+            if status.step == 3:
+                stop.receive(2, None)
+
+        def message(self, text: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    result = train(config, stop=stop, display=StopsAtThree())
+    assert result.interrupted
+    assert result.steps == 4, "asked for during step 3's record, taken up with step 4's"
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["kind"], last["step"], last["signal"]) == ("interrupted", 4, "SIGINT")
+
+
+def test_one_rank_that_is_asked_stops_all(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"steps": 50})
+
+    def rank_of_many() -> int:
+        stop = StopRequest()
+        if dist.get_rank() == 1:
+            stop.receive(15, None)
+        return train(config, stop=stop).steps
+
+    assert simulate(rank_of_many, 3) == [1, 1, 1]
+    assert records(config, "interrupted")[0]["signal"] == "another rank's"
+
+
+def test_batch_that_does_not_divide(tmp_path: Path):
+    with pytest.raises(Exception, match="must be a multiple of") as caught:
+        simulate(train, 5, tiny_config(tmp_path))
+    assert isinstance(caught.value.__cause__, ConfigError)
+
+
+def test_token_outside_the_vocabulary(tmp_path: Path):
+    path = tmp_path / "tokens.bin"
+    np.arange(2000, dtype=np.uint16).tofile(path)
+    config = tiny_config(tmp_path, data={"source": "tokens", "paths": [str(path)]}, model={"vocab_size": 300})
+    with pytest.raises(ValueError, match=r"outside the vocabulary: model\.vocab_size = 300; raise it to at least"):
+        train(config)
+
+
+def test_cuda_without_a_gpu_is_refused(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=r'train\.device = "cuda": torch sees no CUDA device'):
+        train(tiny_config(tmp_path, train={"device": "cuda"}))
+
+
+def test_all_reduce_sum_without_a_group_is_the_identity():
+    assert Runtime(0, 1, torch.device("cpu")).all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
+
+
+def test_a_real_training_beats_the_bigram_model(tmp_path: Path):
+    """The shipped configuration on the standard library's source, smaller and shorter: ten seconds of one core."""
+    size = ["--model.dim", "128", "--model.num-layers", "2", "--model.num-heads", "2", "--model.ffn-dim", "352"]
+    batch = ["--train.global-batch-size", "16", "--train.sequence-length", "64", "--optimizer.lr", "6e-3"]
+    length = ["--train.steps", "240", "--train.max-seconds", "None", "--train.eval-every", "240"]
+    result = train(load_config(STDLIB, [*size, *batch, *length, "--train.out-dir", str(tmp_path)]))
+    assert result.validation_loss is not None
+    assert result.bigram_loss is not None
+    assert 2.1 < result.bigram_loss < 2.7
+    assert result.validation_loss < result.bigram_loss - 0.05
