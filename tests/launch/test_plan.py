@@ -52,7 +52,7 @@ def test_a_thousand_ranks_without_a_process_group(tmp_path: Path):
     assert not dist.is_initialized()
     assert "reduce-scatter over 1024 ranks" in text
     assert "bytes on each of 1024 ranks" in text
-    assert "head.weight .. blocks.1.ffn.down.weight" in text
+    assert "│ head.weight" in text
     for row in ("parameters", "gradients", "optimizer: masters", "optimizer: moments", "total"):
         assert row in text
 
