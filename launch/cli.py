@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if len(arguments) > 2 and arguments[1].endswith(".toml") and {"-h", "--help"}.intersection(arguments[2:]):
-        known, overrides = argparse.Namespace(run=_help, config=Path(arguments[1])), []
+        known, overrides = argparse.Namespace(run=_help, config=Path(arguments[1])), list[str]()
     else:
         known, overrides = parser.parse_known_args(arguments)
     with stop_on_signals() as stop:

@@ -221,7 +221,7 @@ class _Trainer:
         )
         check_tokens(int(batch.inputs.max()), self.config.model.vocab_size)
         device = self.runtime.device
-        return Batch(batch.inputs.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True))
+        return Batch(batch.inputs.to(device), batch.targets.to(device))
 
     @torch.no_grad()
     def _validate(self, metrics: MetricsWriter) -> float:
