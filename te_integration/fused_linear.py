@@ -25,7 +25,6 @@ class _Use(NamedTuple):
     dtype: torch.dtype
     """Of the products: the input's, or autocast's."""
     transposed: bool
-    save_original_input: bool
 
 
 def fused_linear(
@@ -50,13 +49,11 @@ def fused_linear(
 
     owner                the module, for errors
     fused                each ``dW_i = dy_i^T x`` is one GEMM into that weight's ``main_grad``; otherwise, with a
-    ``queue``,
-                         it is added to the weight's ``.grad``
+                         ``queue``, it is added to the weight's ``.grad``
     queue                weight gradients wait there; None: they are computed in backward
     transposed           the one weight and its ``main_grad`` are [K, N]: ``y = x W + b``, ``dW = x^T dy``
     save_original_input  keep the input for backward as it came, and not as autocast cast it, where somebody else keeps
-    it
-                         anyway
+                         it anyway
 
     The weights are used as data and reached through weak references: see ``WgradTarget``. ``autograd.grad`` and a graph
     of the gradients get ordinary gradients and write nothing.
@@ -64,8 +61,10 @@ def fused_linear(
     dtype, device_type = input.dtype, input.device.type
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
+    if not save_original_input:
+        input = input.to(dtype)  # outside the function: second derivatives need a saved input that has a graph
     targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
-    use = _Use(targets, dtype, transposed, save_original_input)
+    use = _Use(targets, dtype, transposed)
     output: Tensor = _FusedLinear.apply(input, use, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
@@ -90,9 +89,9 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, use: _Use, *weights_and_bias: Any) -> Tensor:
         *weights, bias = weights_and_bias
-        x = input if input.dtype is use.dtype else input.to(use.dtype)
+        x = input.to(use.dtype)
         needs_dw = any(ctx.needs_input_grad[2:-1])
-        ctx.save_for_backward((input if use.save_original_input else x) if needs_dw else None, *weights)
+        ctx.save_for_backward(input if needs_dw else None, *weights)
         ctx.use = use
         ctx.input_dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

@@ -148,3 +148,25 @@ def test_a_region_without_autocast_stays_fp32(nested: bool) -> None:
     run(plain)
     assert torch.equal(fused.weight.main_grad, plain.weight.grad)
     assert torch.equal(fused.bias.main_grad, plain.bias.grad)
+
+
+@pytest.mark.parametrize("save_original_input", [False, True])
+def test_second_derivatives_are_nn_linears(save_original_input: bool) -> None:
+    """Of the weight's gradient with respect to the input, too, which autocast has cast."""
+    fused, plain = pair(True)
+    fused.save_original_input = save_original_input
+    ddp = wrap(fused)
+    batch = make_batches(1)[0]
+
+    def second_derivatives(model: nn.Module, layer: nn.Linear) -> tuple[Tensor, ...]:
+        inputs = batch.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(inputs)
+        wanted = (inputs, layer.weight, layer.bias)
+        first = torch.autograd.grad(output.float().pow(3).mean(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in first), wanted)
+
+    for ours, theirs in zip(second_derivatives(ddp, fused), second_derivatives(plain, plain), strict=True):
+        assert ours.dtype is torch.float32
+        assert error(ours, theirs.double()) <= 4 * ROUNDING
+    assert not fused.weight.main_grad.any()
