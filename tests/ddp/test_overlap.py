@@ -14,6 +14,7 @@ from delayed_group import delayed_group
 from gloo import run_ranks
 from plain_grads import assert_reduced_to, plain_grads
 from sleepy import SleepInBackward
+from torch import Tensor
 from towers import (
     LAYER_NUMEL,
     WIDTH,
@@ -53,6 +54,8 @@ class Measured(NamedTuple):
     backward_seconds: float
     sleep_seconds: float
     num_collectives: int
+    num_called_inside: int
+    """Collectives that were called, though perhaps not run, before the backward ended."""
 
 
 def share_inside(times: IterationTimes) -> float:
@@ -99,7 +102,8 @@ def measure(case: Case) -> list[Measured]:
             assert_reduced_to(ddp, expected[i])
             start, end = times.backward
             slept = sum(b - a for a, b in sleep.intervals if a >= start)
-            measured.append(Measured(share_inside(times), end - start, slept, len(times.collectives)))
+            called_inside = sum(c.queued < end for c in times.collectives)
+            measured.append(Measured(share_inside(times), end - start, slept, len(times.collectives), called_inside))
     return measured
 
 
@@ -108,18 +112,18 @@ def check_overlap(case: Case) -> None:
     repeat_on_a_busy_machine(lambda: _too_little_overlap(run_ranks(measure, 2, case), len(case.registered)))
 
 
-def _too_little_overlap(by_rank: list[list[Measured]], num_buckets: int) -> str:
-    complaints = []
+def _too_little_overlap(by_rank: list[list[Measured]], num_buckets: int) -> dict[str, str]:
+    late = {}
     for rank, iterations in enumerate(by_rank):
-        for i, (share, backward, slept, num_collectives) in enumerate(iterations):
+        for i, (share, backward, slept, num_collectives, _) in enumerate(iterations):
             line = (
                 f"rank {rank}, iteration {i}: {share:.1%} inside; backward {backward:.3f} s, of it slept {slept:.3f} s"
             )
             print(line)
             assert num_collectives == num_buckets
             if share < 0.8 or backward > 1.5 * slept:
-                complaints.append(line)
-    return "; ".join(complaints)
+                late[f"iteration {i}"] = line
+    return late
 
 
 @COLLECTIVES
@@ -160,11 +164,10 @@ def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_iteration_is_fi
     """The bucket that misses a gradient, and those behind it, wait for finish_grad_sync: late, but right."""
     for unused_layer in (7, 3, 0):
         case = Case(sharded=sharded, unused_spares=(unused_layer,), num_microbatches=(1, 2))
-        launched_in_backward = 7 - unused_layer
         for iterations in run_ranks(measure, 2, case):
-            for share, _, _, num_collectives in iterations:
-                assert num_collectives == 8
-                assert share < launched_in_backward / 7 + 0.05
+            for measured in iterations:
+                assert measured.num_collectives == 8
+                assert measured.num_called_inside == 7 - unused_layer
 
 
 @COLLECTIVES
@@ -184,7 +187,7 @@ def test_the_measure_fails_in_the_wrong_order(sharded: bool) -> None:
     """Registered backwards and not told so: the first bucket in the plan is the last to become ready."""
     backwards = tuple(reversed(range(8)))
     for iterations in run_ranks(measure, 2, Case(sharded=sharded, registered=backwards)):
-        assert all(measured.share < 0.2 for measured in iterations)
+        assert all(measured.share < 0.5 for measured in iterations)
 
 
 # ---- What other systems lose. ----
@@ -205,30 +208,35 @@ def test_a_bucket_waits_for_the_last_microbatch() -> None:
     check_overlap(Case(sharded=False, num_microbatches=(3,)))
 
 
-def ranks_that_skip_different_layers(sharded: bool, find_unused: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+class Choosy(Tower):
+    """Leaves out three layers that the data choose: others on each rank, in each microbatch."""
 
-    def tower(r: int, *, fused: bool) -> Tower:
-        torch.manual_seed(1)
-        return Tower(SleepInBackward(0.0), fused=fused, skipped=(2 + 3 * r,), unused_spares=(r,))
+    def forward(self, x: Tensor) -> Tensor:
+        chooser = torch.Generator().manual_seed(int(x.abs().sum() * 1000))
+        skipped = torch.randperm(8, generator=chooser)[:3].tolist()
+        self.running = [i for i in range(8) if i not in skipped]
+        return super().forward(x)
 
+
+def choose_by_data(sharded: bool, find_unused: bool) -> None:
+    rank, size, count = dist.get_rank(), dist.get_world_size(), 3
     config = DistributedDataParallelConfig(
         overlap_grad_reduce=True,
         use_distributed_optimizer=sharded,
         find_unused_parameters=find_unused,
         bucket_size=LAYER_NUMEL,
     )
-    with delayed_group(0.005) as group:
-        ddp = DistributedDataParallel(tower(rank, fused=True), config, process_group=group)
-        for i in range(2):
-            run_iteration(ddp, batches_of(i, rank, 1), group)
-            by_rank = [
-                plain_grads(tower(r, fused=False), batches_of(i, r, 1), loss_of, scale=1 / size) for r in range(size)
-            ]
-            assert_reduced_to(ddp, {name: sum(grads[name] for grads in by_rank) for name in by_rank[0]})
+    plain, model = (Choosy(SleepInBackward(0.0), fused=fused) for fused in (False, True))
+    plain.load_state_dict(model.state_dict())
+    with delayed_group(0.002) as group:
+        ddp = DistributedDataParallel(model, config, process_group=group)
+        for i in range(4):
+            run_iteration(ddp, batches_of(i, rank, count), group)
+            of_all_ranks = [batch for r in range(size) for batch in batches_of(i, r, count)]
+            assert_reduced_to(ddp, plain_grads(plain, of_all_ranks, loss_of, scale=1 / (size * count)))
 
 
 @COLLECTIVES
 @pytest.mark.parametrize("find_unused", [False, True])
-def test_ranks_may_leave_different_parameters_unused(sharded: bool, find_unused: bool) -> None:
-    run_ranks(ranks_that_skip_different_layers, 2, sharded, find_unused)
+def test_the_data_may_choose_what_is_unused(sharded: bool, find_unused: bool) -> None:
+    run_ranks(choose_by_data, 2, sharded, find_unused)
