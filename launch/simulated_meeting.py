@@ -164,7 +164,7 @@ def _move(operation: Operation, payloads: Sequence[Payload]) -> None:
         torch.cuda.synchronize()
     # No mode of this thread sees what a real backend does elsewhere. Grad mode and autocast need no such care: the
     # operations work on .data, with nothing that autocast touches.
-    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         operation(payloads)
     if on_cuda:
         torch.cuda.synchronize()
