@@ -1,0 +1,113 @@
+"""What a module costs the host: microseconds of one forward and backward of a layer too small to keep the device busy.
+
+Rows: ``nn.Linear`` alone; ``nn.Linear`` whose gradient a hook moves to ``main_grad``; our Linear, fused, with its
+provider attached and its hooks included; the same with the weight gradient delayed and computed right after.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..ddp import DistributedDataParallel, DistributedDataParallelConfig
+from ..te_integration import Linear
+
+__all__ = ["HostRow", "bench_host"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRow:
+    """One line of the table."""
+
+    name: str
+    microseconds: float
+    """Median over the rounds of the mean forward and backward."""
+    over_plain: float
+    """Over the first row's, of the same round."""
+
+
+def bench_host(
+    device: torch.device, *, features: int = 64, rows: int = 16, calls: int = 500, rounds: int = 7
+) -> list[HostRow]:
+    """Time every row in turn, ``rounds`` times, so that drift hits them alike."""
+    x = torch.randn(rows, features, device=device, requires_grad=True)
+    dy = torch.randn(rows, features, device=device)
+    cases = {name: make(features, device) for name, make in _CASES.items()}
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for round_index in range(rounds + 1):
+        for name, call in cases.items():
+            seconds = _time(call, x, dy, calls)
+            if round_index:  # the first one warms up
+                times[name].append(seconds / calls * 1e6)
+    plain = times["nn.Linear"]
+    return [
+        HostRow(
+            name=name,
+            microseconds=statistics.median(values),
+            over_plain=statistics.median(v / p for v, p in zip(values, plain, strict=True)),
+        )
+        for name, values in times.items()
+    ]
+
+
+Call = Callable[[Tensor, Tensor], None]
+
+
+def _time(call: Call, x: Tensor, dy: Tensor, calls: int) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call(x, dy)
+        x.grad = None
+    ended = time.perf_counter()  # the host's time: what the device still has to do is not waited for
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return ended - began
+
+
+def _plain(features: int, device: torch.device) -> Call:
+    layer = nn.Linear(features, features, bias=False, device=device)
+
+    def call(x: Tensor, dy: Tensor) -> None:
+        layer(x).backward(dy)
+        layer.weight.grad = None
+
+    return call
+
+
+def _wrapped(layer: nn.Module, after: Callable[[], None] = lambda: None) -> Call:
+    ddp = DistributedDataParallel(nn.Sequential(layer), DistributedDataParallelConfig(overlap_grad_reduce=True))
+
+    def call(x: Tensor, dy: Tensor) -> None:
+        with ddp.no_sync():  # the layer, not the wrapper's forward: that is paid once per model
+            layer(x).backward(dy)
+            after()
+
+    return call
+
+
+def _hooked(features: int, device: torch.device) -> Call:
+    return _wrapped(nn.Linear(features, features, bias=False, device=device))
+
+
+def _fused(features: int, device: torch.device) -> Call:
+    return _wrapped(Linear(features, features, bias=False, device=device, fuse_wgrad_accumulation=True))
+
+
+def _delayed(features: int, device: torch.device) -> Call:
+    layer = Linear(
+        features, features, bias=False, device=device, fuse_wgrad_accumulation=True, delay_wgrad_compute=True
+    )
+    return _wrapped(layer, layer.backward_dw)
+
+
+_CASES: dict[str, Callable[[int, torch.device], Call]] = {
+    "nn.Linear": _plain,
+    "nn.Linear, hook": _hooked,
+    "Linear, fused": _fused,
+    "Linear, fused and delayed": _delayed,
+}
