@@ -1,14 +1,13 @@
-"""Every collective of simulated ranks against the result written down directly, and two-rank sums against gloo."""
+"""Every collective of simulated ranks against the result written down directly."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from gloo import run_ranks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -327,51 +326,6 @@ def test_modes_of_the_rank_that_arrives_last_do_not_matter(mode: Callable[[], An
     seen.clear()
     assert torch.equal(on_ranks(2, run)[0], torch.full((2,), 2.0 + 2**-12))
     assert not [op for op in seen if any(word in op for word in ("add", "copy", "clone"))]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "tree"),
-    [
-        (3, lambda r: (r[0] + r[1]) + r[2]),
-        (4, lambda r: (r[0] + r[1]) + (r[2] + r[3])),
-        (5, lambda r: ((r[0] + r[1]) + (r[2] + r[3])) + r[4]),
-        (6, lambda r: ((r[0] + r[1]) + (r[2] + r[3])) + (r[4] + r[5])),
-        (7, lambda r: ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + r[6])),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_the_documented_tree(world_size: int, tree: Callable[[Sequence[Tensor]], Tensor], dtype: torch.dtype):
-    def value(rank: int) -> Tensor:
-        return torch.randn(64, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-    def run(rank: int) -> tuple[Tensor, Tensor]:
-        whole, part = value(rank), torch.empty(64, dtype=dtype)
-        dist.all_reduce(whole)
-        getattr(dist, REDUCE_SCATTER[0])(part, value(rank).repeat(world_size))
-        return whole, part
-
-    expected = tree([value(rank) for rank in range(world_size)])
-    for whole, part in on_ranks(world_size, run):
-        assert torch.equal(whole, expected)
-        assert torch.equal(part, expected)
-
-
-def sums_of_random_values() -> list[Tensor]:
-    """On one rank of two: sums in three dtypes, by all-reduce and reduce-scatter."""
-    rank, results = dist.get_rank(), []
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        value = torch.randn(4096, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        part = torch.empty(2048, dtype=dtype)
-        getattr(dist, REDUCE_SCATTER[0])(part, value)
-        dist.all_reduce(value)
-        results += [value, part]
-    return results
-
-
-def test_sums_of_two_ranks_equal_gloo_bitwise():
-    for simulated, real in zip(simulate(sums_of_random_values, 2), run_ranks(sums_of_random_values, 2), strict=True):
-        assert len(simulated) == 6
-        assert all(torch.equal(ours, gloos) for ours, gloos in zip(simulated, real, strict=True))
 
 
 def test_subgroups_and_mesh():
