@@ -5,15 +5,16 @@ events on the communication and compute streams, resolved once at the end.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from .collectives import InFlight
 
-__all__ = ["BackwardSpan", "BucketSpan", "Timeline"]
+__all__ = ["BackwardSpan", "BucketSpan", "PhaseSpan", "Timeline"]
 
 
 class BackwardSpan(NamedTuple):
@@ -34,6 +35,14 @@ class BucketSpan(NamedTuple):
     ready: float
     launched: float
     finished: float
+
+
+class PhaseSpan(NamedTuple):
+    """A named stretch of the compute stream, such as a drain of delayed weight gradients."""
+
+    name: str
+    start: float
+    end: float
 
 
 class _Mark:
@@ -57,15 +66,18 @@ class Timeline:
 
     backwards  one span for each backward
     buckets    one span for each collective, in launch order
+    phases     one span for each ``phase`` block
     """
 
     def __init__(self, device: torch.device, *, collectives_have_threads: bool) -> None:
         self.backwards: list[BackwardSpan] = []
         self.buckets: list[BucketSpan] = []
+        self.phases: list[PhaseSpan] = []
         self._device = device
         self._origin = _Mark(device)
         self._backwards: list[tuple[_Mark, _Mark, bool]] = []
         self._buckets: list[tuple[str, str, int, _Mark, _Mark, Callable[[], _Mark]]] = []
+        self._phases: list[tuple[str, _Mark, _Mark]] = []
         self._backward_start: _Mark | None = None
         # Waits for collectives in launch order, since gloo's work objects cannot say when they ended. Where collectives
         # run on the ranks' own threads (simulated ranks) they end when somebody waits.
@@ -84,6 +96,13 @@ class Timeline:
         if self._backward_start is not None:
             self._backwards.append((self._backward_start, self.mark(), synced))
             self._backward_start = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record what runs in here as one span."""
+        start = self.mark()
+        yield
+        self._phases.append((name, start, self.mark()))
 
     def watch(self, bucket: str, collective: str, nbytes: int, ready: _Mark, flight: InFlight) -> InFlight:
         """Record one launched collective; the handle to wait for is the one returned."""
@@ -108,10 +127,13 @@ class Timeline:
             self._watcher.shutdown(wait=True)
         for start, end, synced in self._backwards:
             self.backwards.append(BackwardSpan(start.since(self._origin), end.since(self._origin), synced))
+        for name, start, end in self._phases:
+            self.phases.append(PhaseSpan(name, start.since(self._origin), end.since(self._origin)))
         for bucket, collective, nbytes, ready, launched, finished in self._buckets:
             times = (mark.since(self._origin) for mark in (ready, launched, finished()))
             self.buckets.append(BucketSpan(bucket, collective, nbytes, *times))
         self._backwards.clear()
+        self._phases.clear()
         self._buckets.clear()
 
 

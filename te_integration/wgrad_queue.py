@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..ddp.delayed_wgrad import DelayedWgrad
 
-__all__ = ["RunRecord", "WgradQueue", "active_queue", "delayed_wgrad"]
+__all__ = ["RunRecord", "WgradQueue", "active_queue", "delayed_wgrad", "drain_modules"]
 
 
 class RunRecord(NamedTuple):
@@ -45,6 +46,10 @@ class WgradQueue:
     def __len__(self) -> int:
         """Number of pending weight gradients."""
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[DelayedWgrad]:
+        """Pending weight gradients in the order in which they were queued."""
+        return iter(tuple(self._entries))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradQueue":
         """An empty queue: what is pending belongs to the original's parameters."""
@@ -113,19 +118,27 @@ class WgradQueue:
             )
 
     def _run(self, chosen: Callable[[DelayedWgrad], bool], key: Callable[[DelayedWgrad], int]) -> None:
-        self._retired = [entry for entry in self._retired if entry.in_use]
         mine = sorted((entry for entry in self._entries if chosen(entry)), key=key)  # stable: queued order within a key
-        self._entries = deque(entry for entry in self._entries if not chosen(entry))
-        for position, entry in enumerate(mine):
-            try:
-                entry.run()
-            except BaseException:
-                self._entries.extendleft(reversed(mine[position:]))
-                raise
-            if self.log is not None:
-                self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, entry.bucket_index))
-            if entry.in_use:
-                self._retired.append(entry)
+        for entry in mine:
+            self._run_one(entry)
+
+    def _run_one(self, entry: DelayedWgrad) -> None:
+        self._retired = [retired for retired in self._retired if retired.in_use]
+        entry.run()
+        self._entries.remove(entry)
+        if self.log is not None:
+            self.log.append(RunRecord(entry.pending.owner, entry.pending.microbatch, entry.bucket_index))
+        if entry.in_use:
+            self._retired.append(entry)
+
+
+def drain_modules(model: nn.Module) -> None:
+    """Compute everything that the modules of ``model`` have delayed in queues of their own, in bucket order."""
+    modules = [module for module in model.modules() if getattr(module, "wgrad_queue", None) is not None]
+    queues = dict.fromkeys(module.wgrad_queue for module in modules)
+    waiting = [(entry.bucket_index, entry, queue) for queue in queues for entry in queue]
+    for _, entry, queue in sorted(waiting, key=lambda item: item[0]):
+        queue._run_one(entry)
 
 
 _active = threading.local()
@@ -143,8 +156,9 @@ def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
     It speaks of forwards, so that a backward may come at any time later. A module with ``delay_wgrad_compute=True``
     keeps using its own queue. Raises ``RuntimeError`` in a module whose parameters belong to a foreign provider, since
     Megatron asks once, when it wraps, which gradients are delayed. Inside reentrant recompute the forward that counts
-    runs in backward, outside the block, and weight gradients are computed there; ``delay_wgrad_compute`` works there
-    too.
+    runs in backward, outside the block, and weight gradients are computed there; recompute without reentrance wants the
+    recomputed forward to save what the first one did, which an unfused module does in the block or outside, not both.
+    ``delay_wgrad_compute`` works with both.
     """
     before = active_queue()
     _active.queue = queue

@@ -12,6 +12,7 @@ from torch import nn
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration.wgrad_queue import drain_modules
 
 STEPS = 3
 
@@ -59,7 +60,8 @@ def train(
 ) -> tuple[list[float], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Losses, every step's reduced gradients (this rank's part), and the weights.
 
-    how  "now"; "module": backward_dw of each module; "queue": a drain in bucket order; "lag": all at the step's end
+    how  "now"; "module": backward_dw of each module; "modules": their queues together, in bucket order; "queue": one
+         queue, in bucket order; "lag": all at the step's end
     """
     config = config or {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
     ddp = DistributedDataParallel(make(), DistributedDataParallelConfig(bucket_size=150, **config))
@@ -74,6 +76,8 @@ def train(
                 loss.backward()
                 if how == "module":
                     drain(ddp)
+                elif how == "modules":
+                    drain_modules(ddp)
                 elif how == "queue":
                     queue.drain()
             losses.append(loss.item())
@@ -102,13 +106,13 @@ def by_param(model: nn.Module, microbatches: int, how: str) -> dict[str, torch.T
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("how", ["module", "queue", "lag"])
+@pytest.mark.parametrize("how", ["module", "modules", "queue", "lag"])
 @pytest.mark.parametrize("variant", [{}, {"bias": False}, {"tied": True}, {"frozen": True}], ids=str)
 def test_delayed_is_bitwise_undelayed(fused: bool, microbatches: int, how: str, variant: dict[str, bool]) -> None:
     if how == "lag" and microbatches > 1 and variant.get("tied"):
         how = "queue"  # across microbatches the two uses of a tied weight would be added in another order
     plain = train(lambda: Net(fused=fused, delay=False, **variant), microbatches, "now")
-    delayed = train(lambda: Net(fused=fused, delay=how == "module", **variant), microbatches, how)
+    delayed = train(lambda: Net(fused=fused, delay=how.startswith("module"), **variant), microbatches, how)
     assert plain[0] == delayed[0], "losses"
     for name, weight in plain[2].items():
         assert torch.equal(weight, delayed[2][name]), name
@@ -185,6 +189,21 @@ def test_buckets_launch_as_they_drain_and_not_before() -> None:
     assert [entry.bucket for entry in queue.log] == [0, 1, 2, 3]
     for position, (_, seen) in enumerate(phases):
         assert seen == ["reducing"] * (position + 1) + ["accumulating"] * (3 - position)
+    ddp.finish_grad_sync()
+
+
+def test_modules_with_queues_of_their_own_drain_in_bucket_order_too() -> None:
+    model = nn.Sequential(
+        *(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=True) for _ in range(4))
+    )
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=64))
+    ddp(torch.randn(2, 8)).sum().backward()
+    order = []
+    for module in model:
+        module.wgrad_queue.log = order
+    drain_modules(ddp)
+    assert [entry.bucket for entry in order] == [0, 1, 2, 3]
+    assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}
     ddp.finish_grad_sync()
 
 
