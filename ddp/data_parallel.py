@@ -85,7 +85,7 @@ class DistributedDataParallel(nn.Module):
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.device = check_setup(trainable, config, process_group)
         self.plan = plan_model(trainable, config, shard_degree=group_size(process_group), backward_order=backward_order)
-        check_same_on_all_ranks(self.plan, process_group)
+        check_same_on_all_ranks(self.plan, process_group, module if init_sync else None)
 
         # Storage, and the collectives over it.
         buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)

@@ -1,5 +1,6 @@
 """Ties a model's parameters to buckets: who owns each one, where it lies in the plan, and whether that still holds."""
 
+import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -196,16 +197,21 @@ def allocate_buckets(
     return sorted(buckets, key=lambda bucket: bucket.index), wired
 
 
-def check_same_on_all_ranks(plan: GradPlan, group: dist.ProcessGroup | None) -> None:
-    """Compare the plan across ranks; every rank raises ``ValueError`` with the first parameter that differs."""
+def check_same_on_all_ranks(plan: GradPlan, group: dist.ProcessGroup | None, broadcast: nn.Module | None) -> None:
+    """Compare plans across ranks; every rank raises ``ValueError`` with the first parameter that differs.
+
+    broadcast  a module whose frozen parameters and buffers are about to be overwritten by rank 0's, and must fit them
+    """
     if group is None or group_size(group) == 1:
         return
+    described = [*_describe_plan(plan), *(() if broadcast is None else _describe_rest(broadcast))]
+    fingerprint = plan.fingerprint + hashlib.sha256("\n".join(described).encode()).hexdigest()
     fingerprints: list[str] = [""] * group_size(group)
-    dist.all_gather_object(fingerprints, plan.fingerprint, group=group)
+    dist.all_gather_object(fingerprints, fingerprint, group=group)
     if len(set(fingerprints)) == 1:
         return
     lists: list[list[str]] = [[]] * group_size(group)
-    dist.all_gather_object(lists, list(_describe(plan)), group=group)
+    dist.all_gather_object(lists, described, group=group)
     other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
     for mine, theirs in zip([*lists[0], "nothing"], [*lists[other], "nothing"], strict=False):
         if mine != theirs:
@@ -216,8 +222,17 @@ def check_same_on_all_ranks(plan: GradPlan, group: dist.ProcessGroup | None) -> 
     raise ValueError(f"the gradient plan differs between rank 0 and rank {other}: wrap with the same config everywhere")
 
 
-def _describe(plan: GradPlan) -> Iterator[str]:
+def _describe_plan(plan: GradPlan) -> Iterator[str]:
     for bucket in plan.buckets:
         for slot in bucket.slots:
             spec = slot.spec
             yield f"'{spec.name}' {spec.param_dtype} {list(spec.shape)} in bucket {bucket.index}"
+
+
+def _describe_rest(module: nn.Module) -> Iterator[str]:
+    """What the plan does not know of."""
+    for name, param in module.named_parameters():
+        if not param.requires_grad:
+            yield f"frozen '{name}' {param.dtype} {list(param.shape)}"
+    for name, buffer in module.named_buffers():
+        yield f"buffer '{name}' {buffer.dtype} {list(buffer.shape)}"
