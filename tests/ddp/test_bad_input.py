@@ -153,6 +153,18 @@ def fewer_parameters(rank: int) -> nn.Module:
     return nn.ModuleDict({name: nn.Linear(3, 3) for name in ("ba" if rank < 2 else "a")})
 
 
+def other_frozen_shape(rank: int) -> nn.Module:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3 + rank // 2)})
+    model["b"].requires_grad_(False)
+    return model
+
+
+def other_buffer(rank: int) -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.register_buffer("b", torch.zeros(3 + rank // 2))
+    return model
+
+
 def frozen_on_one(rank: int) -> nn.Module:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight.requires_grad_(rank < 2)
@@ -167,6 +179,11 @@ def frozen_on_one(rank: int) -> nn.Module:
         (other_dtype, r"rank 0 has 'b.bias' torch.float32 \[3\] .* where rank 2 has 'b.bias' torch.float64 \[3\]"),
         (other_order, r"rank 0 has 'b.bias' .* where rank 2 has 'a.bias'"),
         (fewer_parameters, r"rank 0 has 'b.bias' .* where rank 2 has nothing"),
+        (
+            other_frozen_shape,
+            r"rank 0 has frozen 'b.weight' torch.float32 \[3, 3\] where rank 2 has frozen .* \[4, 3\]",
+        ),
+        (other_buffer, r"rank 0 has buffer 'b' torch.float32 \[3\] where rank 2 has buffer 'b' torch.float32 \[4\]"),
         (frozen_on_one, r"rank 0 has 'b.weight' .* where rank 2 has 'a.bias'"),
     ],
 )
