@@ -105,7 +105,7 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss, nats per {unit}")
     axes.grid(axis="y", color=_BACKWARD, linewidth=0.8)
-    axes.margins(x=0.06)
+    axes.margins(x=0.08)
     axes.legend(frameon=False, loc="upper center" if bigram is None else "upper right")
     return _save(figure, path)
 
