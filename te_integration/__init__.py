@@ -1,8 +1,19 @@
 """Modules whose weight-gradient GEMM runs straight into ``main_grad``, and the conversion of existing models."""
 
 from .convert import convert_linears as convert_linears
+from .layer_norm_linear import LayerNormLinear as LayerNormLinear
+from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .linear import Linear as Linear
+from .sequential import Sequential as Sequential
 from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
-__all__ = ["Linear", "WgradQueue", "convert_linears", "delayed_wgrad"]
+__all__ = [
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "Sequential",
+    "WgradQueue",
+    "convert_linears",
+    "delayed_wgrad",
+]

@@ -5,15 +5,11 @@ instance of it. Legend: T rows, K input features (``nx``), N output features (``
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..ddp.main_grad import FusedWgradModule, check_delayable, is_fusable
-from .fused_linear import fused_linear, run_outside_graph
-from .wgrad_queue import active_queue
+from .linear_module import LinearModule
 
 __all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
 
@@ -29,7 +25,7 @@ def fused_conv1d_class(base: type) -> type[nn.Module]:
     return type(f"Fused{base.__name__}", (FusedConv1D, base), {"_unfused": base, "__doc__": FusedConv1D.__doc__})
 
 
-class FusedConv1D(FusedWgradModule, nn.Module):
+class FusedConv1D(LinearModule, nn.Module):
     """``y = x W + b`` with ``main_grad += x^T dy`` as one GEMM in backward.
 
     =========  ========  ========================================
@@ -47,28 +43,22 @@ class FusedConv1D(FusedWgradModule, nn.Module):
     weight: Tensor
     bias: Tensor
 
-    def fused_wgrad_weights(self) -> Iterable[str]:
-        """The weight."""
-        return ("weight",)
+    fuse_wgrad_accumulation = True
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        weight = self.weight
-        if torch.is_grad_enabled() and weight.requires_grad:
-            if torch.compiler.is_compiling() and "weight" in self._parameters:
-                output: Tensor = run_outside_graph(FusedConv1D.forward, self, x)
-                return output
-            if is_fusable(weight):
-                queue = active_queue()
-                if queue is not None:
-                    check_delayable((weight,), self.describe())
-                return fused_linear(x, (weight,), self.bias, self.describe(), queue=queue, transposed=True)
-        output = super().forward(x)  # Conv1D's
+        output = self.fused_product(x, (self.weight,), self.bias, self.queue_now(), transposed=True)
+        if output is None:
+            output = super().forward(x)  # Conv1D's
         return output
 
     def describe(self) -> str:
         """For errors: which layer this is."""
-        return f"Conv1D(nf={self.weight.shape[1]}, nx={self.weight.shape[0]})"
+        return f"Conv1D({self.sizes()})"
+
+    def sizes(self) -> str:
+        """Its sizes, by the names of its arguments."""
+        return f"nf={self.weight.shape[1]}, nx={self.weight.shape[0]}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the class it was made from, since no module holds the made class."""

@@ -3,7 +3,7 @@
 Legend: T rows (all leading dims of the input together), K input features, N output features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +25,12 @@ class _Use(NamedTuple):
     dtype: torch.dtype
     """Of the products: the input's, or autocast's."""
     transposed: bool
+    only_save: bool
 
 
 def fused_linear(
     input: Tensor,
-    weights: tuple[Tensor, ...],
+    weights: Sequence[Tensor],
     bias: Tensor | None,
     owner: str,
     *,
@@ -37,6 +38,7 @@ def fused_linear(
     queue: WgradQueue | None = None,
     transposed: bool = False,
     save_original_input: bool = False,
+    only_save: bool = False,
 ) -> Tensor:
     """``y = x W^T + b``; in backward ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` goes where it belongs.
 
@@ -54,6 +56,7 @@ def fused_linear(
     transposed           the one weight and its ``main_grad`` are [K, N]: ``y = x W + b``, ``dW = x^T dy``
     save_original_input  keep the input for backward as it came, and not as autocast cast it, where somebody else keeps
                          it anyway
+    only_save            do all that backward needs and leave the product out, for a recompute that nobody reads
 
     The weights are used as data and reached through weak references: see ``WgradTarget``. ``autograd.grad`` and a graph
     of the gradients get ordinary gradients and write nothing.
@@ -64,7 +67,7 @@ def fused_linear(
     if not save_original_input:
         input = input.to(dtype)  # outside the function: second derivatives need a saved input that has a graph
     targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
-    use = _Use(targets, dtype, transposed)
+    use = _Use(targets, dtype, transposed, only_save)
     output: Tensor = _FusedLinear.apply(input, use, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
@@ -95,6 +98,8 @@ class _FusedLinear(torch.autograd.Function):
         ctx.use = use
         ctx.input_dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        if use.only_save:
+            return x.new_empty(0)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if weight.dtype is not use.dtype and torch.is_autocast_enabled(input.device.type):
             weight = weight.to(use.dtype)

@@ -19,7 +19,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ub_name": (None,),
     "symmetric_ar_type": (None,),
     "keep_fp8_weight_transpose_cache": (True, False),
-    "activation_params": (None,),
     "cache_quantized_params": (False,),
 }
 _USE_THEIRS = "use Transformer Engine's module, which runs under this DDP too"

@@ -43,7 +43,15 @@ PUBLIC = {
         "clip_grad_norm",
         "recorded_backward_order",
     },
-    "maingrad.te_integration": {"Linear", "WgradQueue", "convert_linears", "delayed_wgrad"},
+    "maingrad.te_integration": {
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "Linear",
+        "Sequential",
+        "WgradQueue",
+        "convert_linears",
+        "delayed_wgrad",
+    },
     "maingrad.launch": {"simulate"},
 }
 

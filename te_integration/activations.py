@@ -1,0 +1,90 @@
+"""Activation functions by Transformer Engine's names, plain and gated.
+
+A gated activation halves its input's last dim: ``[..., 2F] -> [..., F]``, ``act(first half) * second half``.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["ACTIVATIONS", "Activation", "activation_named"]
+
+Pointwise = Callable[[Tensor], Tensor]
+
+
+class Activation(NamedTuple):
+    """What stands between the two products of an MLP."""
+
+    function: Pointwise
+    gated: bool
+    """The function takes [..., 2F] and returns [..., F], so that the first product has twice the features."""
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def _gate(activate: Pointwise) -> Activation:
+    def gated(x: Tensor) -> Tensor:
+        gate, linear = x.chunk(2, dim=-1)
+        return activate(gate) * linear
+
+    return Activation(gated, gated=True)
+
+
+def _clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
+    """GPT-OSS's: ``g sigmoid(alpha g) (1 + l)``, where g and l are clamped, g from above only."""
+
+    def gated(x: Tensor) -> Tensor:
+        gate, linear = x.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + 1)
+
+    return Activation(gated, gated=True)
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": Activation(_gelu, gated=False),  # the tanh approximation, as there
+    "geglu": _gate(_gelu),
+    "glu": _gate(torch.sigmoid),
+    "qgelu": Activation(_quick_gelu, gated=False),
+    "qgeglu": _gate(_quick_gelu),
+    "relu": Activation(F.relu, gated=False),
+    "reglu": _gate(F.relu),
+    "srelu": Activation(_squared_relu, gated=False),
+    "sreglu": _gate(_squared_relu),
+    "silu": Activation(F.silu, gated=False),
+    "swiglu": _gate(F.silu),
+    "clamped_swiglu": _clamped_swiglu(),
+}
+
+
+def activation_named(name: str, params: Mapping[str, float] | None = None) -> Activation:
+    """Look one up; ``params`` are of ``clamped_swiglu`` alone: ``limit`` (7.0) and ``alpha`` (1.702).
+
+    Raises ``ValueError`` for an unknown name, with the nearest known one, and for parameters the activation lacks.
+    """
+    found = ACTIVATIONS.get(name)
+    if found is None:
+        near = difflib.get_close_matches(str(name), ACTIVATIONS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown activation '{name}', did you mean '{near}'? Known are {', '.join(ACTIVATIONS)}")
+    if not params:
+        return found
+    unknown = sorted(set(params) - {"limit", "alpha"})
+    if name != "clamped_swiglu" or unknown:
+        raise ValueError(
+            f"activation_params {dict(params)} do not fit '{name}': only clamped_swiglu takes any, limit and alpha"
+        )
+    return _clamped_swiglu(**params)

@@ -1,0 +1,95 @@
+"""``LayerNormLinear``: a normalisation and the linear layer behind it.
+
+Legend: K ``in_features``, N ``out_features``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .linear_module import InitMethod, one_dtype
+from .normalization import NormalizingModule
+from .split_linear import ParametersSplit, SplitLinear
+from .te_arguments import refuse_unsupported
+
+__all__ = ["LayerNormLinear"]
+
+
+class LayerNormLinear(SplitLinear, NormalizingModule):
+    """``y = norm(x) W^T + b``, with ``main_grad += dy^T norm(x)`` as one GEMM.
+
+    =================  ============  ========================================
+    x                  [..., K]      input
+    layer_norm_weight  [K]           see ``NormalizingModule``
+    layer_norm_bias    [K] or None   None for RMSNorm
+    weight             [N, K]
+    bias               [N] or None
+    y                  [..., N]      output
+    =================  ============  ========================================
+
+    eps                      added to the variance
+    normalization            "LayerNorm" or "RMSNorm"
+    zero_centered_gamma      ``layer_norm_weight`` is gamma - 1
+    return_layernorm_output  also return ``norm(x)`` [..., K], after the bias where ``return_bias`` returns one
+    others                   see ``Linear``
+
+    Names of arguments and parameters are Transformer Engine's; its arguments that have no effect here are accepted, and
+    the others refused by name. Raises ``ValueError`` for an unknown ``normalization``.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_bias: bool = False,
+        init_method: InitMethod | None = None,
+        parameters_split: ParametersSplit | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        name: str | None = None,
+        **unsupported: Any,
+    ) -> None:
+        refuse_unsupported("LayerNormLinear", unsupported)
+        super().__init__()
+        dtype = one_dtype("LayerNormLinear", dtype, params_dtype)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_method = init_method
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.save_original_input = save_original_input
+        self.add_normalization(in_features, eps, normalization, zero_centered_gamma, device, dtype)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+        self.split_parameters(parameters_split)
+        self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew: after ``to_empty``, or to start over."""
+        self.reset_normalization()
+        super().reset_parameters()
+
+    def forward(self, input: Tensor) -> Any:
+        """[..., K] -> [..., N]; or a tuple of it, the bias, and the normalised input, as far as they are asked for."""
+        normalized = self.normalize(input)
+        output, bias = self.linear(normalized)
+        if not (self.return_bias or self.return_layernorm_output):
+            return output
+        more = (bias,) if self.return_bias else ()
+        return (output, *more, normalized) if self.return_layernorm_output else (output, *more)
+
+    def sizes(self) -> str:
+        """Its sizes, by the names of its arguments."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, normalization={self.normalization}"

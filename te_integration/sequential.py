@@ -1,0 +1,68 @@
+"""``Sequential``: modules one after another, extra inputs handed to those that take them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Sequential"]
+
+
+class Sequential(nn.Sequential):
+    """``nn.Sequential`` whose modules may take more than the output of the one before.
+
+    A module says by an attribute ``num_extra_inputs`` (of the class or the instance; 0 where there is none) how many;
+    they are taken from the extra inputs of ``forward`` in the modules' order. A nested ``Sequential`` takes those of
+    all its modules::
+
+        class AddTo(nn.Module):
+            num_extra_inputs = 1
+
+            def forward(self, x, residual):
+                return x + residual
+
+        block = Sequential(LayerNormMLP(64, 256), AddTo())
+        y = block(x, residual)
+
+    ``backward_dw()`` and ``need_backward_dw()`` speak for the modules inside, at any depth. Providers register their
+    functions with the modules themselves, of which a container is none.
+
+    Keys of the state dict, slicing and ``append`` are ``nn.Sequential``'s.
+    """
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many inputs ``forward`` takes beside the first."""
+        return sum(map(_num_extra_inputs, self))
+
+    def forward(self, input: Any, *extra_inputs: Any) -> Any:
+        """Run all modules. Raises ``TypeError`` for another number of extra inputs than the modules take."""
+        if len(extra_inputs) != self.num_extra_inputs:
+            takers = [f"{name}: {_num_extra_inputs(op)}" for name, op in self.named_children() if _num_extra_inputs(op)]
+            raise TypeError(
+                f"Sequential got {len(extra_inputs)} extra inputs, and its modules take {self.num_extra_inputs} "
+                f"({', '.join(takers) or 'none of them any'}): a module says how many by num_extra_inputs"
+            )
+        remaining = iter(extra_inputs)
+        for op in self:
+            input = op(input, *[next(remaining) for _ in range(_num_extra_inputs(op))])
+        return input
+
+    def need_backward_dw(self) -> bool:
+        """Whether delayed weight gradients of a module inside are pending."""
+        return any(module.need_backward_dw() for module in self._delaying())
+
+    def backward_dw(self) -> None:
+        """Each module's ``backward_dw()``, last module first; a module that is here several times runs once."""
+        for module in reversed(list(self._delaying())):
+            module.backward_dw()
+
+    def _delaying(self) -> Iterator[Any]:
+        """The modules that delay, and not the containers that only pass the call on; each once."""
+        for module in self.modules():
+            if hasattr(module, "backward_dw") and not isinstance(module, Sequential):
+                yield module
+
+
+def _num_extra_inputs(op: nn.Module) -> int:
+    return getattr(op, "num_extra_inputs", 0)
