@@ -1,5 +1,6 @@
 """One weight gradient that waits for its turn."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from .grad_record import GradRecord, PendingWgrad
 
 __all__ = ["DelayedWgrad"]
+
+_sequence = itertools.count()
 
 
 class DelayedWgrad:
@@ -18,7 +21,7 @@ class DelayedWgrad:
     told whether this is the weight's last one of its microbatch.
     """
 
-    __slots__ = ("_done", "_operands", "_producer", "_record", "_write", "bucket_index", "pending")
+    __slots__ = ("_done", "_operands", "_producer", "_record", "_write", "bucket_index", "pending", "sequence")
 
     def __init__(
         self,
@@ -37,6 +40,8 @@ class DelayedWgrad:
         """Whose it is, and of which microbatch."""
         self.bucket_index = 0 if record is None else record.bucket_index
         """Place of the weight's bucket in the launch order."""
+        self.sequence = next(_sequence)
+        """Later entries have larger ones, whatever their queue: uses of one weight are added in this order."""
         if record is not None:
             record.pending.append(self.pending)
 
