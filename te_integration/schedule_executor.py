@@ -70,7 +70,7 @@ class ConnectedChunks:
     @property
     def losses(self) -> list[Tensor]:
         """Detached, by microbatch."""
-        return [loss for _, loss in sorted(self._losses.items())]
+        return [loss.detach() for _, loss in sorted(self._losses.items())]
 
     def receive_input(self, chunk: int, microbatch: int) -> Tensors:
         """The caller's input, or the output of the chunk before."""
@@ -334,6 +334,10 @@ class _Run:
 
 
 def _needs_backward_dw(module: Any) -> bool:
+    """Whether weight gradients are pending. Transformer Engine's verb says whether the module delays at all."""
+    store = getattr(module, "wgrad_store", None)
+    if store is not None:
+        return store.context is not None and not store.context.empty()
     return bool(module.need_backward_dw())
 
 

@@ -4,8 +4,10 @@ import contextlib
 import copy
 import gc
 import random
+import re
 import types
 import weakref
+from pathlib import Path
 
 import orders
 import pytest
@@ -91,6 +93,7 @@ def compare(schedule, make_linear, delays):
         results.append((losses, gradients(chunks)))
     (losses, grads), (plain, plain_grads) = results
     assert all(map(torch.equal, losses, plain))
+    assert not any(loss.requires_grad for loss in losses)
     assert len(grads) == 4 * sum(map(len, delays))
     for name, gradient in plain_grads.items():
         assert torch.equal(grads[name], gradient), name
@@ -107,6 +110,23 @@ def scheduled(draw):
         delays.append(layers if chunk not in rules.delayed or any(layers) else [True, *layers])
     order = orders.draw_order(rules, random.Random(draw(st.integers(0, 2**32))))
     return order, delays
+
+
+# ---- The page in docs/. ----
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/schedules.md").read_text()
+
+
+def test_the_documentations_code_runs_and_its_pictures_are_right(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    names = {}
+    exec(code, names)
+    picture, error = re.findall(r"```\n(entry.*?)```", PAGE, flags=re.DOTALL)
+    assert capsys.readouterr().out == picture
+    assert len(names["losses"]) == 2
+    with pytest.raises(ScheduleError) as caught:
+        parse_order([1, 1, -1, -1, -1.5])
+    assert str(caught.value) + "\n" == error
 
 
 # ---- The same numbers. ----
@@ -346,6 +366,31 @@ def test_modules_are_looked_up_when_a_run_starts():
     chunk[0] = DelayingLinear(WIDTH, WIDTH)
     executor.run(batches(1), loss_of)
     assert executor.records[2].modules == ("0",)
+
+
+def test_transformer_engines_verb_that_is_always_true():
+    class Engine(DelayingLinear):
+        """``need_backward_dw`` tells whether the module delays; ``backward_dw`` fails with nothing to do."""
+
+        @property
+        def wgrad_store(self):
+            return types.SimpleNamespace(context=types.SimpleNamespace(empty=lambda: not self._waiting))
+
+        def need_backward_dw(self):
+            return True
+
+        def backward_dw(self):
+            assert self._waiting
+            super().backward_dw()
+
+    order = [1, 1, -1, 1, -1, -1.5, -1, -1.5, -1.5]
+    chunk = nn.Sequential(Engine(WIDTH, WIDTH), Engine(WIDTH, WIDTH), Engine(WIDTH, WIDTH))
+    chunk[1].weight.requires_grad_(False)
+    executor = ScheduleExecutor(parse_order(order), [chunk])
+    for _ in range(2):
+        executor.run(batches(3), loss_of)
+        wgrads = [record.modules for record in executor.records if record.entry.kind is Kind.WGRAD]
+        assert wgrads == [("2", "0")] * 3
 
 
 # ---- Between chunks. ----
