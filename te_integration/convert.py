@@ -7,9 +7,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..ddp.main_grad import FusedWgradModule, has_main_grad
+from ..ddp.main_grad import has_main_grad
 from .conv1d import fused_conv1d_class, is_conv1d_class
+from .layer_norm_linear import LayerNormLinear
+from .layer_norm_mlp import LayerNormMLP
 from .linear import Linear
+from .linear_module import LinearModule
 
 __all__ = ["Conversion", "convert_linears"]
 
@@ -30,7 +33,7 @@ class Conversion:
 def convert_linears(model: nn.Module) -> Conversion:
     """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
 
-    Converted are modules whose type is exactly ``nn.Linear``, our own ``Linear`` that was built unfused, and Hugging
+    Converted are modules whose type is exactly ``nn.Linear``, our own modules that were built unfused, and Hugging
     Face's ``Conv1D``. Subclasses compute something else and are skipped by name; their gradients reach ``main_grad``
     through the provider's hook, as those of every other parameter do.
 
@@ -78,39 +81,44 @@ def _fuse(module: nn.Module) -> None:
     if is_conv1d_class(cls):
         module.__class__ = fused_conv1d_class(cls)
         return
-    module.__class__ = Linear
-    cast(Linear, module).fuse_wgrad_accumulation = True
+    if cls is nn.Linear:
+        module.__class__ = Linear
+    cast(LinearModule, module).fuse_wgrad_accumulation = True
 
 
 def _holds_linear_weight(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return bool(_attention_matrices(module))
-    return isinstance(module, nn.Linear) or any(map(is_conv1d_class, type(module).__mro__))
+    return isinstance(module, nn.Linear | LinearModule) or any(map(is_conv1d_class, type(module).__mro__))
 
 
 def _why_not(module: nn.Module) -> str | None:
     """Why this module cannot be fused, or None."""
     cls = type(module)
-    weight = module._parameters.get("weight")
-    lazy = weight is not None and is_lazy(weight)
+    weights = [module._parameters.get(name) for name in getattr(module, "weight_names", ("weight",))]
     if isinstance(module, nn.MultiheadAttention):
         matrices = " and ".join(_attention_matrices(module))
         return f"{cls.__name__}: {matrices} is read as a matrix by F.multi_head_attention_forward, not run as a module"
-    if isinstance(module, FusedWgradModule) and weight is not None and "weight" in module.fused_wgrad_weights():
+    if isinstance(module, LinearModule) and module.fuse_wgrad_accumulation and None not in weights:
         return "already fused"
-    if lazy:
+    if any(weight is not None and is_lazy(weight) for weight in weights):
         return f"{cls.__name__} has no weight yet: run one forward, then convert"
-    if not (cls in (nn.Linear, Linear) or is_conv1d_class(cls)):
-        parent = "nn.Linear" if isinstance(module, nn.Linear) else "Conv1D"
+    if not (cls in (nn.Linear, Linear, LayerNormLinear, LayerNormMLP) or is_conv1d_class(cls)):
+        parents = {"nn.Linear": nn.Linear, "LayerNormLinear": LayerNormLinear, "LayerNormMLP": LayerNormMLP}
+        parent = next((name for name, each in parents.items() if isinstance(module, each)), "Conv1D")
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
-    if weight is None:
-        return f"{cls.__name__}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
     if "forward" in module.__dict__:
         return f"{cls.__name__}'s forward was replaced on this instance"
+    return next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
+
+
+def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
+    if weight is None:
+        return f"{module}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
     if nn.Parameter not in type(weight).__mro__:
-        return f"{cls.__name__}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor"
+        return f"{module}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor"
     if weight.dtype not in _DTYPES:
-        return f"{cls.__name__}'s weight is {weight.dtype}: fused weight gradients are floating point of 16 to 64 bits"
+        return f"{module}'s weight is {weight.dtype}: fused weight gradients are floating point of 16 to 64 bits"
     return None
 
 
