@@ -1,6 +1,7 @@
 """What every test shares: hypothesis profiles, the ``gpu`` marker, and the rule that a run must prove something."""
 
 import os
+from collections.abc import Iterator
 
 # Ranks, pytest workers and gloo processes share few cores: one thread each, set before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,6 +22,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
         if torch.cuda.device_count() < needed:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {torch.cuda.device_count()}")
+
+
+@pytest.fixture(autouse=True)
+def process_state_is_left_as_found() -> Iterator[None]:
+    """Tests share a process: one that leaves a mode of torch switched on makes another fail, far away."""
+    before = _process_state()
+    yield
+    assert _process_state() == before, "the test left this process's defaults changed"
+
+
+def _process_state() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        # torch.set_default_device leaves a mode here, also where the device is the CPU.
+        "function modes": torch.overrides._len_torch_function_stack(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 @pytest.hookimpl(trylast=True)

@@ -93,12 +93,11 @@ def test_dtype_modes_and_context_are_each_ranks_own():
     assert torch.get_default_dtype() is torch.float32
     with torch.inference_mode(), torch.device("meta"):
         assert simulate(lambda: torch.ones(1, device="cpu").is_inference(), 2) == [True, True]
-    previous = torch.get_default_device()
     try:
         torch.set_default_device("meta")
         assert simulate(lambda: torch.ones(1).device.type, 2) == ["meta", "meta"]
     finally:
-        torch.set_default_device(previous)
+        torch.set_default_device(None)
     assert simulate(lambda: torch.ones(1).device.type, 2) == ["cpu", "cpu"]
 
 
