@@ -61,7 +61,7 @@ def draw_order(rules: Rules, rng: random.Random) -> list[float]:
 
 @st.composite
 def rules(
-    draw: st.DrawFn, *, max_chunks: int = 3, max_microbatches: int = 4, strict: bool = False, connected: bool = False
+    draw: st.DrawFn, *, max_chunks: int = 4, max_microbatches: int = 6, strict: bool = False, connected: bool = False
 ) -> Rules:
     num_chunks = draw(st.integers(1, max_chunks))
     delayed = draw(st.frozensets(st.integers(1, num_chunks)))

@@ -302,7 +302,7 @@ def test_connected_chunks_wait_for_each_other():
 
 # ---- Properties. ----
 
-ALPHABET = [sign for chunk in (1, 2, 3, 4) for sign in (chunk, -chunk, -chunk - 0.5)]
+ALPHABET = [sign for chunk in (1, 2, 3, 4, 5) for sign in (chunk, -chunk, -chunk - 0.5)]
 
 
 @given(st.booleans().flatmap(lambda strict: orders.rules(strict=strict)), st.integers(0, 2**32))

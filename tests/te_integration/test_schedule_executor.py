@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.te_integration import Linear
+from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear, Sequential, WgradQueue, delayed_wgrad
 from maingrad.te_integration.schedule import Kind, ScheduleError, parse_order
 from maingrad.te_integration.schedule_executor import ScheduleExecutor
 
@@ -103,7 +103,7 @@ def compare(schedule, make_linear, delays):
 @st.composite
 def scheduled(draw):
     """A random order of a pipeline, and which layers of its chunks delay: some, where wgrads are written down."""
-    rules = draw(orders.rules(connected=True))
+    rules = draw(orders.rules(max_chunks=3, max_microbatches=4, connected=True))
     delays = []
     for chunk in range(1, rules.num_chunks + 1):
         layers = draw(st.lists(st.booleans(), min_size=1, max_size=3))
@@ -150,6 +150,38 @@ def test_the_real_interleaved_order(make_linear):
 def test_wgrads_may_lag_any_number_of_dgrads_behind(make_linear, lag):
     order = [1] * 6 + [-1] * lag + [-1, -1.5] * (6 - lag) + [-1.5] * lag
     compare(parse_order(order), make_linear, [[True, True]])
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+@given(st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_every_module_and_its_container(fuse, recompute, seed):
+    rules = orders.Rules(2, 3, frozenset({1, 2}), connected=True)
+    schedule = parse_order(orders.draw_order(rules, random.Random(seed)), num_layers_per_chunk=[2, 2])
+    inputs = batches(3)
+    results = []
+    for delay in (True, False):
+        torch.manual_seed(0)
+        options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay}
+        chunks = nn.ModuleList(
+            Sequential(
+                LayerNormLinear(WIDTH, WIDTH, **options),
+                LayerNormMLP(WIDTH, 16, activation="swiglu", checkpoint=recompute, **options),
+            )
+            for _ in range(2)
+        )
+        ddp = DistributedDataParallel(chunks)
+        executor = ScheduleExecutor(schedule, list(chunks))
+        with ddp.no_sync():
+            losses = executor.run(inputs, loss_of) if delay else plain_losses(chunks, inputs)
+        ddp.finish_grad_sync()
+        wgrads = [record.modules for record in executor.records if record.entry.kind is Kind.WGRAD]
+        assert wgrads == ([("1", "0")] * 6 if delay else [])
+        results.append((losses, gradients(chunks)))
+    (losses, grads), (plain, plain_grads) = results
+    assert all(map(torch.equal, losses, plain))
+    assert all(torch.equal(grads[name], gradient) for name, gradient in plain_grads.items())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -224,7 +256,7 @@ class Mailbox:
         self.input_grads[chunk, microbatch] = grad
 
 
-@given(orders.rules(), st.integers(0, 2**32))
+@given(orders.rules(max_chunks=3, max_microbatches=4), st.integers(0, 2**32))
 def test_every_order_of_one_ranks_chunks_is_run(rules, seed):
     schedule = parse_order(orders.draw_order(rules, random.Random(seed)))
     delays = [[True, False]] * rules.num_chunks
@@ -271,7 +303,6 @@ def run_with_log(order, delays):
     return executor, ran
 
 
-@settings(max_examples=25)
 @given(scheduled())
 def test_each_weight_gradient_runs_in_its_slot_and_for_its_microbatch(drawn):
     order, delays = drawn
@@ -507,6 +538,20 @@ def test_a_wgrad_where_nothing_was_delayed_is_refused(make_linear, frozen):
             if isinstance(module, nn.Linear):
                 module.weight.requires_grad_(False)
     refused([1, -1, 1, -1.5, -1, -1.5], chunk, RuntimeError, "entry 3 .* has no delayed weight gradient to compute")
+
+
+def test_a_queue_of_the_callers_is_not_the_schedules():
+    chunks, plain = make_chunks(unfused, [[False]]), make_chunks(unfused, [[False]])
+    queue = WgradQueue()
+    with delayed_wgrad(queue):
+        refused([1, -1, -1.5], chunks, RuntimeError, r"entry 2 \(-1.5: .* has no delayed weight gradient to compute")
+        queue.clear()
+        chunks.zero_grad()
+        ScheduleExecutor(parse_order([1, -1]), list(chunks)).run(batches(1), loss_of)
+    assert queue.pending_owners == ["Linear(in_features=8, out_features=8)"]
+    queue.drain()
+    plain_losses(plain, batches(1))
+    assert all(torch.equal(gradients(plain)[name], gradient) for name, gradient in gradients(chunks).items())
 
 
 def test_without_wgrad_entries_nothing_needs_to_delay():
