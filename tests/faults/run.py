@@ -227,7 +227,7 @@ def judge_all(faults: Sequence[Fault], copies: Sequence[Path], timeout: float) -
         finally:
             free.put(copy)
         mark = "noticed" if not verdict.complaint else "WRONG"
-        print(f"{mark:8} {verdict.seconds:6.1f} s  {fault.path.stem:36} {' '.join(fault.tests)}", flush=True)
+        print(f"{mark:8} {verdict.seconds:6.1f} s  {fault.path.stem:48} {' '.join(fault.tests)}", flush=True)
         return verdict
 
     with ThreadPoolExecutor(len(copies)) as pool:
