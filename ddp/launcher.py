@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .bucket import Bucket, Phase
 from .collectives import InFlight, reduce_grads
-from .timeline import Timeline, _Mark
+from .timeline import Mark, Timeline
 
 __all__ = ["BucketLauncher"]
 
@@ -40,7 +40,7 @@ class BucketLauncher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next = 0
         self._in_flight: list[InFlight] = []
-        self._ready_marks: dict[int, _Mark] = {}
+        self._ready_marks: dict[int, Mark] = {}
 
     def note_ready(self, bucket: Bucket) -> None:
         """The last contribution of ``bucket`` is in: launch it if its turn has come, and whoever waited behind it."""
@@ -92,16 +92,19 @@ class BucketLauncher:
     def _reduce(self, bucket: Bucket) -> InFlight:
         for record in bucket.records:
             record.zero_unwritten()
-        ready = None
-        if self.timeline is not None:
-            ready = self._ready_marks.pop(bucket.index, None) or self.timeline.mark()
-        flight = reduce_grads(
+        timeline = self.timeline
+        if timeline is None:
+            return self._start_collective(bucket)
+        ready = self._ready_marks.pop(bucket.index, None) or timeline.mark()
+        launched = timeline.mark()
+        nbytes = bucket.grad_data.numel() * bucket.grad_data.element_size()
+        flight = self._start_collective(bucket)
+        return timeline.watch(bucket.name, self.collective, nbytes, ready, launched, flight)
+
+    def _start_collective(self, bucket: Bucket) -> InFlight:
+        return reduce_grads(
             bucket.grad_data,
             self._group,
             sharded=self._sharded,
             average_in_collective=self._average_in_collective,
         )
-        if self.timeline is None or ready is None:
-            return flight
-        nbytes = bucket.grad_data.numel() * bucket.grad_data.element_size()
-        return self.timeline.watch(bucket.name, self.collective, nbytes, ready, flight)

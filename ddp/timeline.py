@@ -14,7 +14,7 @@ import torch
 
 from .collectives import InFlight
 
-__all__ = ["BackwardSpan", "BucketSpan", "PhaseSpan", "Timeline"]
+__all__ = ["BackwardSpan", "BucketSpan", "Mark", "PhaseSpan", "Timeline"]
 
 
 class BackwardSpan(NamedTuple):
@@ -31,6 +31,7 @@ class BucketSpan(NamedTuple):
 
     bucket: str
     collective: str
+    """``all_reduce``, ``reduce_scatter``, or ``none`` in a world of one."""
     nbytes: int
     ready: float
     launched: float
@@ -45,7 +46,7 @@ class PhaseSpan(NamedTuple):
     end: float
 
 
-class _Mark:
+class Mark:
     """A point in time: the host's clock, or an event on the CUDA stream that was current."""
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +56,7 @@ class _Mark:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record(torch.cuda.current_stream(device))
 
-    def since(self, origin: "_Mark") -> float:
+    def since(self, origin: "Mark") -> float:
         if self.event is None:
             return self.host - origin.host
         return float(origin.event.elapsed_time(self.event)) * 1e-3
@@ -74,18 +75,18 @@ class Timeline:
         self.buckets: list[BucketSpan] = []
         self.phases: list[PhaseSpan] = []
         self._device = device
-        self._origin = _Mark(device)
-        self._backwards: list[tuple[_Mark, _Mark, bool]] = []
-        self._buckets: list[tuple[str, str, int, _Mark, _Mark, Callable[[], _Mark]]] = []
-        self._phases: list[tuple[str, _Mark, _Mark]] = []
-        self._backward_start: _Mark | None = None
+        self._origin = Mark(device)
+        self._backwards: list[tuple[Mark, Mark, bool]] = []
+        self._buckets: list[tuple[str, str, int, Mark, Mark, Callable[[], Mark]]] = []
+        self._phases: list[tuple[str, Mark, Mark]] = []
+        self._backward_start: Mark | None = None
         # Waits for collectives in launch order, since gloo's work objects cannot say when they ended. Where collectives
         # run on the ranks' own threads (simulated ranks) they end when somebody waits.
         self._watcher = ThreadPoolExecutor(max_workers=1) if collectives_have_threads else None
 
-    def mark(self) -> _Mark:
+    def mark(self) -> Mark:
         """Now."""
-        return _Mark(self._device)
+        return Mark(self._device)
 
     def backward_started(self) -> None:
         """The outermost backward reached the wrapper's outputs."""
@@ -104,11 +105,12 @@ class Timeline:
         yield
         self._phases.append((name, start, self.mark()))
 
-    def watch(self, bucket: str, collective: str, nbytes: int, ready: _Mark, flight: InFlight) -> InFlight:
+    def watch(
+        self, bucket: str, collective: str, nbytes: int, ready: Mark, launched: Mark, flight: InFlight
+    ) -> InFlight:
         """Record one launched collective; the handle to wait for is the one returned."""
-        launched = self.mark()
         if flight.work is None:
-            self._buckets.append((bucket, collective, nbytes, ready, launched, lambda: launched))
+            self._buckets.append((bucket, "none", nbytes, ready, launched, lambda: launched))
             return flight
         if self._device.type == "cuda":
             flight.work.wait()  # orders the communication stream, which is current here, not the host
@@ -140,13 +142,13 @@ class Timeline:
 class _WaitedWork:
     """A work object that notes when its wait ended: in the watcher's thread, or in the first caller's."""
 
-    def __init__(self, work: Any, mark: Callable[[], _Mark], watcher: ThreadPoolExecutor | None) -> None:
+    def __init__(self, work: Any, mark: Callable[[], Mark], watcher: ThreadPoolExecutor | None) -> None:
         self._work = work
         self._mark = mark
-        self._finished: _Mark | None = None
-        self._future: Future[_Mark] | None = None if watcher is None else watcher.submit(self._wait_for_work)
+        self._finished: Mark | None = None
+        self._future: Future[Mark] | None = None if watcher is None else watcher.submit(self._wait_for_work)
 
-    def _wait_for_work(self) -> _Mark:
+    def _wait_for_work(self) -> Mark:
         self._work.wait()
         return self._mark()
 
@@ -154,7 +156,7 @@ class _WaitedWork:
         if self._finished is None:
             self._finished = self._wait_for_work() if self._future is None else self._future.result()
 
-    def finished(self) -> _Mark:
+    def finished(self) -> Mark:
         self.wait()
         assert self._finished is not None, "wait() notes the time"
         return self._finished

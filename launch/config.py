@@ -63,6 +63,9 @@ class ModelConfig:
     """Dtype of the parameters; their ``main_grad`` follows ``ddp.grad_reduce_in_fp32``."""
     fuse_wgrad_accumulation: bool = True
     """Weight-gradient GEMMs write straight into ``main_grad``."""
+    delay_wgrad_layers: int = 0
+    """The head and the last so many blocks compute their weight gradients after each backward, in bucket order, while
+    buckets reduce; ``num_layers``: all of them, so that backward computes input gradients only. 0: none."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context_length"):
@@ -80,6 +83,12 @@ class ModelConfig:
             f"must divide model.num_heads = {self.num_heads}",
         )
         _require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must lie in [0, 1)")
+        _require(
+            0 <= self.delay_wgrad_layers <= self.num_layers,
+            "model.delay_wgrad_layers",
+            self.delay_wgrad_layers,
+            f"must lie between 0 and model.num_layers = {self.num_layers}",
+        )
         _require(self.rotary_base > 1.0, "model.rotary_base", self.rotary_base, "must be greater than 1")
         _require(self.init_std > 0.0, "model.init_std", self.init_std, "must be positive")
 

@@ -63,6 +63,7 @@ def observed_facts(model: DistributedDataParallel, timeline: Timeline, runtime: 
         "main_grad_dtypes": _counts(_dtype_name(record.view) for record in model.records),
         "fused_weights": len(fused),
         "fused_writes": sum(record.num_fused_writes for record in fused),
+        "delayed_weights": sum(wired.owned.delayed for wired in model.wired),
         "hook_written_parameters": sum(1 for record in model.records if record.num_hook_writes),
         "microbatches_no_sync": synced[False],
         "microbatches_synced": synced[True],
@@ -81,6 +82,7 @@ def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
         "step": step,
         "backwards": [span._asdict() for span in timeline.backwards],
         "buckets": [span._asdict() for span in timeline.buckets],
+        "phases": [span._asdict() for span in timeline.phases],
     }
 
 

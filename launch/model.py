@@ -54,13 +54,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention: each of K key and value heads serves H / K query heads. Ainslie et al., 2023."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.dropout = config.num_heads, config.num_kv_heads, config.dropout
         kv_dim = config.num_kv_heads * config.head_dim
         self.split = [config.dim, kv_dim, kv_dim]
-        self.qkv = _linear(config, config.dim, sum(self.split), device)
-        self.out = _linear(config, config.dim, config.dim, device)
+        self.qkv = _linear(config, config.dim, sum(self.split), device, delay_wgrad)
+        self.out = _linear(config, config.dim, config.dim, device, delay_wgrad)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]."""
@@ -85,10 +85,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``, gate and up as one matrix. Shazeer, 2020."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
         super().__init__()
-        self.gate_up = _linear(config, config.dim, 2 * config.ffn_dim, device)
-        self.down = _linear(config, config.ffn_dim, config.dim, device)
+        self.gate_up = _linear(config, config.dim, 2 * config.ffn_dim, device, delay_wgrad)
+        self.down = _linear(config, config.ffn_dim, config.dim, device, delay_wgrad)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [B, T, D] -> [B, T, D]."""
@@ -100,13 +100,13 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; dropout on both branches."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
         super().__init__()
         dtype = config.torch_dtype
         self.attention_norm = RMSNorm(config.dim, device=device, dtype=dtype)
-        self.attention = Attention(config, device)
+        self.attention = Attention(config, device, delay_wgrad=delay_wgrad)
         self.ffn_norm = RMSNorm(config.dim, device=device, dtype=dtype)
-        self.ffn = FeedForward(config, device)
+        self.ffn = FeedForward(config, device, delay_wgrad=delay_wgrad)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -129,11 +129,15 @@ class GPT(nn.Module):
         dtype = config.torch_dtype
         self.embedding = nn.Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, device) for _ in range(config.num_layers))
+        first_delayed = config.num_layers - config.delay_wgrad_layers
+        self.blocks = nn.ModuleList(
+            Block(config, device, delay_wgrad=index >= first_delayed) for index in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.dim, device=device, dtype=dtype)
-        self.head = _linear(config, config.dim, config.vocab_size, device)
+        self.head = _linear(config, config.dim, config.vocab_size, device, config.delay_wgrad_layers > 0)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+            self.head.mark_delayed_weights()
         cos, sin = rotary_tables(config.context_length, config.head_dim, config.rotary_base, device)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
@@ -185,7 +189,9 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device | None =
         return GPT(config, device)
 
 
-def _linear(config: ModelConfig, in_features: int, out_features: int, device: torch.device | None) -> Linear:
+def _linear(
+    config: ModelConfig, in_features: int, out_features: int, device: torch.device | None, delay_wgrad: bool
+) -> Linear:
     return Linear(
         in_features,
         out_features,
@@ -193,4 +199,5 @@ def _linear(config: ModelConfig, in_features: int, out_features: int, device: to
         device=device,
         dtype=config.torch_dtype,
         fuse_wgrad_accumulation=config.fuse_wgrad_accumulation,
+        delay_wgrad_compute=delay_wgrad,
     )

@@ -24,6 +24,7 @@ __all__ = ["OverlapShare", "draw_loss", "draw_overlap", "draw_report", "overlap_
 _INK = "#22303c"
 _QUIET = "#8a97a3"
 _BACKWARD = "#dfe6ec"
+_DRAIN = "#efe3c8"
 _HIDDEN = "#1f77a4"
 _EXPOSED = "#e07b39"
 _READY = "#2a9d5c"
@@ -43,7 +44,9 @@ class OverlapShare(NamedTuple):
 
 
 def overlap_share(timeline: dict[str, Any], *, leave_out_last: bool = False) -> OverlapShare:
-    """How much collective time (launched to finished, summed over buckets) lies inside the backwards of ``timeline``.
+    """How much collective time (launched to finished, summed over buckets) lies under computation.
+
+    Computation is the backwards of ``timeline``, and the delayed weight gradients that follow them.
 
     timeline        a ``timeline`` record of ``metrics.jsonl``
     leave_out_last  without the last bucket, which becomes ready as the backward ends and has nothing left to hide under
@@ -53,7 +56,7 @@ def overlap_share(timeline: dict[str, Any], *, leave_out_last: bool = False) -> 
     hidden = sum(
         max(0.0, min(span["finished"], backward["end"]) - max(span["launched"], backward["start"]))
         for span in buckets
-        for backward in timeline["backwards"]
+        for backward in (*timeline["backwards"], *timeline["phases"])
     )
     return OverlapShare(total, hidden)
 
@@ -119,17 +122,23 @@ def draw_overlap(timeline: dict[str, Any], path: Path) -> Path:
         2, 1, figsize=(11, 2.6 + 0.4 * lanes), dpi=150, height_ratios=[0.9, 0.4 * lanes], layout="constrained"
     )
     _draw_whole_step(whole, timeline)
-    _draw_buckets(zoom, buckets, synced)
+    drain = next((span for span in timeline["phases"] if span["start"] >= synced["end"]), None)
+    _draw_buckets(zoom, buckets, synced, drain)
     share, but_last = overlap_share(timeline), overlap_share(timeline, leave_out_last=True)
     rest = f", {but_last.fraction:.0%} of all buckets' but the last" if len(buckets) > 1 else ""
-    _dress(whole, f"{share.fraction:.0%} of collective time lies under the backward{rest}")
+    under = "the backward" if drain is None else "computation"
     collective = buckets[0]["collective"].replace("_", "-")
+    if collective == "none":
+        _dress(whole, "One rank: buckets become ready, and there is nothing to reduce")
+        collective = "no collective"
+    else:
+        _dress(whole, f"{share.fraction:.0%} of collective time lies under {under}{rest}")
     figure.legend(
         handles=[
             Line2D(
                 [], [], color=_READY, marker="o", markersize=6, markeredgecolor="white", label="ready, until launched"
             ),
-            Patch(color=_HIDDEN, label=f"{collective}, under the backward"),
+            Patch(color=_HIDDEN, label=f"{collective}, under computation"),
             Patch(color=_EXPOSED, label=f"{collective}, exposed"),
         ],
         frameon=False,
@@ -151,6 +160,8 @@ def _draw_whole_step(axes: Axes, timeline: dict[str, Any]) -> None:
         if width > 0.015 * whole:
             ink = "white" if span["synced"] else _INK
             axes.text(_ms(left + width / 2), 1, f"{number}{kind}", ha="center", va="center", fontsize=8, color=ink)
+    for span in timeline["phases"]:
+        axes.barh(1, _ms(span["end"] - span["start"]), left=_ms(span["start"] - start), height=0.72, color=_DRAIN)
     for span in buckets:
         width = max(span["finished"] - span["launched"], 0.002 * whole)  # at least a hairline
         axes.barh(0, _ms(width), left=_ms(span["launched"] - start), height=0.5, color=_HIDDEN)
@@ -161,10 +172,17 @@ def _draw_whole_step(axes: Axes, timeline: dict[str, Any]) -> None:
     axes.margins(x=0.01)
 
 
-def _draw_buckets(axes: Axes, buckets: Sequence[dict[str, Any]], backward: dict[str, Any]) -> None:
-    origin, end = backward["start"], backward["end"] - backward["start"]
+def _draw_buckets(
+    axes: Axes, buckets: Sequence[dict[str, Any]], backward: dict[str, Any], drain: dict[str, Any] | None
+) -> None:
+    """Buckets over the backward and, where weight gradients were delayed, the drain that follows it."""
+    origin, entered = backward["start"], backward["end"] - backward["start"]
+    end = entered if drain is None else drain["end"] - origin
     last = max(end, *(span["finished"] - origin for span in buckets))
-    axes.axvspan(0, _ms(end), color=_BACKWARD, alpha=0.6, linewidth=0)
+    axes.axvspan(0, _ms(entered), color=_BACKWARD, alpha=0.6, linewidth=0)
+    if drain is not None:
+        axes.axvspan(_ms(entered), _ms(end), color=_DRAIN, alpha=0.6, linewidth=0)
+        axes.text(_ms(entered + end) / 2, -0.82, "weight gradients", ha="center", va="center", color=_INK)
     axes.axvline(_ms(end), color=_QUIET, linewidth=1)
     for row, span in enumerate(buckets):
         ready, launched, finished = (span[key] - origin for key in ("ready", "launched", "finished"))
@@ -186,7 +204,8 @@ def _draw_buckets(axes: Axes, buckets: Sequence[dict[str, Any]], backward: dict[
         )  # fmt: skip
     axes.set_ylim(len(buckets) - 0.4, -1.2)
     axes.set_xlim(-0.02 * _ms(last), 1.09 * _ms(last))
-    axes.text(_ms(end) / 2, -0.82, "backward of the final microbatch", ha="center", va="center", color=_INK)
+    what = "backward of the final microbatch" if drain is None else "backward: input gradients"
+    axes.text(_ms(entered) / 2, -0.82, what, ha="center", va="center", color=_INK)
     axes.set_yticks(range(len(buckets)), [_bucket_label(span) for span in buckets], fontsize=8, color=_INK)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("ms since that backward began")

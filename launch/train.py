@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..ddp import DistributedDataParallel, DistributedOptimizer
+from ..te_integration.wgrad_queue import drain_modules
 from .bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
 from .config import Config, OptimizerConfig
 from .config_file import config_to_dict
@@ -196,6 +197,9 @@ class _Trainer:
                 with nullcontext() if is_last else model.no_sync():
                     loss = model(inputs, targets)
                     (loss / settings.num_microbatches).backward()
+                    if self.config.model.delay_wgrad_layers:
+                        with nullcontext() if timeline is None else timeline.phase("weight gradients"):
+                            drain_modules(self.module)
                 total += loss.detach()
             model.finish_grad_sync()
         self.optimizer.step()

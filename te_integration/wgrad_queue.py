@@ -134,8 +134,8 @@ class WgradQueue:
 
 def drain_modules(model: nn.Module) -> None:
     """Compute everything that the modules of ``model`` have delayed in queues of their own, in bucket order."""
-    modules = [module for module in model.modules() if getattr(module, "wgrad_queue", None) is not None]
-    queues = dict.fromkeys(module.wgrad_queue for module in modules)
+    found = (getattr(module, "wgrad_queue", None) for module in model.modules())
+    queues = dict.fromkeys(queue for queue in found if isinstance(queue, WgradQueue))
     waiting = [(entry.bucket_index, entry.sequence, entry, queue) for queue in queues for entry in queue]
     for _, _, entry, queue in sorted(waiting, key=lambda item: item[:2]):
         queue._run_one(entry)

@@ -94,6 +94,10 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
         ({"model": {"dim": 36, "num_heads": 8}}, "model.dim = 36: must be a multiple of 2 * model.num_heads = 16"),
         ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "model.num_kv_heads = 3: must divide model.num_heads = 4"),
         ({"model": {"dropout": 1.0}}, "model.dropout = 1.0: must lie in [0, 1)"),
+        (
+            {"model": {"delay_wgrad_layers": 5}},
+            "model.delay_wgrad_layers = 5: must lie between 0 and model.num_layers = 4",
+        ),
         ({"model": {"vocab_size": 100}}, "model.vocab_size = 100: must be at least 256 for bytes"),
         ({"model": {"init_std": 0.0}}, "model.init_std = 0.0: must be positive"),
         ({"model": {"rotary_base": 1.0}}, "model.rotary_base = 1.0: must be greater than 1"),

@@ -22,6 +22,7 @@ def timeline(*collectives: tuple[float, float]) -> dict[str, Any]:
         "kind": "timeline",
         "step": 3,
         "backwards": [{"start": 0.0, "end": 1.0, "synced": False}, {"start": 2.0, "end": 4.0, "synced": True}],
+        "phases": [],
         "buckets": [
             {
                 "bucket": f"bucket {i} (a.weight .. b.weight)",
@@ -83,6 +84,25 @@ def test_overlap_picture_says_what_was_recorded(tmp_path: Path, monkeypatch: pyt
     image = matplotlib.image.imread(path)
     assert image.shape[1] > 1200
     assert len({tuple(pixel) for row in image[::10, ::10] for pixel in row}) > 10, "an empty picture"
+
+
+def test_overlap_picture_of_delayed_weight_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = drawn(monkeypatch)
+    spans = timeline((3.9, 4.4), (4.2, 4.8), (4.9, 5.1))
+    spans["phases"] = [{"name": "weight gradients", "start": 4.0, "end": 5.0}]
+    report.draw_overlap(spans, tmp_path / "overlap.png")
+    said = texts(figures[0])
+    assert "92% of collective time lies under computation, 100% of all buckets' but the last" in said
+    assert "backward: input gradients" in said
+    assert "weight gradients" in said.splitlines()
+
+
+def test_overlap_picture_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = drawn(monkeypatch)
+    spans = timeline((3.9, 3.9))
+    spans["buckets"][0]["collective"] = "none"
+    report.draw_overlap(spans, tmp_path / "overlap.png")
+    assert "One rank: buckets become ready, and there is nothing to reduce" in texts(figures[0])
 
 
 def test_one_bucket_and_no_microbatches_before(tmp_path: Path):
