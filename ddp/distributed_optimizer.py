@@ -191,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.max_grad_norm is None:
             return None
         self.grad_norm = global_grad_norm(self.model)
-        return clip_coefficient(self.grad_norm, self.max_grad_norm).reciprocal()
+        return clip_coefficient(self.grad_norm, self.max_grad_norm).reciprocal().float()
 
     def _check_storage(self) -> None:
         for piece in self._slices:
@@ -210,6 +210,11 @@ def _flatten_params(model: DistributedDataParallel) -> list[tuple[Bucket, Tensor
     views = []
     names: dict[int, str] = {}
     for wired in model.wired:
+        if wired.owned.param.is_complex():
+            raise ValueError(
+                f"parameter '{wired.owned.name}' is {wired.dtype}: DistributedOptimizer updates real parameters; use a "
+                f"stock optimizer with model.expose_grads()"
+            )
         first = names.setdefault(wired.owned.param.data_ptr(), wired.owned.name)
         if first != wired.owned.name and wired.owned.param.numel():
             raise ValueError(

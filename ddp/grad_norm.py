@@ -1,5 +1,7 @@
 """The global gradient norm over buckets, and clipping by it, without a host synchronisation."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,15 @@ def reduced_grads(model: DistributedDataParallel) -> list[Tensor]:
 
 @torch.no_grad()
 def global_grad_norm(model: DistributedDataParallel) -> Tensor:
-    """``sqrt(sum_i g_i^2)`` over all parameters, once each, as a 0-dim fp32 tensor; equal on all ranks.
+    """``sqrt(sum_i g_i^2)`` over all parameters, once each, as a 0-dim tensor, equal on all ranks.
 
-    Padding is zeros and adds nothing. With sharded gradients the squares are summed over the ranks.
+    It is fp32, or fp64 where a gradient is. Padding is zeros and adds nothing. With sharded gradients the squares are
+    summed over the ranks.
     """
     model.check_reduced("the gradient norm")
-    norms = torch._foreach_norm(reduced_grads(model), 2, dtype=torch.float32)
+    grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in reduced_grads(model)]
+    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    norms = torch._foreach_norm(grads, 2, dtype=dtype)
     total = torch.stack(norms).square().sum()
     if model.config.use_distributed_optimizer:
         total = sum_over_group(total, model.process_group)

@@ -80,7 +80,8 @@ class Readiness:
                 live._on_backward_start()
 
         for tensor in tensors:
-            tensor.register_hook(backward_enters)
+            if tensor.grad_fn is not None:  # a hook on a leaf, a returned parameter say, would stay for ever
+                tensor.register_hook(backward_enters)
 
     def grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
         """The post-accumulate-grad hook of one parameter. It holds nothing that holds the parameter."""

@@ -26,7 +26,9 @@ def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
     param.grad = None
     if dtype is not param.dtype:
         param.grad_dtype = dtype
-    param.grad = record.view if record.view.dtype is dtype else record.view.to(dtype)
+    # Fused optimizers walk parameter and gradient in the order of memory: .grad has the parameter's strides.
+    same = record.view.dtype is dtype and record.view.stride() == param.stride()
+    param.grad = record.view if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
     record.exposed = True
 
 
