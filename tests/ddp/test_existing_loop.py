@@ -21,7 +21,6 @@ from loops import (
 from torch import nn
 
 from maingrad.ddp import clip_grad_norm
-from maingrad.launch import simulate
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
@@ -365,32 +364,3 @@ def test_calling_the_inner_module_gives_the_same_gradients() -> None:
             torch.testing.assert_close(main_grads(ddp)[name], grad)
         ddp.zero_grad_buffer()
         plain.zero_grad()
-
-
-# ---- Ranks. ----
-
-
-def train_on_two_ranks() -> dict[str, torch.Tensor]:
-    ddp = wrap(make_model(), overlap_grad_reduce=True, bucket_size=64)
-    optimizer = OPTIMIZERS["sgd"](ddp.parameters())
-    for step in range(4):
-        ddp_backward(ddp, make_batches(4, seed=step)[torch.distributed.get_rank() :: 2])
-        ddp.expose_grads()
-        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        optimizer.step()
-        ddp.zero_grad_buffer()
-    return weights(ddp)
-
-
-def test_two_ranks_train_as_one_process_with_all_the_data() -> None:
-    plain = plain_twin(make_model())
-    optimizer = OPTIMIZERS["sgd"](plain.parameters())
-    for step in range(4):
-        plain_backward(plain, make_batches(4, seed=step))
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    ranks = simulate(train_on_two_ranks, 2)
-    assert_same(ranks[0], ranks[1])
-    for name, weight in weights(plain).items():
-        assert (ranks[0][name] - weight).norm() <= 1e-5 * weight.norm(), name
