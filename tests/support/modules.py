@@ -1,0 +1,142 @@
+"""Our modules with products, one name for each, and what they should compute, written out in plain PyTorch."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear
+
+__all__ = [
+    "FACTORIES",
+    "FEATURES",
+    "PLAIN_ACTIVATIONS",
+    "WEIGHTS",
+    "as_tuple",
+    "error",
+    "exact",
+    "make",
+    "plain_forward",
+]
+
+FEATURES = 8
+HIDDEN = 12
+
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "Linear": lambda **options: Linear(FEATURES, FEATURES, **options),
+    "LayerNormLinear": lambda **options: LayerNormLinear(FEATURES, FEATURES, **options),
+    "LayerNormMLP": lambda **options: LayerNormMLP(FEATURES, HIDDEN, **options),
+}
+WEIGHTS = [
+    ("Linear", "weight"),
+    ("LayerNormLinear", "weight"),
+    ("LayerNormMLP", "fc1_weight"),
+    ("LayerNormMLP", "fc2_weight"),
+]
+
+
+def make(kind: str, *, fuse: bool = True, delay: bool = False, seed: int = 0, **options: Any) -> Any:
+    """One of them, its weights from ``seed``; norm parameters are random too, so that none is left out unnoticed."""
+    torch.manual_seed(seed)
+    module = FACTORIES[kind](fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **options)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "layer_norm" in name:
+                parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.3)
+    return module
+
+
+# ---- What they should compute. ----
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-1.702 * x))
+
+
+def _relu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 0.0)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x * x, 0.0)
+
+
+def _gated(act: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: act(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :]
+
+
+def clamped_swiglu(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    gate, linear = x.tensor_split(2, dim=-1)
+    gate, linear = torch.minimum(gate, gate.new_tensor(limit)), linear.clamp(-limit, limit)
+    return gate / (1 + torch.exp(-alpha * gate)) * (linear + 1)
+
+
+PLAIN_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _gelu,
+    "geglu": _gated(_gelu),
+    "glu": _gated(lambda x: 1 / (1 + torch.exp(-x))),
+    "qgelu": _quick_gelu,
+    "qgeglu": _gated(_quick_gelu),
+    "relu": _relu,
+    "reglu": _gated(_relu),
+    "srelu": _squared_relu,
+    "sreglu": _gated(_squared_relu),
+    "silu": _silu,
+    "swiglu": _gated(_silu),
+    "clamped_swiglu": clamped_swiglu,
+}
+
+
+def _norm(module: Any, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    gamma = params["layer_norm_weight"] + (1 if module.zero_centered_gamma else 0)
+    if module.normalization == "RMSNorm":
+        return x / (x.square().mean(-1, keepdim=True) + module.eps).sqrt() * gamma
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + module.eps).sqrt() * gamma + params["layer_norm_bias"]
+
+
+def plain_forward(module: Any, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The output of ``module`` with ``params`` in its parameters' place."""
+
+    def linear(x: Tensor, prefix: str = "") -> Tensor:
+        bias = params.get(f"{prefix}bias")
+        return x @ params[f"{prefix}weight"].t() + (0 if bias is None else bias)
+
+    if isinstance(module, Linear):
+        return linear(x)
+    x = _norm(module, params, x)
+    if isinstance(module, LayerNormLinear):
+        return linear(x)
+    return linear(PLAIN_ACTIVATIONS[module.activation](linear(x, "fc1_")), "fc2_")
+
+
+def exact(
+    module: nn.Module, batches: list[Tensor], loss: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Outputs, input gradients and summed parameter gradients in fp64. Frozen parameters have none."""
+    params = {name: p.detach().double().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+    inputs = [batch.detach().double().requires_grad_() for batch in batches]
+    outputs = [plain_forward(module, params, x) for x in inputs]
+    for output in outputs:
+        loss(output).backward()
+    grads = {name: p.grad for name, p in params.items() if p.requires_grad}
+    return [output.detach() for output in outputs], [x.grad for x in inputs], grads
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative, in the Frobenius norm."""
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def as_tuple(output: Any) -> tuple[Any, ...]:
+    return output if isinstance(output, tuple) else (output,)
