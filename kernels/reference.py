@@ -21,8 +21,12 @@ def wgrad_accumulate_reference(dy: Tensor, x: Tensor, main_grad: Tensor, *, over
     bit what autograd's product and a hook's addition give.
     """
     dtype = torch.promote_types(torch.promote_types(dy.dtype, x.dtype), main_grad.dtype)
-    with torch.autocast(dy.device.type, enabled=False):  # a backward run inside the block would round the product
-        product = dy.to(dtype).t() @ x.to(dtype)
+    dy, x = dy.to(dtype), x.to(dtype)
+    if torch.is_autocast_enabled(dy.device.type):  # a backward run inside the block would round the product
+        with torch.autocast(dy.device.type, enabled=False):
+            product = dy.t() @ x
+    else:
+        product = dy.t() @ x
     if overwrite:
         main_grad.copy_(product)
     else:

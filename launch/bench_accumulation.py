@@ -26,7 +26,7 @@ from ..ddp import DistributedDataParallel, DistributedDataParallelConfig, Distri
 from .config import ModelConfig
 from .model import build_model
 
-__all__ = ["AccumulationBench", "AccumulationRow", "bench_accumulation", "write_accumulation_report"]
+__all__ = ["AccumulationBench", "AccumulationRow", "bench_accumulation", "time_steps", "write_accumulation_report"]
 
 _VARIANTS = ("fused", "hook", "autograd", "autograd fp32")
 
@@ -101,7 +101,7 @@ def bench_accumulation(
                 step()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
-            milliseconds, last = _time(step, bench.num_steps, device)
+            milliseconds, last = time_steps(step, bench.num_steps, device)
             times[variant].append(milliseconds)
             losses[variant] = (first, last)
             peaks[variant] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
@@ -204,7 +204,7 @@ def _plain_step(model: nn.Module, tokens: Tensor, variant: str) -> Callable[[], 
     return step
 
 
-def _time(step: Callable[[], Tensor], num_steps: int, device: torch.device) -> tuple[float, float]:
+def time_steps(step: Callable[[], Tensor], num_steps: int, device: torch.device) -> tuple[float, float]:
     """Mean milliseconds of consecutive steps, nothing left on the device at either end; and the last loss."""
     loss = torch.zeros(())
     if device.type != "cuda":

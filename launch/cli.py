@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--ranks", type=_positive, required=True, help="number of ranks")
     simulate.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
     bench = commands.add_parser("bench", help="measure on this machine", epilog="Sizes: --dim 1024 --num-layers 4 ...")
-    bench.add_argument("what", choices=["accumulation"], help="fused, hook and autograd accumulation of gradients")
+    bench.add_argument(
+        "what",
+        choices=["accumulation", "delayed", "host"],
+        help="fused, hook and autograd accumulation; reductions under delayed weight gradients (torchrun, GPUs); "
+        "host time of one layer",
+    )
     bench.add_argument("--out-dir", type=Path, default=Path("runs/bench"), help="where the table goes")
     bench.set_defaults(run=_bench)
 
@@ -101,14 +107,30 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
     import tyro
 
     from .bench_accumulation import AccumulationBench, bench_accumulation, write_accumulation_report
+    from .runtime import process_group_from_env
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def log(line: str) -> None:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(line, flush=True)
+
+    on_cuda = torch.cuda.is_available()
+    if known.what == "host":
+        from .bench_host import bench_host, write_host_report
+
+        log(write_host_report(bench_host(torch.device("cuda" if on_cuda else "cpu")), known.out_dir))
+        return 0
     # The published setting is for a GPU; what a CPU can do in a minute is much smaller.
     small = AccumulationBench(dim=256, num_layers=2, vocab_size=1024, num_tokens=256, num_steps=3, num_warmup_steps=1)
-    default = AccumulationBench() if device.type == "cuda" else small
+    default = AccumulationBench() if on_cuda else small
     bench = tyro.cli(AccumulationBench, args=overrides, default=default, prog=f"maingrad bench {known.what}")
-    rows = bench_accumulation(bench, device, log=lambda line: print(line, flush=True))
-    print(write_accumulation_report(rows, bench, known.out_dir))
+    with process_group_from_env("auto"):
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        if known.what == "delayed":
+            from .bench_delayed import bench_delayed, write_delayed_report
+
+            log(write_delayed_report(bench_delayed(bench, device, log), bench, known.out_dir))
+        else:
+            log(write_accumulation_report(bench_accumulation(bench, device, log), bench, known.out_dir))
     return 0
 
 
