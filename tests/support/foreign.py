@@ -12,6 +12,7 @@ class ForeignProvider:
     """Owns ``main_grad`` of a model's parameters with hooks of its own; knows nothing of our records.
 
     Its hook insists on a gradient that is not None, as hooks on the accumulator's node do, which torch skips for None.
+    Where a parameter says at this moment that it is delayed, the module that delays it calls the hook instead.
 
     flag  it sets ``grad_added_to_main_grad`` and registers hooks; without, it only reads ``main_grad`` after backward
     """
@@ -21,9 +22,15 @@ class ForeignProvider:
         self.seen: list[tuple[str, bool]] = []
         """(name, flag) of every hook that ran."""
         for name, param in model.named_parameters():
+            if not param.requires_grad:
+                continue
             self.give(name, param, torch.zeros_like(param, dtype=dtype, requires_grad=False))
-            if flag:
-                param.grad_added_to_main_grad = False
+            if not flag:
+                continue
+            param.grad_added_to_main_grad = False
+            if getattr(param, "skip_backward_post_hook", False):
+                self._after_backward_dw(model, param, self._hook_of(name))
+            else:
                 param.register_post_accumulate_grad_hook(self._hook_of(name))
 
     def give(self, name: str, param: nn.Parameter, main_grad: Tensor) -> None:
@@ -31,6 +38,13 @@ class ForeignProvider:
 
     def main_grad_of(self, param: nn.Parameter) -> Tensor:
         return param.main_grad
+
+    def _after_backward_dw(self, model: nn.Module, param: nn.Parameter, hook: Any) -> None:
+        """As Megatron looks for them: every module with the verb that holds the parameter, at any depth."""
+        for module in model.modules():
+            register = getattr(module, "register_wgrad_accumulation_and_reduce_hooks", None)
+            if register is not None and any(own is param for own in module.parameters()):
+                register(lambda: hook(param))
 
     def _hook_of(self, name: str) -> Any:
         def hook(param: Tensor) -> None:
