@@ -69,7 +69,10 @@ class Bucket:
             raise RuntimeError(f"{self.name} cannot go from {self._phase.value} to {phase.value}")
         self._phase = phase
         if phase is Phase.REDUCING:
-            self._close("was launched: run earlier backwards under no_sync(), or use non-reentrant recompute")
+            self._close(
+                "was launched: run earlier backwards under no_sync(), use non-reentrant recompute, and with "
+                "find_unused_parameters return from forward all that the loss uses"
+            )
         elif phase is Phase.REDUCED:
             self._close("was reduced: call zero_grad_buffer() before the next iteration's backward")
 

@@ -171,6 +171,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "DistributedOptimizer is tied to its model's buckets and is not copied or pickled; use state_dict()"
+        )
+
     @property
     def grad_scale(self) -> Tensor:
         """Read by ``torch.amp.GradScaler.step``, which this optimizer refuses."""

@@ -4,6 +4,7 @@ Gradients live in ``main_grad``, so that ``.grad`` is None and ``torch.optim.Ada
 a no-op without a word. A hook that torch runs before every optimizer's step looks for that.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -43,16 +44,43 @@ def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
 
 def guard_stock_optimizers() -> RemovableHandle:
     """Refuse steps over parameters whose gradient was not exposed; remove the handle with the wrapper."""
-    return register_optimizer_step_pre_hook(_refuse_unexposed)
+    return register_optimizer_step_pre_hook(_before_step)
 
 
-def _refuse_unexposed(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            record = record_of(param)
-            if record is not None and not record.exposed:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    ours = _records_of(optimizer)
+    for record in ours:
+        if not record.exposed:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
+                f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
+                f"before clipping and stepping, or use maingrad.ddp.DistributedOptimizer"
+            )
+    if ours and "zero_grad" not in vars(optimizer):
+        _check_zero_grad(optimizer)
+
+
+def _check_zero_grad(optimizer: Optimizer) -> None:
+    """From its first step on, have this optimizer refuse to discard gradients that it cannot reach.
+
+    torch has no hook for it: ``zero_grad`` is replaced on the instance, as learning-rate schedulers replace ``step``.
+    """
+    here = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        live = here()
+        assert live is not None, "called through the optimizer"
+        for record in _records_of(live):
+            if record.written and record.closed is None:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
-                    f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
-                    f"before clipping and stepping, or use maingrad.ddp.DistributedOptimizer"
+                    f"{type(live).__name__}.zero_grad() in the middle of an iteration: the gradient of parameter "
+                    f"'{record.name}' is in main_grad, where it would stay; call model.zero_grad_buffer() to discard it"
                 )
+        type(live).zero_grad(live, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _records_of(optimizer: Optimizer) -> list[GradRecord]:
+    records = (record_of(param) for group in optimizer.param_groups for param in group["params"])
+    return [record for record in records if record is not None]
