@@ -213,6 +213,13 @@ def test_pickling_is_refused_by_name(pick: Callable[[DistributedDataParallel], o
             dump(pick(ddp))
 
 
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_of_the_optimizer_are_refused(copier: Callable[[object], object]) -> None:
+    optimizer = DistributedOptimizer(wrap(make_model()))
+    with pytest.raises(TypeError, match=r"DistributedOptimizer is tied to its model's buckets.*use state_dict\(\)"):
+        copier(optimizer)
+
+
 def test_deleting_the_wrapper_gives_the_parameters_back() -> None:
     model = make_model(torch.bfloat16, fuse=False)
     plain = plain_twin(model)

@@ -170,6 +170,43 @@ def test_a_flag_left_by_a_failed_backward_drops_nothing() -> None:
     assert torch.equal(layer.weight.main_grad, torch.ones(3, 5) @ batch)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_penalty_on_the_weights_themselves_counts(overlap: bool) -> None:
+    """L1 of a fused layer's weight: a part of its gradient comes through autograd, in the same backward."""
+    ddp, plain = pair(overlap_grad_reduce=overlap, bucket_size=1)
+
+    def backward(model: nn.Module, batch: Tensor) -> None:
+        (loss_of(model, batch) + 0.1 * sum(parameter.abs().sum() for parameter in model.parameters())).backward()
+
+    first, second = make_batches(2)
+    for _ in range(2):
+        with ddp.no_sync():
+            backward(ddp, first)
+        backward(ddp, second)
+        ddp.finish_grad_sync()
+        for batch in (first, second):
+            backward(plain, batch)
+        assert_close(main_grads(ddp), plain_grads(plain))
+        ddp.zero_grad_buffer()
+        plain.zero_grad()
+
+
+def test_what_forward_does_not_return_is_taken_for_unused_and_the_error_says_so() -> None:
+    class Keeps(TwoHeads):
+        def forward(self, x: Tensor, extra: bool = False) -> Tensor:
+            hidden = self.body(x)
+            self.kept = self.extra(hidden)
+            return self.head(hidden)
+
+    model = Keeps()
+    ddp = wrap(model, overlap_grad_reduce=True, find_unused_parameters=True, bucket_size=1)
+    loss = ddp(make_batches(1)[0]).sum() + model.kept.sum()
+    with pytest.raises(
+        RuntimeError, match=r"parameter 'extra.\w+' received .* return from forward all that the loss uses"
+    ):
+        loss.backward()
+
+
 # ---- create_graph. ----
 
 
