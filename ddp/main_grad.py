@@ -12,6 +12,7 @@ Transformer Engine's, so either side can be theirs; this file is the only one he
 ``GradRecord`` is what our own provider knows of a parameter beyond the shared attributes. A foreign provider has none.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -216,7 +217,8 @@ def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable
     """Have modules that are not ours, and delay ``param``, report each ``backward_dw`` to its record."""
     if not is_delayed(param):
         return
-    weak_param = TensorWeakRef(param)
+    # The foreign module keeps the function, and outlives the wrapper: it must not keep the buckets.
+    weak_param, weak_record = TensorWeakRef(param), weakref.ref(record)
     for module in owners:
         register = getattr(module, "register_wgrad_accumulation_and_reduce_hooks", None)
         if register is None or isinstance(module, FusedWgradModule):
@@ -224,11 +226,13 @@ def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable
         record.foreign_delayer = owner = type(module).__name__
 
         def computed(owner: str = owner) -> None:
-            live = weak_param()
-            mine = next((pending for pending in record.pending if pending.owner == owner), None)
-            if live is not None and mine is not None:
-                absorb_grad(live, record)
-                record.delayed_wgrad_done(mine)
+            live, live_record = weak_param(), weak_record()
+            if live is None or live_record is None:
+                return
+            mine = next((pending for pending in live_record.pending if pending.owner == owner), None)
+            if mine is not None:
+                absorb_grad(live, live_record)
+                live_record.delayed_wgrad_done(mine)
 
         register(computed)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from loops import ddp_backward, loss_of, make_batches, make_model, plain_backward, wrap
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
@@ -197,6 +198,28 @@ def test_deleting_only_the_wrapper_frees_the_buckets_and_gives_plain_parameters_
     plain_backward(model, make_batches(2))
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert all(parameter.grad.any() for parameter in model.parameters())
+
+
+class DelaysElsewhere(nn.Linear):
+    """A foreign module that delays its weight gradient keeps what providers register with it."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.weight.skip_backward_post_hook = True
+        self.registered: list[Callable[[], None]] = []
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, fn: Callable[[], None]) -> None:
+        self.registered.append(fn)
+
+
+def test_a_foreign_module_that_calls_back_keeps_no_buckets() -> None:
+    model = DelaysElsewhere()
+    ddp = wrap(model)
+    watched = Watched(ddp)
+    del ddp
+    assert len(model.registered) == 1
+    assert not {"wrapper", "memory of gradients"} & set(watched.alive())
+    model.registered[0]()
 
 
 def test_a_graph_that_outlives_its_wrapper_delivers_to_plain_grad() -> None:
