@@ -109,15 +109,17 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
     from .bench_accumulation import AccumulationBench, bench_accumulation, write_accumulation_report
     from .runtime import process_group_from_env
 
+    is_main = int(os.environ.get("RANK", "0")) == 0
+
     def log(line: str) -> None:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if is_main:
             print(line, flush=True)
 
     on_cuda = torch.cuda.is_available()
     if known.what == "host":
         from .bench_host import bench_host, write_host_report
 
-        log(write_host_report(bench_host(torch.device("cuda" if on_cuda else "cpu")), known.out_dir))
+        print(write_host_report(bench_host(torch.device("cuda" if on_cuda else "cpu")), known.out_dir))
         return 0
     # The published setting is for a GPU; what a CPU can do in a minute is much smaller.
     small = AccumulationBench(dim=256, num_layers=2, vocab_size=1024, num_tokens=256, num_steps=3, num_warmup_steps=1)
@@ -128,9 +130,11 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
         if known.what == "delayed":
             from .bench_delayed import bench_delayed, write_delayed_report
 
-            log(write_delayed_report(bench_delayed(bench, device, log), bench, known.out_dir))
+            delayed_rows = bench_delayed(bench, device, log)
+            if is_main:
+                print(write_delayed_report(delayed_rows, bench, known.out_dir))
         else:
-            log(write_accumulation_report(bench_accumulation(bench, device, log), bench, known.out_dir))
+            print(write_accumulation_report(bench_accumulation(bench, device, log), bench, known.out_dir))
     return 0
 
 
