@@ -25,6 +25,7 @@ class _Use(NamedTuple):
     dtype: torch.dtype
     """Of the products: the input's, or autocast's."""
     transposed: bool
+    delayed: bool
     only_save: bool
 
 
@@ -67,7 +68,7 @@ def fused_linear(
     if not save_original_input:
         input = _cast(input, dtype)  # outside the function: second derivatives need a saved input that has a graph
     targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
-    use = _Use(targets, dtype, transposed, only_save)
+    use = _Use(targets, dtype, transposed, queue is not None, only_save)
     output: Tensor = _FusedLinear.apply(input, use, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
@@ -137,13 +138,16 @@ class _FusedLinear(torch.autograd.Function):
         dws: list[Tensor | None] = [None] * len(weights)
         if any(want is not Demand.NOTHING for want in wanted):
             x_rows = _cast(_rows(x), dy.dtype)
+            # A queue must not hold the graph that made x, and through it the weights.
+            x_kept = x_rows.detach() if use.delayed else x_rows
             first = 0
             for i, weight in enumerate(weights):
                 features = weight.shape[1 if use.transposed else 0]
                 part = dy_rows if len(weights) == 1 else dy_rows[:, first : first + features]
                 first += features
-                left, right = (x_rows, part) if use.transposed else (part, x_rows)
                 where = resolved[i]
+                operand = x_rows if where is None else x_kept
+                left, right = (operand, part) if use.transposed else (part, operand)
                 if where is not None:
                     dws[i] = use.targets[i].deliver(*where, left, right)
                 elif wanted[i] is Demand.RETURN:

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 FEATURES = 8
-HIDDEN = 12
+HIDDEN = 16
 
 FACTORIES: dict[str, Callable[..., Any]] = {
     "Linear": lambda **options: Linear(FEATURES, FEATURES, **options),
