@@ -277,6 +277,10 @@ class WgradTarget:
         self._fused = fused
         self._queue = queue
 
+    def refers_to(self, weight: Tensor) -> bool:
+        """Whether this is ``weight``'s target."""
+        return self._weight() is weight
+
     def resolve(self) -> tuple[Tensor, Tensor | None]:
         """The weight's object, and its checked accumulator where this backward writes one.
 
@@ -304,7 +308,7 @@ class WgradTarget:
         if self._queue is not None:
             self._queue.put(DelayedWgrad(self._write, dy, x, record, self._owner))
         elif main_grad is not None:
-            self._write_into(weight, main_grad, dy, x)
+            self._write_into(weight, main_grad, dy, x, record)
         if record is not None:
             record.consumer_wrote = True
         if outcome.sets_flag:
@@ -317,7 +321,7 @@ class WgradTarget:
         """A delayed weight gradient's turn has come."""
         weight = self._alive_weight()
         if self._fused:
-            self._write_into(weight, self._accumulator(weight), dy, x)
+            self._write_into(weight, self._accumulator(weight), dy, x, record_of(weight))
             return
         # What autograd would have done: add, never assign, and hand the sum of a microbatch to the provider at once.
         product = (dy.t() @ x).to(weight.dtype)
@@ -326,8 +330,7 @@ class WgradTarget:
         if record is not None and last:
             absorb_grad(weight, record)
 
-    def _write_into(self, weight: Tensor, main_grad: Tensor, dy: Tensor, x: Tensor) -> None:
-        record = record_of(weight)
+    def _write_into(self, weight: Tensor, main_grad: Tensor, dy: Tensor, x: Tensor, record: GradRecord | None) -> None:
         if record is not None:
             overwrite = record.open_for_write()
             record.num_fused_writes += 1
@@ -342,22 +345,22 @@ class WgradTarget:
         return weight
 
     def _accumulator(self, weight: Tensor) -> Tensor:
+        record = record_of(weight)
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        if record is not None and main_grad is record.view:
+            return main_grad  # our own provider's: checked when it was attached
         if hasattr(weight, "__fsdp_param__"):
             main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # may allocate: only when it is written
             weight.main_grad = main_grad  # type: ignore[attr-defined]
-        else:
-            main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
             raise self._no_provider()
-        record = record_of(weight)
-        if record is not None and main_grad is not record.view:
+        if record is not None:
             raise RuntimeError(
                 f"{self._owner}: weight.main_grad was replaced after wrapping, and what is written there would never "
                 f"be reduced; leave the attribute to the wrapper of parameter '{record.name}'"
             )
-        if record is None or weight.shape != main_grad.shape:
-            _check_accumulator(self._owner, weight, main_grad)
-        return main_grad  # type: ignore[no-any-return]
+        _check_accumulator(self._owner, weight, main_grad)
+        return main_grad
 
     def _no_provider(self) -> RuntimeError:
         return RuntimeError(

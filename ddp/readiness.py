@@ -115,9 +115,7 @@ class Readiness:
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """A parameter's gradient of one backward is complete: in ``.grad``, in ``main_grad``, or queued."""
         if record.foreign_delayer is not None:
-            record.pending.append(
-                PendingWgrad(record.foreign_delayer)
-            )  # what this backward queued comes in its backward_dw
+            record.pending.append(PendingWgrad(record.foreign_delayer))  # it comes in the module's backward_dw
         absorb_grad(param, record)
         self._note_write(bucket)
         if not (self.sync and self._overlap):

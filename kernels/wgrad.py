@@ -25,24 +25,25 @@ def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: boo
     Raises ``ValueError`` for shapes that do not fit together and ``TypeError`` for operands of different dtypes.
     The method is Megatron-LM's ``gradient_accumulation_fusion``, with cuBLAS called through ``torch.addmm``.
     """
-    if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
+    rows = dy.shape[0] if dy.dim() == 2 == x.dim() else -1
+    if rows != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         raise ValueError(
             f"wgrad_accumulate needs dy [T, N], x [T, K] and main_grad [N, K]; "
             f"got {tuple(dy.shape)}, {tuple(x.shape)} and {tuple(main_grad.shape)}"
         )
-    if dy.dtype != x.dtype:
+    if dy.dtype is not x.dtype:
         raise TypeError(f"wgrad_accumulate needs dy and x of one dtype; got {dy.dtype} and {x.dtype}")
-    if dy.shape[0] == 0:
+    if rows == 0:
         if overwrite:
             main_grad.zero_()
     elif not main_grad.is_cuda:
         wgrad_accumulate_reference(dy, x, main_grad, overwrite=overwrite)
-    elif main_grad.dtype == dy.dtype:
+    elif main_grad.dtype is dy.dtype:
         if overwrite:
             torch.mm(dy.t(), x, out=main_grad)
         else:
             torch.addmm(main_grad, dy.t(), x, out=main_grad)
-    elif main_grad.dtype == torch.float32:
+    elif main_grad.dtype is torch.float32:
         # The accumulator is both the addend and the output: cuBLAS reads C and writes D in place.
         if overwrite:
             torch.mm(dy.t(), x, out_dtype=torch.float32, out=main_grad)

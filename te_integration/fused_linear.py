@@ -4,7 +4,7 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,41 +14,11 @@ from ..ddp.demand import Demand, demand
 from ..ddp.main_grad import WgradTarget
 from .wgrad_queue import WgradQueue
 
-__all__ = ["fused_linear", "run_outside_graph"]
+__all__ = ["LinearUse", "fused_linear", "run_outside_graph"]
 
 
-class _Use(NamedTuple):
-    """What one forward says besides its tensors."""
-
-    targets: tuple[WgradTarget, ...]
-    """One for each weight."""
-    dtype: torch.dtype
-    """Of the products: the input's, or autocast's."""
-    transposed: bool
-    delayed: bool
-    only_save: bool
-
-
-def fused_linear(
-    input: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    owner: str,
-    *,
-    fused: bool = True,
-    queue: WgradQueue | None = None,
-    transposed: bool = False,
-    save_original_input: bool = False,
-    only_save: bool = False,
-) -> Tensor:
-    """``y = x W^T + b``; in backward ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` goes where it belongs.
-
-    =======  ======================  ==============================================================
-    input    [..., K]                any leading dims
-    weights  [N_i, K] each           slices of W along N, in order; usually one
-    bias     [N] or None             N = sum of N_i
-    y        [..., N]                in autocast's dtype under autocast, as ``nn.Linear``'s
-    =======  ======================  ==============================================================
+class LinearUse:
+    """How one product is used: everything about it that is not a tensor. Forwards that agree on all of it share one.
 
     owner                the module, for errors
     fused                each ``dW_i = dy_i^T x`` is one GEMM into that weight's ``main_grad``; otherwise, with a
@@ -58,6 +28,48 @@ def fused_linear(
     save_original_input  keep the input for backward as it came, and not as autocast cast it, where somebody else keeps
                          it anyway
     only_save            do all that backward needs and leave the product out, for a recompute that nobody reads
+    """
+
+    __slots__ = ("fused", "only_save", "queue", "save_original_input", "targets", "transposed")
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        owner: str,
+        *,
+        fused: bool = True,
+        queue: WgradQueue | None = None,
+        transposed: bool = False,
+        save_original_input: bool = False,
+        only_save: bool = False,
+    ) -> None:
+        self.fused, self.queue, self.transposed = fused, queue, transposed
+        self.save_original_input, self.only_save = save_original_input, only_save
+        self.targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
+
+    def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None, only_save: bool) -> bool:
+        """Whether a forward with these may use this object again."""
+        return (
+            self.queue is queue
+            and self.fused is fused
+            and self.only_save is only_save
+            and len(self.targets) == len(weights)
+            and all(map(WgradTarget.refers_to, self.targets, weights))
+        )
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of a module has weights of its own, and makes its own
+
+
+def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse) -> Tensor:
+    """``y = x W^T + b``; in backward ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` goes where ``use`` says.
+
+    =======  ======================  ==============================================================
+    input    [..., K]                any leading dims
+    weights  [N_i, K] each           slices of W along N, in order; usually one
+    bias     [N] or None             N = sum of N_i
+    y        [..., N]                in autocast's dtype under autocast, as ``nn.Linear``'s
+    =======  ======================  ==============================================================
 
     The weights are used as data and reached through weak references: see ``WgradTarget``. ``autograd.grad`` and a graph
     of the gradients get ordinary gradients and write nothing.
@@ -65,11 +77,9 @@ def fused_linear(
     dtype, device_type = input.dtype, input.device.type
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    if not save_original_input:
+    if not use.save_original_input:
         input = _cast(input, dtype)  # outside the function: second derivatives need a saved input that has a graph
-    targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
-    use = _Use(targets, dtype, transposed, queue is not None, only_save)
-    output: Tensor = _FusedLinear.apply(input, use, *weights, bias)  # type: ignore[no-untyped-call]
+    output: Tensor = _FusedLinear.apply(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -97,13 +107,13 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _FusedLinear(torch.autograd.Function):
-    """See ``fused_linear``. The inputs of ``apply`` are input, use, one or more weights, bias."""
+    """See ``fused_linear``. ``apply`` takes input, use, dtype of the products, one or more weights, and bias."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, use: _Use, *weights_and_bias: Any) -> Tensor:
+    def forward(ctx: Any, input: Tensor, use: LinearUse, dtype: torch.dtype, *weights_and_bias: Any) -> Tensor:
         *weights, bias = weights_and_bias
-        x = _cast(input, use.dtype)
-        needs_dw = any(ctx.needs_input_grad[2:-1])
+        x = _cast(input, dtype)
+        needs_dw = True in ctx.needs_input_grad[3:-1]
         ctx.save_for_backward(input if needs_dw else None, *weights)
         ctx.use = use
         ctx.input_dtype = input.dtype
@@ -111,46 +121,43 @@ class _FusedLinear(torch.autograd.Function):
         if use.only_save:
             return x.new_empty(0)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if weight.dtype is not use.dtype and torch.is_autocast_enabled(input.device.type):
-            weight = weight.to(use.dtype)
-            bias = None if bias is None else bias.to(use.dtype)
+        if weight.dtype is not dtype and torch.is_autocast_enabled(input.device.type):
+            weight = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
         return F.linear(x, weight.t() if use.transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0]
         x, *weights = ctx.saved_tensors
-        use: _Use = ctx.use
-        needs_dx, _, *needs_dw, needs_db = ctx.needs_input_grad
-        # next_functions has the tensor inputs only: the input, then the weights.
-        wanted = [demand(ctx.next_functions[1 + i][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
-        resolved = [
-            target.resolve() if want is Demand.ACCUMULATE else None
-            for target, want in zip(use.targets, wanted, strict=True)
-        ]
+        use: LinearUse = ctx.use
+        needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
+        dws: list[Tensor | None] = [None] * len(weights)
+        # Who asks, and where each gradient goes, before any product. next_functions has the tensor inputs only: the
+        # input, then the weights.
+        nodes = ctx.next_functions
+        wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
+        places = [use.targets[i].resolve() if want is Demand.ACCUMULATE else None for i, want in enumerate(wanted)]
 
         dx = None
         if needs_dx:
-            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            weight = _cast(weight, dy.dtype)
+            weight = _cast(weights[0] if len(weights) == 1 else torch.cat(weights), dy.dtype)
             dx = _cast(dy @ (weight.t() if use.transposed else weight), ctx.input_dtype)
         dy_rows = _rows(dy)
-        dws: list[Tensor | None] = [None] * len(weights)
-        if any(want is not Demand.NOTHING for want in wanted):
-            x_rows = _cast(_rows(x), dy.dtype)
-            # A queue must not hold the graph that made x, and through it the weights.
-            x_kept = x_rows.detach() if use.delayed else x_rows
-            first = 0
-            for i, weight in enumerate(weights):
-                features = weight.shape[1 if use.transposed else 0]
-                part = dy_rows if len(weights) == 1 else dy_rows[:, first : first + features]
-                first += features
-                where = resolved[i]
-                operand = x_rows if where is None else x_kept
-                left, right = (operand, part) if use.transposed else (part, operand)
-                if where is not None:
-                    dws[i] = use.targets[i].deliver(*where, left, right)
-                elif wanted[i] is Demand.RETURN:
-                    dws[i] = _cast(left.t() @ right, weight.dtype)
+        x_rows = None if x is None else _cast(_rows(x), dy.dtype)
+        first = 0
+        for i, weight in enumerate(weights):
+            part = dy_rows
+            if len(weights) > 1:
+                part = dy_rows[:, first : first + weight.shape[0]]
+                first += weight.shape[0]
+            if x_rows is None or wanted[i] is Demand.NOTHING:
+                continue
+            left, right = (x_rows, part) if use.transposed else (part, x_rows)
+            place = places[i]
+            if place is not None:
+                dws[i] = use.targets[i].deliver(*place, left, right)
+            else:
+                dws[i] = _cast(left.t() @ right, weight.dtype)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        return dx, None, *dws, db
+        return dx, None, None, *dws, db

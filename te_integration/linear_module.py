@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ddp.main_grad import DelayedWgradModule, check_delayable, is_fusable
-from .fused_linear import fused_linear, run_outside_graph
+from .fused_linear import LinearUse, fused_linear, run_outside_graph
 from .wgrad_queue import WgradQueue, active_queue
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -90,17 +90,25 @@ class LinearModule(DelayedWgradModule):
             return None
         if queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
-        return fused_linear(
-            input,
-            weights,
-            bias,
-            self.describe(),
-            fused=self.fuse_wgrad_accumulation,
-            queue=queue,
-            transposed=transposed,
-            save_original_input=self.save_original_input,
-            only_save=only_save,
-        )
+        return fused_linear(input, weights, bias, self._use(weights, queue, transposed, only_save))
+
+    def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:
+        """The same object as in the last forward, where nothing has changed: making one costs as much as a product."""
+        uses: dict[int, LinearUse | None] = self.__dict__.setdefault("_uses", {})
+        use = uses.get(id(weights[0]))
+        if use is None or not use.serves(weights, self.fuse_wgrad_accumulation, queue, only_save):
+            if len(uses) > 8:  # weights that are new in each forward (torch.func.functional_call)
+                uses.clear()
+            use = uses[id(weights[0])] = LinearUse(
+                weights,
+                self.describe(),
+                fused=self.fuse_wgrad_accumulation,
+                queue=queue,
+                transposed=transposed,
+                save_original_input=self.save_original_input,
+                only_save=only_save,
+            )
+        return use
 
     def describe(self) -> str:
         """For errors: which layer this is."""
