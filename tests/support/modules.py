@@ -12,9 +12,10 @@ from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear
 __all__ = [
     "FACTORIES",
     "FEATURES",
+    "HIDDEN",
     "PLAIN_ACTIVATIONS",
     "WEIGHTS",
-    "as_tuple",
+    "clamped_swiglu",
     "error",
     "exact",
     "make",
@@ -136,7 +137,3 @@ def exact(
 def error(actual: Tensor, expected: Tensor) -> float:
     """Relative, in the Frobenius norm."""
     return ((actual.double() - expected).norm() / expected.norm()).item()
-
-
-def as_tuple(output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)

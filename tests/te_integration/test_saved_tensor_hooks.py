@@ -48,6 +48,20 @@ def test_ties_and_frozen_weights_too(around: str, variant: dict[str, bool], how:
         assert_bitwise(plain, train(Stack(kind, around, delay=how == "module", **variant), 2, how), same_buckets=False)
 
 
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: bool, tied: bool) -> None:
+    """The uses are added in another order than in the plain run, whose rounding the steps amplify."""
+    plain = train(Stack(kind, fuse=fuse, tied=tied), 2, "now")
+    around = "reentrant recompute"
+    now = train(Stack(kind, around, fuse=fuse, tied=tied), 2, "now")
+    delayed = train(Stack(kind, around, fuse=fuse, tied=tied, delay=True), 2, "module")
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(now.weights[name], weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(delayed.weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "name"), WEIGHTS)
 @pytest.mark.parametrize("around", ["save_on_cpu", "fresh tensors"])
 @pytest.mark.parametrize("delay", [False, True])
