@@ -153,8 +153,10 @@ class _FusedLinear(torch.autograd.Function):
                 first += weight.shape[0]
             if x_rows is None or wanted[i] is Demand.NOTHING:
                 continue
-            left, right = (x_rows, part) if use.transposed else (part, x_rows)
             place = places[i]
+            # A queue must not hold the graph that made x, and through it the weights.
+            kept = x_rows.detach() if use.queue is not None and place is not None else x_rows
+            left, right = (kept, part) if use.transposed else (part, kept)
             if place is not None:
                 dws[i] = use.targets[i].deliver(*place, left, right)
             else:
