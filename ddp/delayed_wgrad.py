@@ -17,25 +17,38 @@ class DelayedWgrad:
     """``dy`` [T, N] and ``x`` [T, K] of one weight use, and how to write their product. The weight is held weakly.
 
     It owns its tensors until the product is done. It may run on another CUDA stream than the backward that made it: the
-    stream is looked up when it runs, and waits for the one on which the tensors were made. ``write(dy, x, last)`` is
-    told whether this is the weight's last one of its microbatch.
+    stream is looked up when it runs, and waits for the one on which the tensors were made. ``write(dy, x, backward,
+    last)`` is told of which backward it is, and whether this is the weight's last one of its microbatch.
     """
 
-    __slots__ = ("_done", "_operands", "_producer", "_record", "_write", "bucket_index", "pending", "sequence")
+    __slots__ = (
+        "_done",
+        "_operands",
+        "_producer",
+        "_record",
+        "_write",
+        "backward",
+        "bucket_index",
+        "pending",
+        "sequence",
+    )
 
     def __init__(
         self,
-        write: Callable[[Tensor, Tensor, bool], None],
+        write: Callable[[Tensor, Tensor, int, bool], None],
         dy: Tensor,
         x: Tensor,
         record: GradRecord | None,
         owner: str,
+        backward: int,
     ) -> None:
         self._write = write
         self._operands: tuple[Tensor, Tensor] | None = (dy, x)
         self._record = record
         self._producer = torch.cuda.current_stream(dy.device) if dy.is_cuda else None
         self._done: torch.cuda.Event | None = None
+        self.backward = backward
+        """Graph task that it belongs to."""
         self.pending = PendingWgrad(owner)
         """Whose it is, and of which microbatch."""
         self.bucket_index = 0 if record is None else record.bucket_index
@@ -56,12 +69,12 @@ class DelayedWgrad:
         )
         current = None if self._producer is None else torch.cuda.current_stream(dy.device)
         if current == self._producer:
-            self._write(dy, x, last)
+            self._write(dy, x, self.backward, last)
             self._operands = None
         else:
             assert current is not None and self._producer is not None, "both are streams, or both are None"
             current.wait_stream(self._producer)
-            self._write(dy, x, last)
+            self._write(dy, x, self.backward, last)
             # Freed now, this memory would go to the producer's next kernels: whoever holds the entry frees it later.
             self._done = torch.cuda.Event()
             self._done.record(current)

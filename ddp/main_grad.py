@@ -296,19 +296,20 @@ class WgradTarget:
             raise self._no_provider()
         return weight, None  # a lazy provider's memory is taken when the delayed gradient is written, not before
 
-    def deliver(self, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
+    def deliver(self, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor, backward: int) -> Tensor | None:
         """In backward: ``main_grad (+)= dy^T x``, now or later, and the flag; returns what autograd must be handed.
 
-        dy [T, N], x [T, K]; ``weight`` [N, K] and ``main_grad`` [N, K] come from ``resolve``.
+        dy [T, N], x [T, K]; ``weight`` [N, K] and ``main_grad`` [N, K] come from ``resolve``. ``backward`` is the graph
+        task, in reentrant recompute the one around it.
         """
         record = record_of(weight)
         outcome = wgrad_outcome(
             True, self._queue is not None, self._fused, hasattr(weight, "grad_added_to_main_grad"), record is not None
         )
         if self._queue is not None:
-            self._queue.put(DelayedWgrad(self._write, dy, x, record, self._owner))
+            self._queue.put(DelayedWgrad(self._write, dy, x, record, self._owner, backward))
         elif main_grad is not None:
-            self._write_into(weight, main_grad, dy, x, record)
+            self._write_into(weight, main_grad, dy, x, record, backward)
         if record is not None:
             record.consumer_wrote = True
         if outcome.sets_flag:
@@ -317,11 +318,11 @@ class WgradTarget:
             return placeholder(weight)
         return None
 
-    def _write(self, dy: Tensor, x: Tensor, last: bool) -> None:
+    def _write(self, dy: Tensor, x: Tensor, backward: int, last: bool) -> None:
         """A delayed weight gradient's turn has come."""
         weight = self._alive_weight()
         if self._fused:
-            self._write_into(weight, self._accumulator(weight), dy, x, record_of(weight))
+            self._write_into(weight, self._accumulator(weight), dy, x, record_of(weight), backward)
             return
         # What autograd would have done: add, never assign, and hand the sum of a microbatch to the provider at once.
         product = (dy.t() @ x).to(weight.dtype)
@@ -330,12 +331,14 @@ class WgradTarget:
         if record is not None and last:
             absorb_grad(weight, record)
 
-    def _write_into(self, weight: Tensor, main_grad: Tensor, dy: Tensor, x: Tensor, record: GradRecord | None) -> None:
+    def _write_into(
+        self, weight: Tensor, main_grad: Tensor, dy: Tensor, x: Tensor, record: GradRecord | None, backward: int
+    ) -> None:
         if record is not None:
             overwrite = record.open_for_write()
             record.num_fused_writes += 1
         else:
-            overwrite = getattr(weight, "overwrite_main_grad", False) and _first_write_of_this_backward(weight)
+            overwrite = getattr(weight, "overwrite_main_grad", False) and _first_write_of(backward, weight)
         wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
 
     def _alive_weight(self) -> Tensor:
@@ -369,11 +372,10 @@ class WgradTarget:
         )
 
 
-def _first_write_of_this_backward(weight: Tensor) -> bool:
+def _first_write_of(backward: int, weight: Tensor) -> bool:
     """A foreign provider's ``overwrite_main_grad`` speaks of the first write only: a tied weight's second use adds."""
-    task = torch._C._current_graph_task_id()
-    first = getattr(weight, _OVERWRITTEN_IN, None) != task
-    setattr(weight, _OVERWRITTEN_IN, task)
+    first = getattr(weight, _OVERWRITTEN_IN, None) != backward
+    setattr(weight, _OVERWRITTEN_IN, backward)
     return first
 
 

@@ -116,6 +116,8 @@ class _FusedLinear(torch.autograd.Function):
         needs_dw = True in ctx.needs_input_grad[3:-1]
         ctx.save_for_backward(input if needs_dw else None, *weights)
         ctx.use = use
+        # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
+        ctx.outer_backward = torch._C._current_graph_task_id()
         ctx.input_dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         if use.only_save:
@@ -158,8 +160,37 @@ class _FusedLinear(torch.autograd.Function):
             kept = x_rows.detach() if use.queue is not None and place is not None else x_rows
             left, right = (kept, part) if use.transposed else (part, kept)
             if place is not None:
-                dws[i] = use.targets[i].deliver(*place, left, right)
+                outer = ctx.outer_backward
+                backward = torch._C._current_graph_task_id() if outer == -1 else outer
+                dws[i] = use.targets[i].deliver(*place, left, right, backward)
             else:
                 dws[i] = _cast(left.t() @ right, weight.dtype)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         return dx, None, None, *dws, db
+
+
+def _refuse_split_backward(ctx: Any, returns: bool) -> None:
+    """Raise in the second half of torch.distributed.pipelining's split: a prehook, inputs alone, then weights alone.
+
+    Its captured weight gradients are put into ``.grad`` by hand, where no provider's hook sees them. ``autograd.grad``
+    of a user looks like each half, and both may be asked of one graph; the prehook on this node is what tells.
+    """
+    if not getattr(ctx, "has_prehook", False):
+        return
+    if not returns:
+        ctx.ran_for_inputs = True
+    elif getattr(ctx, "ran_for_inputs", False) and not torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{ctx.use.owner}: this backward was split into one for inputs and one for weights, as zero-bubble schedules "
+            f"of torch.distributed.pipelining do with its own PipelineStage: the weight gradient would bypass main_grad; "
+            f"use maingrad.te_integration.pipeline.PipelineStage"
+        )
+
+
+def _register_prehook(node: Any, fn: Any) -> Any:
+    node.has_prehook = True
+    return super(type(node), node).register_prehook(fn)
+
+
+# Nodes of the graph do not say which hooks they have.
+_FusedLinear._backward_cls.register_prehook = _register_prehook  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..ddp.delayed_wgrad import DelayedWgrad
@@ -30,8 +29,8 @@ class RunRecord(NamedTuple):
 class WgradQueue:
     """Delayed weight gradients of one module, one pipeline chunk, or a whole model.
 
-    Entries of one backward form a microbatch; microbatches are numbered as their backwards come, or named by
-    ``microbatch``. For one parameter entries always run in the order in which they were queued.
+    Entries of one backward form a microbatch, reentrant recompute included; microbatches are numbered as their
+    backwards come, or named by ``microbatch``. For one parameter entries run in the order in which they were queued.
     """
 
     def __init__(self) -> None:
@@ -60,16 +59,15 @@ class WgradQueue:
         if self._named_microbatch is not None:
             self._microbatch = self._named_microbatch
         else:
-            backward = torch._C._current_graph_task_id()
-            if backward != self._backward:
+            if entry.backward != self._backward:
                 self._microbatch += 1
-            self._backward = backward
+            self._backward = entry.backward
         entry.pending.microbatch = self._microbatch
         self._entries.append(entry)
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
-        """Backwards in here belong to microbatch ``index``, however many there are (reentrant recompute nests them)."""
+        """Backwards in here belong to microbatch ``index``, however many there are."""
         before, self._named_microbatch = self._named_microbatch, index
         try:
             yield

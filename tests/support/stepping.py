@@ -106,8 +106,7 @@ def train(model: nn.Module, microbatches: int, how: str) -> Trained:
                 assert how != "queue" or len(queue), "nothing was delayed"
                 queue.drain()
                 for module in reversed(list(model.children())):
-                    while getattr(module, "need_backward_dw", bool)():
-                        module.backward_dw()
+                    getattr(module, "backward_dw", bool)()
             trained.losses.append(loss.item())
         ddp.finish_grad_sync()
         trained.grads.append({b.name: b.grad_data[slice(*ddp.owned_range(b.layout))].clone() for b in ddp.buckets})

@@ -12,8 +12,9 @@ import pytest
 import torch
 from foreign import ForeignProvider, LazyForeignProvider
 from loops import wrap
-from modules import FEATURES, WEIGHTS, error, exact, make
+from modules import FACTORIES, FEATURES, WEIGHTS, error, exact, make
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.ddp.placeholder import placeholder
@@ -202,6 +203,28 @@ def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fu
         assert error(parameter.grad if provider == "none" else parameter.main_grad, gradient) <= ROUNDING, other
 
 
+# ---- A foreign provider's overwrite bit: the first write of each backward, whenever it runs. ----
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_08_a_module_used_twice_overwrites_once_in_each_backward(kind: str, delay: bool, reentrant: bool) -> None:
+    """Every iteration gets memory that is NaN and the bit again; the second use adds, also after a nested backward."""
+    module = make(kind, delay=delay)
+    provider = LazyForeignProvider(module)
+    inputs = batches(requires_grad=True)
+    for x in inputs:
+        once = exact(module, [x], loss_of)[2]
+        first = checkpoint(module, x, use_reentrant=True) if reentrant else module(x)
+        (loss_of(first) + loss_of(module(x))).backward()
+        module.backward_dw()
+        assert not module.need_backward_dw(), "one backward, one microbatch"
+        for name in module.weight_names:
+            assert error(getattr(module, name).main_grad, 2 * once[name]) <= ROUNDING, name
+        provider.allocated.clear()
+
+
 # ---- Passes over memory of a weight's size. ----
 
 MOVES = (
@@ -260,7 +283,7 @@ def test_the_count_of_passes_sees_those_of_an_unfused_module(kind: str, name: st
 # ---- What a foreign provider is told of delays. ----
 
 
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize("kind", FACTORIES)
 def test_13_a_delayed_weight_is_known_to_every_provider(kind: str) -> None:
     """A foreign one finds the mark when it wraps and is called after each backward_dw; ours sees buckets wait."""
     module, plain = make(kind, delay=True), make(kind)
@@ -280,7 +303,7 @@ def test_13_a_delayed_weight_is_known_to_every_provider(kind: str) -> None:
     assert provider.placeholders
 
 
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize("kind", FACTORIES)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_13_no_bucket_launches_before_its_delayed_weight(kind: str, fuse: bool) -> None:
     module = make(kind, fuse=fuse, delay=True)

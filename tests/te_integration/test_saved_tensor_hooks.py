@@ -52,7 +52,10 @@ def test_ties_and_frozen_weights_too(around: str, variant: dict[str, bool], how:
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: bool, tied: bool) -> None:
-    """The uses are added in another order than in the plain run, whose rounding the steps amplify."""
+    """Its nested backward belongs to the microbatch around it: ``train`` calls ``backward_dw()`` once for each.
+
+    The uses are added in another order than in the plain run, whose rounding the steps amplify.
+    """
     plain = train(Stack(kind, fuse=fuse, tied=tied), 2, "now")
     around = "reentrant recompute"
     now = train(Stack(kind, around, fuse=fuse, tied=tied), 2, "now")
