@@ -30,7 +30,7 @@ class LinearUse:
     only_save            do all that backward needs and leave the product out, for a recompute that nobody reads
     """
 
-    __slots__ = ("fused", "only_save", "queue", "save_original_input", "targets", "transposed")
+    __slots__ = ("fused", "only_save", "owner", "queue", "save_original_input", "targets", "transposed")
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LinearUse:
         save_original_input: bool = False,
         only_save: bool = False,
     ) -> None:
-        self.fused, self.queue, self.transposed = fused, queue, transposed
+        self.owner, self.fused, self.queue, self.transposed = owner, fused, queue, transposed
         self.save_original_input, self.only_save = save_original_input, only_save
         self.targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
 
@@ -139,6 +139,8 @@ class _FusedLinear(torch.autograd.Function):
         # input, then the weights.
         nodes = ctx.next_functions
         wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
+        if use.fused and Demand.ACCUMULATE not in wanted:
+            _refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
         places = [use.targets[i].resolve() if want is Demand.ACCUMULATE else None for i, want in enumerate(wanted)]
 
         dx = None
@@ -181,9 +183,9 @@ def _refuse_split_backward(ctx: Any, returns: bool) -> None:
         ctx.ran_for_inputs = True
     elif getattr(ctx, "ran_for_inputs", False) and not torch.is_grad_enabled():
         raise RuntimeError(
-            f"{ctx.use.owner}: this backward was split into one for inputs and one for weights, as zero-bubble schedules "
-            f"of torch.distributed.pipelining do with its own PipelineStage: the weight gradient would bypass main_grad; "
-            f"use maingrad.te_integration.pipeline.PipelineStage"
+            f"{ctx.use.owner}: this backward was split into one for inputs and one for weights, as zero-bubble "
+            f"schedules of torch.distributed.pipelining do with its own PipelineStage, and the weight gradient would "
+            f"bypass main_grad; use maingrad.te_integration.pipeline.PipelineStage"
         )
 
 
@@ -192,5 +194,5 @@ def _register_prehook(node: Any, fn: Any) -> Any:
     return super(type(node), node).register_prehook(fn)
 
 
-# Nodes of the graph do not say which hooks they have.
+# A node does not say which hooks it has.
 _FusedLinear._backward_cls.register_prehook = _register_prehook  # type: ignore[attr-defined]
