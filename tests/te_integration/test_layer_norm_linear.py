@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from foreign import LazyForeignProvider
 from loops import wrap
 from modules import FEATURES, error, exact, make
 from torch import Tensor, nn
@@ -166,6 +167,21 @@ def test_a_split_weight_is_the_whole_one() -> None:
     assert [sum(record.num_fused_writes for record in ddp.records) for ddp in wrapped] == [1, 3]
     parts.reset_parameters()
     assert parts.layer_norm_weight.eq(1).all()
+
+
+@pytest.mark.parametrize("fresh", ["query", "value"])
+def test_15_each_slice_obeys_its_own_foreign_overwrite_bit(fresh: str) -> None:
+    """A lazy provider asks one slice to overwrite (its memory is NaN) and the others to add."""
+    layer = make("LayerNormLinear", parameters_split={"query_": 2, "key_": 3, "value_": 3})
+    provider = LazyForeignProvider(layer)
+    loss_of(layer(batch())).backward()
+    first = {name: main_grad.clone() for name, main_grad in provider.allocated.items()}
+    provider.start_microbatch(layer)
+    del provider.allocated[f"{fresh}_weight"]
+    loss_of(layer(batch())).backward()
+    for name in layer.weight_names:
+        factor = 1 if name.startswith(fresh) else 2
+        torch.testing.assert_close(provider.allocated[name], first[name] * factor)
 
 
 @pytest.mark.parametrize("delay", [False, True])
