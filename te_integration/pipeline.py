@@ -1,0 +1,149 @@
+"""``PipelineStage``: delayed weight gradients in the W slots of torch.distributed.pipelining's schedules.
+
+    F   forward; our modules will put their weight gradients into the stage's queue
+    B   the whole backward, which computes input gradients, biases and everything that is not delayed
+    W   the delayed weight gradients of that microbatch, in bucket order
+
+A schedule without W slots (1F1B, GPipe) computes them right after each B. torch's own split of a backward runs the
+graph twice, for inputs and again for weights, and puts what it finds into ``.grad`` by hand, so that no hook sees it:
+it is never used here, and refused elsewhere (see ``SplitBackwardWatch``).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import pipelining
+
+from ..ddp.data_parallel import DistributedDataParallel
+from ..ddp.main_grad import DelayedWgradModule
+from .wgrad_queue import WgradQueue, delayed_wgrad
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """torch's ``PipelineStage`` whose weight gradients wait in ``queue`` for the schedule's W slots.
+
+    It goes wherever torch's does: ``Schedule1F1B``, ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ...::
+
+        stage_module = DistributedDataParallel(stage_module, config, process_group=mesh.get_group("dp"))
+        stage = PipelineStage(stage_module, index, num_stages, device, group=mesh.get_group("pp"))
+        schedule = ScheduleInterleavedZeroBubble([stage], num_microbatches, loss_fn, scale_grads=False)
+
+        schedule.step(inputs, target=target, losses=losses)
+        stage_module.finish_grad_sync()
+
+    submodule            this stage's module. Our wrappers in it, or around it, learn which backward is the last: the
+                         others run as under ``no_sync``
+    stage_index          from 0
+    num_stages           of the pipeline
+    device               where the stage runs
+    average_microbatches gradients are of the mean over the microbatches: the backward of each loss starts with
+                         1 / num_microbatches instead of 1. The losses that the schedule reports are not scaled. False:
+                         of their sum
+    options              torch's other arguments: ``group``, ``input_args``, ``output_args``, ...
+
+    The schedule must be built with ``scale_grads=False``: torch divides ``.grad``, where no gradient is, at a time when
+    buckets may be under way already; ``RuntimeError`` at the end of its first step otherwise. ``ValueError`` for a
+    ``dw_builder``, and for modules that delay into queues of their own, which no W slot would empty.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        average_microbatches: bool = True,
+        **options: Any,
+    ) -> None:
+        if "dw_builder" in options:
+            raise ValueError("dw_builder is what this stage brings: use torch's PipelineStage for one of your own")
+        for name, module in submodule.named_modules():
+            if isinstance(module, DelayedWgradModule) and module.wgrad_queue is not None:
+                raise ValueError(
+                    f"stage {stage_index}: '{name}' ({type(module).__name__}) delays its weight gradients into a queue "
+                    f"of its own, which the schedule's W slots would not empty: build it without "
+                    f"delay_wgrad_compute=True, this stage delays it"
+                )
+        super().__init__(submodule, stage_index, num_stages, device, dw_builder=self._wgrad_runner, **options)
+        self.average_microbatches = average_microbatches
+        self.queue = WgradQueue()
+        """What waits for its W slot; its ``log`` records what ran."""
+        self._wrappers = [module for module in submodule.modules() if isinstance(module, DistributedDataParallel)]
+        self._microbatch = -1  # of the running or latest backward
+        self._num_backwards = 0  # in this step
+
+    def clear_runtime_states(self) -> None:
+        """The start of a step. ``RuntimeError`` where an abandoned one left weight gradients: they would be added."""
+        if len(self.queue):
+            raise RuntimeError(
+                f"stage {self.stage_index}: {len(self.queue)} weight gradients of an earlier step are pending, of "
+                f"{', '.join(self.queue.pending_owners)}; call stage.queue.clear() to give that step up"
+            )
+        self._num_backwards = 0
+        super().clear_runtime_states()
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """F."""
+        with delayed_wgrad(self.queue):
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """B; where the schedule does not split this backward, W too."""
+        self._microbatch = bwd_chunk_id
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """The backward itself, marked as the final one of this step where it is.
+
+        Counted, since a schedule that splits backwards sets ``last_backward`` with the last W only: too late for what is
+        complete in B, and a weight's last W may come before.
+        """
+        self._num_backwards += 1
+        final = last_backward or self._num_backwards == self.chunks
+        loss = bwd_kwargs["stage_output"]
+        if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
+            bwd_kwargs = {**bwd_kwargs, "output_grads": torch.full_like(loss, 1.0 / (self.chunks or 1))}
+        with self.queue.microbatch(self._microbatch), self._no_sync(unless=final):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The end of a step."""
+        self.queue.check_empty()
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Refused, but for 1."""
+        if grad_scale_factor != 1:
+            raise RuntimeError(
+                f"stage {self.stage_index}: the schedule would divide .grad by {grad_scale_factor}, and gradients are "
+                f"in main_grad: build the schedule with scale_grads=False; average_microbatches=True of this stage "
+                f"(the default) gives the mean over microbatches"
+            )
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._no_sync():  # torch tries the module with the first microbatch, to learn shapes
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._no_sync():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    def _wgrad_runner(self) -> Callable[[], None]:
+        """torch's ``dw_builder``: called after each B, for what its W slot will call."""
+        return partial(self.queue.drain_microbatch, self._microbatch)
+
+    @contextmanager
+    def _no_sync(self, unless: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            for wrapper in () if unless else self._wrappers:
+                stack.enter_context(wrapper.no_sync())
+            yield

@@ -1,0 +1,189 @@
+"""Our queue under torch.distributed.pipelining: each weight gradient once, in its W slot, and the plain run's numbers."""
+
+import pytest
+import torch
+from foreign import ForeignProvider
+from gloo import run_ranks
+from pipelined import FUSED, STEPS, WIDTH, Outcome, batch, loss_fn, pipelined, unpipelined
+from torch import nn
+from torch.distributed import pipelining
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.launch import simulate
+from maingrad.launch.simulate import SimulatedRankError
+from maingrad.te_integration import Linear, delayed_wgrad
+from maingrad.te_integration.pipeline import PipelineStage
+
+KINDS = ["1F1B", "ZeroBubble", "InterleavedZeroBubble", "ZBV"]
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 200}
+
+
+def check_slots(outcomes: list[Outcome], microbatches: int, num_replicas: int, splits: bool) -> None:
+    """Each fused layer's GEMM ran once per microbatch, in its W slot, and the schedule's slots were kept."""
+    for step in range(STEPS):
+        ran = [
+            (owner, microbatch)
+            for outcome in outcomes
+            for slots in outcome.slots[step].values()
+            for _, microbatch, owners in slots
+            for owner in owners
+        ]
+        expected = [(owner, microbatch) for owner in FUSED for microbatch in range(microbatches)]
+        assert sorted(ran) == sorted(num_replicas * expected)
+    seen_split = False
+    for outcome in outcomes:
+        for slots_of_step in outcome.slots:
+            for stage, slots in slots_of_step.items():
+                layers = {owner for _, _, owners in slots for owner in owners}
+                for slot, _, owners in slots:
+                    assert set(owners) == (set() if slot == "I" else layers)
+                    seen_split |= slot == "I"
+                if outcome.planned:
+                    assert [(slot, microbatch) for slot, microbatch, _ in slots] == outcome.planned[stage]
+    assert seen_split == splits
+
+
+def check_numbers(outcomes: list[Outcome], plain: list[Outcome]) -> None:
+    """Bitwise: microbatches are added in the same order, so are replicas."""
+    pipes = len(outcomes) // len(plain)
+    for step in range(STEPS):
+        for replica, expected in enumerate(plain):
+            mine = outcomes[replica * pipes : (replica + 1) * pipes]
+            (losses,) = [outcome.losses[step] for outcome in mine if outcome.losses[step]]
+            assert losses == expected.losses[step]
+            assert all(outcome.launched[step] for outcome in mine) == expected.launched[step]
+            grads = {name: grad for outcome in mine for name, grad in outcome.grads[step].items()}
+            assert grads.keys() == expected.grads[step].keys()
+            for name, grad in expected.grads[step].items():
+                assert torch.equal(grads[name], grad), name
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8)])
+def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: int, fused: bool) -> None:
+    outcomes = run_ranks(pipelined, ranks, kind, 1, microbatches, fused, {})
+    check_slots(outcomes, microbatches, 1, splits=kind != "1F1B")
+    check_numbers(outcomes, [unpipelined(0, microbatches, fused)])
+
+
+@pytest.mark.parametrize("config", [{}, OVERLAP, {**OVERLAP, "find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, config: dict[str, object]) -> None:
+    outcomes = run_ranks(pipelined, 4, kind, 2, 4, True, config)
+    check_slots(outcomes, 4, 2, splits=kind != "1F1B")
+    check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **config))
+
+
+# ---- Fault 19: torch's own split. ----
+
+
+def split_by_torch(kind: str) -> str:
+    """Two stages on one rank under a zero-bubble schedule and torch's own stage; returns the refusal."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(WIDTH, WIDTH) if kind == "plain" else Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True, name=name)
+        for name in ("first layer", "second layer")
+    ]
+    providers = [ForeignProvider(layer) if kind == "foreign" else DistributedDataParallel(layer) for layer in layers]
+    modules = layers if kind == "foreign" else providers
+    stages = [pipelining.PipelineStage(module, i, 2, torch.device("cpu")) for i, module in enumerate(modules)]
+    schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 2, loss_fn, scale_grads=False)
+    x, target = batch(0, 0, 2)
+    try:
+        schedule.step(x, target=target, losses=[])
+        for provider in () if kind == "foreign" else providers:
+            provider.finish_grad_sync()
+    except RuntimeError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    "kind, named",
+    [
+        ("ours", "second layer: this backward was split"),
+        ("foreign", "second layer: this backward was split"),
+        ("plain", "a gradient of parameter 'bias' was put into .grad by hand"),
+    ],
+)
+def test_19_a_backward_split_by_torch_is_refused(kind: str, named: str) -> None:
+    (message,) = simulate(split_by_torch, 1, kind)
+    assert message.startswith(named) or f": {named}" in message
+    assert "use maingrad.te_integration.pipeline.PipelineStage" in message
+
+
+def test_19_gradients_that_are_asked_for_one_after_the_other_are_not_a_split() -> None:
+    layer = Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True)
+    ddp = DistributedDataParallel(layer)
+    x, _ = batch(0, 0, 1)
+    x.requires_grad_()
+    y = ddp(x)
+    (dx,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (dw,) = torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
+    assert torch.equal(dx, torch.ones_like(y) @ layer.weight)
+    assert torch.equal(dw, torch.ones_like(y).t() @ x)
+    seen = []
+    y.grad_fn.register_prehook(seen.append)
+    assert torch.equal(torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)[0], dw)
+    y.sum().backward()
+    ddp.finish_grad_sync()
+    assert torch.equal(layer.weight.main_grad, dw)
+    assert len(seen) == 2
+
+
+def test_19_a_gradient_that_bypassed_the_hooks_is_cleared_with_the_iteration() -> None:
+    ddp = DistributedDataParallel(Linear(WIDTH, WIDTH, bias=False, fuse_wgrad_accumulation=True, name="layer"))
+    weight = ddp.module.weight
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\)|parameter 'weight' was put into .grad by hand"):
+        ddp.finish_grad_sync()
+    ddp.zero_grad_buffer()
+    assert weight.grad is None
+    x, _ = batch(0, 0, 1)
+    ddp(x).sum().backward()
+    ddp.finish_grad_sync()
+    assert torch.equal(weight.main_grad, torch.ones(WIDTH, len(x)) @ x)
+
+
+# ---- What is refused. ----
+
+
+def two_stages_on_one_rank(**options: object) -> None:
+    layers = [Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True, name=f"layer {i}") for i in range(2)]
+    wrappers = [DistributedDataParallel(layer) for layer in layers]
+    stages = [PipelineStage(ddp, i, 2, torch.device("cpu")) for i, ddp in enumerate(wrappers)]
+    schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 2, loss_fn, **options)
+    x, target = batch(0, 0, 2)
+    schedule.step(x, target=target, losses=[])
+
+
+def test_scaling_by_the_schedule_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"stage \d: the schedule would divide .grad by 2.* scale_grads=False"):
+        simulate(two_stages_on_one_rank, 1)
+
+
+def leave_a_weight_gradient() -> None:
+    layer = Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True, name="layer")
+    stage = PipelineStage(DistributedDataParallel(layer), 0, 1, torch.device("cpu"))
+    with delayed_wgrad(stage.queue):
+        y = layer(batch(0, 0, 1)[0])
+    y.sum().backward()
+    stage.clear_runtime_states()
+
+
+def test_what_an_abandoned_step_left_is_refused_by_the_next() -> None:
+    with pytest.raises(RuntimeError, match=r"stage 0: 1 weight gradients of an earlier step are pending, of layer; call stage.queue.clear\(\)"):
+        simulate(leave_a_weight_gradient, 1)
+
+
+def stage_of(module: nn.Module, **options: object) -> None:
+    PipelineStage(module, 0, 1, torch.device("cpu"), **options)
+
+
+def test_queues_and_runners_of_others_are_refused() -> None:
+    module = nn.Sequential(nn.Identity(), Linear(WIDTH, WIDTH, delay_wgrad_compute=True))
+    with pytest.raises(SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"):
+        simulate(stage_of, 1, module)
+    with pytest.raises(SimulatedRankError, match="ValueError: dw_builder is what this stage brings"):
+        simulate(stage_of, 1, nn.Identity(), dw_builder=lambda: None)
