@@ -134,10 +134,12 @@ class DistributedDataParallel(nn.Module):
     def start_grad_sync(self) -> None:
         """Launch every bucket that was not launched yet, in the plan's order; returns at once.
 
-        Raises ``RuntimeError`` while delayed weight gradients are pending: they would come after the reduction.
+        Raises ``RuntimeError`` while delayed weight gradients are pending: they would come after the reduction; and
+        where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
         self._check_nothing_pending("start_grad_sync()")
-        self._launched = True
+        self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
+        self._check_nothing_bypassed("start_grad_sync()")
         self._launcher.launch_rest()
 
     def finish_grad_sync(self) -> None:
@@ -173,6 +175,8 @@ class DistributedDataParallel(nn.Module):
         for wired in self._wired:
             forget_failed_backward(wired.owned.param)
             clear_exposed_grad(wired.owned.param, wired.record)
+            if wired.owned.param.grad is not None:  # put there by hand: see _check_nothing_bypassed
+                wired.owned.param.grad = None
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
@@ -300,6 +304,17 @@ class DistributedDataParallel(nn.Module):
                 f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
                 f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first"
             )
+
+    def _check_nothing_bypassed(self, caller: str) -> None:
+        """A hook empties ``.grad`` whenever autograd has filled it."""
+        for wired in self._wired:
+            if wired.owned.param.grad is not None and not wired.record.exposed:
+                raise RuntimeError(
+                    f"{caller}: a gradient of parameter '{wired.record.name}' was put into .grad by hand, where no hook "
+                    f"sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has a "
+                    f"dw_builder: use maingrad.te_integration.pipeline.PipelineStage; where it was you, add it to "
+                    f"main_grad before the last backward"
+                )
 
 
 def _unwire(handles: list[RemovableHandle], params: list[tuple[torch.utils.weak.TensorWeakRef, GradRecord]]) -> None:
