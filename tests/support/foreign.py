@@ -113,3 +113,54 @@ class ForeignLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return _ForeignLinearFunction.apply(input, self.weight)
+
+
+class _ForeignDelayedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, module: "ForeignDelayedLinear") -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.module = module
+        return torch.nn.functional.linear(input, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        input, weight = ctx.saved_tensors
+        module = ctx.module
+        dy, x = grads[0].flatten(0, -2), input.flatten(0, -2)
+        module.waiting.append((dy, x))
+        if not module.fused:
+            return grads[0] @ weight, None, None
+        module.weight.grad_added_to_main_grad = True
+        return grads[0] @ weight, torch.full_like(weight, float("nan")), None
+
+
+class ForeignDelayedLinear(nn.Linear):
+    """Delays as Transformer Engine does: marks its weight, and calls the provider back after ``backward_dw``."""
+
+    def __init__(self, in_features: int, out_features: int, *, fused: bool) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.fused = fused
+        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.hooks: list[Any] = []
+        self.weight.skip_backward_post_hook = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _ForeignDelayedFunction.apply(input, self.weight, self)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+    def need_backward_dw(self) -> bool:
+        return bool(self.waiting)
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        if not self.waiting:
+            return
+        dy, x = self.waiting.pop(0)
+        if self.fused:
+            self.weight.main_grad.add_(dy.t() @ x)
+        else:
+            self.weight.grad = dy.t() @ x
+        for hook in self.hooks:
+            hook()

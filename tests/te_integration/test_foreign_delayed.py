@@ -1,0 +1,69 @@
+"""Modules that are not ours, and delay weight gradients as Transformer Engine's do, under our DDP."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from foreign import ForeignDelayedLinear
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.te_integration import Linear
+
+
+def build(fused: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        ForeignDelayedLinear(6, 8, fused=fused),
+        nn.LayerNorm(8),
+        ForeignDelayedLinear(8, 8, fused=fused),
+        Linear(8, 4, fuse_wgrad_accumulation=True),
+    )
+
+
+def batch(index: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(index))
+
+
+def plain_gradients(model: nn.Sequential, batches: int) -> dict[str, torch.Tensor]:
+    twin = nn.Sequential(nn.Linear(6, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
+    twin.load_state_dict(model.state_dict())
+    for index in range(batches):
+        twin(batch(index)).square().sum().backward()
+    return {name: p.grad for name, p in twin.named_parameters()}
+
+
+def backward_dw(model: nn.Module) -> None:
+    for module in reversed(list(model.modules())):
+        if isinstance(module, ForeignDelayedLinear):
+            module.backward_dw()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_their_delayed_gradients_count_and_hold_their_bucket(fused: bool, microbatches: int, lag: int) -> None:
+    if lag >= microbatches:
+        lag = microbatches - 1
+    model = build(fused)
+    expected = plain_gradients(model, microbatches)
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    of = {record.name: bucket for bucket in ddp.buckets for record in bucket.records}
+    assert [b.layout.delayed for b in ddp.buckets] == [False] * 4 + [True] * 2, "found without being told"
+    for iteration in range(2):
+        for index in range(microbatches):
+            with nullcontext() if index == microbatches - 1 else ddp.no_sync():
+                ddp(batch(index)).square().sum().backward()
+            if index >= lag:
+                backward_dw(model)
+        for _ in range(lag):
+            assert of["2.weight"].phase.value == of["0.weight"].phase.value == "accumulating", iteration
+            with pytest.raises(RuntimeError, match=r"'2.weight' waits for \d of ForeignDelayedLinear"):
+                ddp.finish_grad_sync()
+            backward_dw(model)
+        assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}, "launched without finish_grad_sync"
+        ddp.finish_grad_sync()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.main_grad, expected[name])
+            assert parameter.grad is None
+        ddp.zero_grad_buffer()
