@@ -26,6 +26,7 @@ class DelayedWgrad:
         "_operands",
         "_producer",
         "_record",
+        "_versions",
         "_write",
         "backward",
         "bucket_index",
@@ -44,6 +45,7 @@ class DelayedWgrad:
     ) -> None:
         self._write = write
         self._operands: tuple[Tensor, Tensor] | None = (dy, x)
+        self._versions = (dy._version, x._version)
         self._record = record
         self._producer = torch.cuda.current_stream(dy.device) if dy.is_cuda else None
         self._done: torch.cuda.Event | None = None
@@ -64,6 +66,12 @@ class DelayedWgrad:
         if self._operands is None:
             raise RuntimeError(f"{self.pending.owner}: this delayed weight gradient was computed or dropped already")
         dy, x = self._operands
+        if (dy._version, x._version) != self._versions:
+            raise RuntimeError(
+                f"{self.pending.owner}: the input or the output gradient of a delayed weight gradient was changed in "
+                f"place before it was computed (an input buffer that was filled again?); call backward_dw() or drain() "
+                f"first, or clear() the queue to give it up"
+            )
         last = self._record is None or not any(
             other is not self.pending and other.microbatch == self.pending.microbatch for other in self._record.pending
         )

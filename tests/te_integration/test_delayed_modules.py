@@ -3,7 +3,9 @@
 import itertools
 
 import pytest
-from modules import FACTORIES
+import torch
+from loops import wrap
+from modules import FACTORIES, FEATURES, make
 from stepping import Stack, assert_bitwise, train
 
 from maingrad.launch import simulate
@@ -31,3 +33,38 @@ def test_delayed_is_bitwise_undelayed(kind: str, microbatches: int, fuse: bool, 
     for how in ("module",) if all_frozen else ("module", "queue"):
         for one, other in zip(plain, run(how), strict=True):
             assert_bitwise(one, other, same_buckets=how == "queue")
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+@pytest.mark.parametrize("shape", [(3, FEATURES), (2, 3, FEATURES)], ids=str)
+def test_what_waits_is_not_read_after_it_was_overwritten(kind: str, shape: tuple[int, ...]) -> None:
+    """A static input buffer filled again between backward and backward_dw would give the wrong gradient silently."""
+    module = make(kind, delay=True)
+    module.normalize = lambda x: x  # so that the MLP's first product reads the buffer, too
+    ddp = wrap(module)
+    buffer = torch.randn(shape)
+    ddp(buffer).square().sum().backward()
+    buffer.copy_(torch.randn(shape))
+    with pytest.raises(RuntimeError, match=kind + r"\(.*was changed in place before it was computed"):
+        module.backward_dw()
+    assert module.need_backward_dw()
+    module.wgrad_queue.clear()
+    ddp.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("shape", [(3, FEATURES), (2, 3, FEATURES)], ids=str)
+def test_a_gradient_that_autograd_hands_on_is_not_shared_with_what_waits(kind: str, shape: tuple[int, ...]) -> None:
+    """A leaf that is added to the output gets the same gradient, and accumulates the next microbatch's into it."""
+    delayed, plain = make(kind, fuse=False, delay=True), make(kind, fuse=False)
+    for module in (delayed, plain):
+        leaf = torch.zeros(shape, requires_grad=True)
+        for seed in range(3):
+            generator = torch.Generator().manual_seed(seed)
+            x, factor = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+            for output in (module(x) + leaf, leaf + module(x)):
+                (output * factor).sum().backward()
+        while module.need_backward_dw():
+            module.backward_dw()
+    for name in delayed.weight_names:
+        torch.testing.assert_close(getattr(delayed, name).grad, getattr(plain, name).grad)

@@ -32,7 +32,7 @@ class Device:
         )
 
     def entry(self) -> DelayedWgrad:
-        operand = SimpleNamespace(is_cuda=True, device="cuda:0")
+        operand = SimpleNamespace(is_cuda=True, device="cuda:0", _version=0)
 
         def write(dy: Any, x: Any, backward: int, last: bool) -> None:
             assert dy is operand and x is operand
