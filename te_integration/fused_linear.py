@@ -79,7 +79,9 @@ def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, 
         dtype = torch.get_autocast_dtype(device_type)
     if not use.save_original_input:
         input = _cast(input, dtype)  # outside the function: second derivatives need a saved input that has a graph
-    output: Tensor = _FusedLinear.apply(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
+    # Function.apply in Python serves torch.func's transforms; without one, its C++ base does all there is to do.
+    apply = _FusedLinear.apply if torch._C._are_functorch_transforms_active() else _apply_directly
+    output: Tensor = apply(input, use, dtype, *weights, bias)
     return output
 
 
@@ -134,7 +136,6 @@ class _FusedLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         use: LinearUse = ctx.use
         needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
-        dws: list[Tensor | None] = [None] * len(weights)
         # Who asks, and where each gradient goes, before any product. next_functions has the tensor inputs only: the
         # input, then the weights.
         nodes = ctx.next_functions
@@ -148,27 +149,40 @@ class _FusedLinear(torch.autograd.Function):
             weight = _cast(weights[0] if len(weights) == 1 else torch.cat(weights), dy.dtype)
             dx = _cast(dy @ (weight.t() if use.transposed else weight), ctx.input_dtype)
         dy_rows = _rows(dy)
-        x_rows = None if x is None else _cast(_rows(x), dy.dtype)
-        first = 0
-        for i, weight in enumerate(weights):
-            part = dy_rows
-            if len(weights) > 1:
-                part = dy_rows[:, first : first + weight.shape[0]]
-                first += weight.shape[0]
-            if x_rows is None or wanted[i] is Demand.NOTHING:
-                continue
-            place = places[i]
-            # A queue must not hold the graph that made x, and through it the weights.
-            kept = x_rows.detach() if use.queue is not None and place is not None else x_rows
-            left, right = (kept, part) if use.transposed else (part, kept)
-            if place is not None:
-                outer = ctx.outer_backward
-                backward = torch._C._current_graph_task_id() if outer == -1 else outer
-                dws[i] = use.targets[i].deliver(*place, left, right, backward)
-            else:
-                dws[i] = _cast(left.t() @ right, weight.dtype)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        return dx, None, None, *dws, db
+        if x is None:
+            return (dx, None, None, *[None] * len(weights), db)
+        x_rows = _cast(_rows(x), dy.dtype)
+        if len(weights) == 1:
+            return dx, None, None, _weight_grad(ctx, 0, weights[0], wanted[0], places[0], dy_rows, x_rows), db
+        parts = dy_rows.split([weight.shape[0] for weight in weights], dim=1)
+        dws = [_weight_grad(ctx, i, weight, wanted[i], places[i], parts[i], x_rows) for i, weight in enumerate(weights)]
+        return (dx, None, None, *dws, db)
+
+
+_apply_directly = super(torch.autograd.Function, _FusedLinear).apply
+
+
+def _weight_grad(
+    ctx: Any,
+    index: int,
+    weight: Tensor,
+    want: Demand,
+    place: tuple[Tensor, Tensor | None] | None,
+    dy: Tensor,
+    x: Tensor,
+) -> Tensor | None:
+    """What backward returns for one weight: dy [T, N_i], x [T, K]."""
+    use: LinearUse = ctx.use
+    if place is None:
+        if want is Demand.NOTHING:
+            return None
+        return _cast(x.t() @ dy if use.transposed else dy.t() @ x, weight.dtype)
+    if use.queue is not None:
+        x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
+    backward = ctx.outer_backward if ctx.outer_backward != -1 else torch._C._current_graph_task_id()
+    left, right = (x, dy) if use.transposed else (dy, x)
+    return use.targets[index].deliver(*place, left, right, backward)
 
 
 def _refuse_split_backward(ctx: Any, returns: bool) -> None:
