@@ -104,8 +104,8 @@ class PipelineStage(pipelining.PipelineStage):
     ) -> Any:
         """The backward itself, marked as the final one of this step where it is.
 
-        Counted, since a schedule that splits backwards sets ``last_backward`` with the last W only: too late for what is
-        complete in B, and a weight's last W may come before.
+        Counted, since a schedule that splits backwards sets ``last_backward`` with its last W only: too late for what
+        is complete in B.
         """
         self._num_backwards += 1
         final = last_backward or self._num_backwards == self.chunks

@@ -23,7 +23,7 @@ FUSED = {f"{block}.{layer}" for block in range(BLOCKS) for layer in ("in", "out"
 class Block(nn.Module):
     """Fused layers, a plain one and a norm: gradients that are delayed, and others that are not.
 
-    The gate is used in some microbatches only, and one parameter never.
+    The gate is used in some microbatches only, and one parameter never. Their buckets are the first to launch.
     """
 
     def __init__(self, index: int, fused: bool) -> None:
@@ -32,12 +32,11 @@ class Block(nn.Module):
         self.up = Linear(WIDTH, 2 * WIDTH, fuse_wgrad_accumulation=fused, name=f"{index}.in")
         self.down = Linear(2 * WIDTH, WIDTH, fuse_wgrad_accumulation=fused, name=f"{index}.out")
         self.plain = nn.Linear(WIDTH, WIDTH)
-        self.gate = nn.Parameter(torch.ones(WIDTH))
-        self.unused = nn.Parameter(torch.ones(WIDTH))
+        self.seldom = nn.ParameterDict({"gate": torch.ones(WIDTH), "unused": torch.ones(WIDTH)})
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.plain(torch.tanh(self.down(torch.relu(self.up(self.norm(x))))))
-        return x + (y * self.gate if y[0, 0] > 0 else y)
+        return x + (y * self.seldom["gate"] if x[0, 0] > 0 else y)
 
 
 def make_blocks(fused: bool = True) -> nn.ModuleDict:
@@ -184,9 +183,7 @@ def pipelined(kind: str, num_replicas: int, microbatches: int, fused: bool, conf
         losses: list[Tensor] = []
         has_first = any(stage.is_first for stage in stages)
         has_last = any(stage.is_last for stage in stages)
-        schedule.step(
-            *((x,) if has_first else ()), **({"target": target, "losses": losses} if has_last else {})
-        )
+        schedule.step(*((x,) if has_first else ()), **({"target": target, "losses": losses} if has_last else {}))
         outcome.losses.append([loss.item() for loss in losses])
         outcome.launched.append(all(all_launched(stage.submod) for stage in stages))
         for stage in stages:

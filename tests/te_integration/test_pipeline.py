@@ -1,4 +1,4 @@
-"""Our queue under torch.distributed.pipelining: each weight gradient once, in its W slot, and the plain run's numbers."""
+"""Our queue under torch's pipeline schedules: each weight gradient once, in its W slot, and the plain run's numbers."""
 
 import pytest
 import torch
@@ -67,7 +67,9 @@ def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: 
     check_numbers(outcomes, [unpipelined(0, microbatches, fused)])
 
 
-@pytest.mark.parametrize("config", [{}, OVERLAP, {**OVERLAP, "find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, OVERLAP, {**OVERLAP, "bucket_size": 1, "find_unused_parameters": True}], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, config: dict[str, object]) -> None:
     outcomes = run_ranks(pipelined, 4, kind, 2, 4, True, config)
@@ -173,7 +175,10 @@ def leave_a_weight_gradient() -> None:
 
 
 def test_what_an_abandoned_step_left_is_refused_by_the_next() -> None:
-    with pytest.raises(RuntimeError, match=r"stage 0: 1 weight gradients of an earlier step are pending, of layer; call stage.queue.clear\(\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"stage 0: 1 weight gradients of an earlier step are pending, of layer; call stage.queue.clear\(\)",
+    ):
         simulate(leave_a_weight_gradient, 1)
 
 
@@ -183,7 +188,9 @@ def stage_of(module: nn.Module, **options: object) -> None:
 
 def test_queues_and_runners_of_others_are_refused() -> None:
     module = nn.Sequential(nn.Identity(), Linear(WIDTH, WIDTH, delay_wgrad_compute=True))
-    with pytest.raises(SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"):
+    with pytest.raises(
+        SimulatedRankError, match=r"ValueError: stage 0: '1' \(Linear\) delays .* without delay_wgrad_compute=True"
+    ):
         simulate(stage_of, 1, module)
     with pytest.raises(SimulatedRankError, match="ValueError: dw_builder is what this stage brings"):
         simulate(stage_of, 1, nn.Identity(), dw_builder=lambda: None)
