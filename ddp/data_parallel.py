@@ -310,10 +310,10 @@ class DistributedDataParallel(nn.Module):
         for wired in self._wired:
             if wired.owned.param.grad is not None and not wired.record.exposed:
                 raise RuntimeError(
-                    f"{caller}: a gradient of parameter '{wired.record.name}' was put into .grad by hand, where no hook "
-                    f"sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has a "
-                    f"dw_builder: use maingrad.te_integration.pipeline.PipelineStage; where it was you, add it to "
-                    f"main_grad before the last backward"
+                    f"{caller}: a gradient of parameter '{wired.record.name}' was put into .grad by hand, where no "
+                    f"hook sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has "
+                    f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you, add it to "
+                    f"main_grad, before the last backward"
                 )
 
 
