@@ -81,7 +81,7 @@ def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, 
         input = _cast(input, dtype)  # outside the function: second derivatives need a saved input that has a graph
     # Function.apply in Python serves torch.func's transforms; without one, its C++ base does all there is to do.
     apply = _FusedLinear.apply if torch._C._are_functorch_transforms_active() else _apply_directly
-    output: Tensor = apply(input, use, dtype, *weights, bias)
+    output: Tensor = apply(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
 
