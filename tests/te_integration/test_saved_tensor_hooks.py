@@ -48,6 +48,16 @@ def test_ties_and_frozen_weights_too(around: str, variant: dict[str, bool], how:
         assert_bitwise(plain, train(Stack(kind, around, delay=how == "module", **variant), 2, how), same_buckets=False)
 
 
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("how", ["now", "module"])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_an_mlp_that_recomputes_itself_inside_all_of_them(around: str, how: str, fuse: bool) -> None:
+    twice = "reentrant" not in around
+    plain = train(Stack("LayerNormMLP", fuse=fuse, twice=twice), 2, "now")
+    model = Stack("LayerNormMLP", around, fuse=fuse, twice=twice, delay=how == "module", checkpoint=True)
+    assert_bitwise(plain, train(model, 2, how), same_buckets=how == "now")
+
+
 @pytest.mark.parametrize("kind", FACTORIES)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
