@@ -92,7 +92,7 @@ class PipelineStage(pipelining.PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """F."""
         with delayed_wgrad(self.queue):
-            return super().forward_maybe_with_nosync(*args, **kwargs)
+            return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """B; where the schedule does not split this backward, W too."""

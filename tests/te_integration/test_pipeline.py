@@ -108,6 +108,7 @@ def split_by_torch(kind: str) -> str:
         ("foreign", "second layer: this backward was split"),
         ("plain", "a gradient of parameter 'bias' was put into .grad by hand"),
     ],
+    ids=["ours", "foreign", "plain"],
 )
 def test_19_a_backward_split_by_torch_is_refused(kind: str, named: str) -> None:
     (message,) = simulate(split_by_torch, 1, kind)
