@@ -8,10 +8,7 @@ autograd fp32 plain PyTorch over fp32 parameters under bf16 autocast, gradients 
 All rows train the same GPT on the same tokens; the first two with ``DistributedOptimizer`` on fp32 masters.
 """
 
-import csv
-import dataclasses
 import gc
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from .bench_table import Column, machine, write_table
 from .config import ModelConfig
 from .model import build_model
 
@@ -128,34 +126,28 @@ def bench_accumulation(
 
 def write_accumulation_report(rows: list[AccumulationRow], bench: AccumulationBench, folder: Path) -> str:
     """Write ``accumulation.csv`` and ``accumulation.md`` into ``folder``; returns the table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "accumulation.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(AccumulationRow)])
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-    lines = [
-        "# Accumulating gradients: fused, by a hook, by autograd",
-        "",
-        f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. "
-        f"GPT of {rows[0].num_params / 1e9:.2f} B parameters: hidden {bench.dim}, {bench.num_layers} layers, "
+    setting = (
+        f"{machine()}. GPT of {rows[0].num_params / 1e9:.2f} B parameters: hidden {bench.dim}, {bench.num_layers} layers, "
         f"{bench.num_microbatches} microbatches of {bench.num_tokens} tokens, AdamW included, no communication. "
         f"Median of {bench.num_rounds} rounds of {bench.num_steps} consecutive steps between two events. "
-        f"Made by `maingrad bench accumulation`.",
-        "",
-        "| | ms per step | over fused | spread of rounds, ms | peak GiB |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {row.variant} | {row.step_ms:.1f} | {row.over_fused:.3f} | {row.spread_ms:.1f} | {row.peak_gib:.1f} |"
-            for row in rows
-        ),
-        "",
-        *(f"- {line}" for line in (__doc__ or "").split("\n\n")[1].splitlines()),
-        "",
+        f"Made by `maingrad bench accumulation`."
+    )
+    columns: list[Column] = [
+        ("", lambda row: row.variant),
+        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
+        ("over fused", lambda row: f"{row.over_fused:.3f}"),
+        ("spread of rounds, ms", lambda row: f"{row.spread_ms:.1f}"),
+        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
     ]
-    table = "\n".join(lines)
-    (folder / "accumulation.md").write_text(table)
-    return table
+    return write_table(
+        folder,
+        "accumulation",
+        rows,
+        title="Accumulating gradients: fused, by a hook, by autograd",
+        setting=setting,
+        columns=columns,
+        notes="\n".join(f"- {line}" for line in (__doc__ or "").split("\n\n")[1].splitlines()),
+    )
 
 
 def _training_step(bench: AccumulationBench, variant: str, device: torch.device) -> tuple[Callable[[], Tensor], int]:

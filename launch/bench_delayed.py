@@ -10,12 +10,9 @@ read from a profiler's trace of one step: reduce-scatter kernels of all buckets 
 products that run at the same time.
 """
 
-import csv
 import dataclasses
 import gc
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from ..ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from ..te_integration.wgrad_queue import drain_modules
 from .bench_accumulation import AccumulationBench, time_steps
+from .bench_table import Column, machine, write_table
 from .model import build_model
 
 __all__ = ["DelayedRow", "Interval", "bench_delayed", "covered", "write_delayed_report"]
@@ -111,33 +109,22 @@ def covered(spans: list[Interval], cover: list[Interval]) -> float:
 
 def write_delayed_report(rows: list[DelayedRow], bench: AccumulationBench, folder: Path) -> str:
     """Write ``delayed.csv`` and ``delayed.md`` into ``folder``; returns the table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "delayed.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(DelayedRow)])
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)
-    table = "\n".join(
-        [
-            "# Delayed weight gradients and the reductions under them",
-            "",
-            f"{dist.get_world_size()} x {torch.cuda.get_device_name()}, torch {torch.__version__}, Python "
-            f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}. GPT: hidden {bench.dim}, {bench.num_layers} "
-            f"layers, {bench.num_microbatches} microbatches of {bench.num_tokens} tokens, reduce-scatter averaged by "
-            f"NCCL, sharded AdamW. Median of {bench.num_rounds} rounds of {bench.num_steps} consecutive steps between "
-            f"two events; shares from a profiler's trace of one step. Made by `maingrad bench delayed`.",
-            "",
-            "| | ms per step | over overlapped | reduce-scatter under products | under any kernel | peak GiB |",
-            "|---|---|---|---|---|---|",
-            *(
-                f"| {row.variant} | {row.step_ms:.1f} | {row.over_overlapped:.3f} | {row.share_under_products:.1%} "
-                f"| {row.share_under_kernels:.1%} | {row.peak_gib:.1f} |"
-                for row in rows
-            ),
-            "",
-        ]
+    setting = (
+        f"{dist.get_world_size()} x {machine()}. GPT: hidden {bench.dim}, {bench.num_layers} layers, "
+        f"{bench.num_microbatches} microbatches of {bench.num_tokens} tokens, reduce-scatter averaged by NCCL, sharded "
+        f"AdamW. Median of {bench.num_rounds} rounds of {bench.num_steps} consecutive steps between two events; shares "
+        f"from a profiler's trace of one step. Made by `maingrad bench delayed`."
     )
-    (folder / "delayed.md").write_text(table)
-    return table
+    columns: list[Column] = [
+        ("", lambda row: row.variant),
+        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
+        ("over overlapped", lambda row: f"{row.over_overlapped:.3f}"),
+        ("reduce-scatter under products", lambda row: f"{row.share_under_products:.1%}"),
+        ("under any kernel", lambda row: f"{row.share_under_kernels:.1%}"),
+        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
+    ]
+    title = "Delayed weight gradients and the reductions under them"
+    return write_table(folder, "delayed", rows, title=title, setting=setting, columns=columns)
 
 
 def _training_step(bench: AccumulationBench, delay_wgrad_layers: int, device: torch.device) -> Callable[[], Tensor]:

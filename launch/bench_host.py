@@ -4,9 +4,6 @@ Rows: ``nn.Linear`` alone; ``nn.Linear`` whose gradient a hook moves to ``main_g
 provider attached and its hooks included; the same with the weight gradient delayed and computed right after.
 """
 
-import csv
-import dataclasses
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 
 from ..ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ..te_integration import Linear
+from .bench_table import Column, machine, write_table
 
 __all__ = ["HostRow", "bench_host", "write_host_report"]
 
@@ -119,25 +117,13 @@ _CASES: dict[str, Callable[[int, torch.device], Call]] = {
 
 def write_host_report(rows: list[HostRow], folder: Path) -> str:
     """Write ``host.csv`` and ``host.md`` into ``folder``; returns the table."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "host.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(HostRow)])
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
-    table = "\n".join(
-        [
-            "# Host time of one layer",
-            "",
-            f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. "
-            f"Host microseconds of one forward and backward of a layer of 64 x 64 on 16 rows, provider attached and "
-            f"hooks included; medians over rounds that go over all rows in turn. Made by `maingrad bench host`.",
-            "",
-            "| | us | over nn.Linear |",
-            "|---|---|---|",
-            *(f"| {row.name} | {row.microseconds:.1f} | {row.over_plain:.2f} |" for row in rows),
-            "",
-        ]
+    setting = (
+        f"{machine()}. Host microseconds of one forward and backward of a layer of 64 x 64 on 16 rows, provider attached "
+        f"and hooks included; medians over rounds that go over all rows in turn. Made by `maingrad bench host`."
     )
-    (folder / "host.md").write_text(table)
-    return table
+    columns: list[Column] = [
+        ("", lambda row: row.name),
+        ("us", lambda row: f"{row.microseconds:.1f}"),
+        ("over nn.Linear", lambda row: f"{row.over_plain:.2f}"),
+    ]
+    return write_table(folder, "host", rows, title="Host time of one layer", setting=setting, columns=columns)

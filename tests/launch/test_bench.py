@@ -5,7 +5,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from maingrad.launch.bench_delayed import covered
 from maingrad.launch.cli import main
 
 TINY = ["--dim", "32", "--num-layers", "1", "--vocab-size", "64", "--num-tokens", "16", "--num-microbatches", "2"]
@@ -30,3 +32,25 @@ def test_an_unknown_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bench", "accumulation", "--dims", "32"])
     assert ended.value.code == 2
     assert "--dim" in capsys.readouterr().err
+
+
+def test_bench_host_has_a_row_for_each_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "host", "--out-dir", str(tmp_path)]) == 0
+    with (tmp_path / "host.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows][:2] == ["nn.Linear", "nn.Linear, hook"]
+    assert float(rows[0]["over_plain"]) == 1.0
+    assert all(float(row["microseconds"]) > 0 for row in rows)
+    assert "| Linear, fused |" in capsys.readouterr().out
+
+
+def test_bench_delayed_needs_gpus(tmp_path: Path) -> None:
+    if torch.cuda.device_count() > 1:
+        pytest.skip("there are GPUs here: measured by hand, not in tests")
+    with pytest.raises(ValueError, match="run it under torchrun with two or more"):
+        main(["bench", "delayed", "--out-dir", str(tmp_path), *TINY, *BRIEF])
+
+
+def test_covered_merges_overlapping_intervals() -> None:
+    assert covered([(0.0, 4.0), (6.0, 8.0)], [(1.0, 3.0), (2.0, 5.0), (7.5, 9.0)]) == 3.5 / 6
+    assert covered([], [(0.0, 1.0)]) == 0.0

@@ -1,0 +1,59 @@
+"""Tables of measurements: the rows as CSV, and as Markdown with what they were measured on."""
+
+import csv
+import dataclasses
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Column", "machine", "write_table"]
+
+Column = tuple[str, Callable[[Any], str]]
+"""Heading, and the cell of one row."""
+
+
+def machine() -> str:
+    """Device, versions and date, for the line under a table's title."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
+    return f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+
+
+def write_table(
+    folder: Path,
+    stem: str,
+    rows: Sequence[Any],
+    *,
+    title: str,
+    setting: str,
+    columns: Sequence[Column],
+    notes: str = "",
+) -> str:
+    """Write ``stem.csv``, every field of ``rows`` (dataclasses of one class), and ``stem.md``; returns the latter.
+
+    setting  what was measured and how, a paragraph
+    columns  of the Markdown table
+    notes    Markdown below it
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{stem}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)
+    lines = [
+        f"# {title}",
+        "",
+        setting,
+        "",
+        f"| {' | '.join(heading for heading, _ in columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(cell(row) for _, cell in columns)} |" for row in rows),
+        "",
+        *([notes, ""] if notes else []),
+    ]
+    table = "\n".join(lines)
+    (folder / f"{stem}.md").write_text(table)
+    return table
