@@ -1,5 +1,9 @@
 """Our queue under torch's pipeline schedules: each weight gradient once, in its W slot, and the plain run's numbers."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from foreign import ForeignProvider
@@ -75,6 +79,19 @@ def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, conf
     outcomes = run_ranks(pipelined, 4, kind, 2, 4, True, config)
     check_slots(outcomes, 4, 2, splits=kind != "1F1B")
     check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **config))
+
+
+def run_documentation(code: str) -> tuple[int, bool]:
+    names: dict[str, Any] = {}
+    exec(code, names)
+    grads = [record.view for stage in names["stages"] for record in stage.submod.records]
+    return len(names["losses"]), all(grad.isfinite().all() and grad.any() for grad in grads)
+
+
+def test_the_documentations_code_runs() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/schedules.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[-1]
+    assert run_ranks(run_documentation, 4, code) == [(4, True), (0, True), (4, True), (0, True)]
 
 
 # ---- Fault 19: torch's own split. ----
