@@ -86,6 +86,16 @@ def all_launched(ddp: DistributedDataParallel) -> bool:
     return all(bucket.phase in (Phase.REDUCING, Phase.REDUCED) for bucket in ddp.buckets)
 
 
+def reduced_grads(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    """Every ``main_grad``, put together from the ranks' shards where they are sharded."""
+    for bucket in ddp.buckets if ddp.config.use_distributed_optimizer else ():
+        first, last = ddp.owned_range(bucket.layout)
+        bucket.grad_data[:first] = 0
+        bucket.grad_data[last:] = 0
+        dist.all_reduce(bucket.grad_data, group=ddp.process_group)
+    return {record.name: record.view.clone() for record in ddp.records}
+
+
 def unpipelined(replica: int | None, microbatches: int, fused: bool, **config: Any) -> Outcome:
     """The model in one piece, weight gradients in backward; ``replica`` None: the rank's own."""
     replica = dist.get_rank() if replica is None else replica
@@ -104,7 +114,7 @@ def unpipelined(replica: int | None, microbatches: int, fused: bool, **config: A
                 (loss / microbatches).backward()
         launched.append(all_launched(ddp))
         ddp.finish_grad_sync()
-        grads.append({record.name: record.view.clone() for record in ddp.records})
+        grads.append(reduced_grads(ddp))
         ddp.zero_grad_buffer()
     return Outcome(losses, grads, launched, [], {})
 
@@ -188,7 +198,7 @@ def pipelined(kind: str, num_replicas: int, microbatches: int, fused: bool, conf
         outcome.launched.append(all(all_launched(stage.submod) for stage in stages))
         for stage in stages:
             stage.submod.finish_grad_sync()
-        outcome.grads.append({r.name: r.view.clone() for stage in stages for r in stage.submod.records})
+        outcome.grads.append({name: g for stage in stages for name, g in reduced_grads(stage.submod).items()})
         outcome.slots.append({index: list(slots) for index, slots in watched.items()})
         for stage in stages:
             watched[stage.stage_index].clear()

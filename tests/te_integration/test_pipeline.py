@@ -1,14 +1,28 @@
 """Our queue under torch's pipeline schedules: each weight gradient once, in its W slot, and the plain run's numbers."""
 
 import re
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from foreign import ForeignProvider
 from gloo import run_ranks
-from pipelined import FUSED, STEPS, WIDTH, Outcome, batch, loss_fn, pipelined, unpipelined
+from pipelined import (
+    FUSED,
+    STEPS,
+    WIDTH,
+    Outcome,
+    batch,
+    loss_fn,
+    make_schedule,
+    make_stages,
+    pipelined,
+    unpipelined,
+)
 from torch import nn
 from torch.distributed import pipelining
 
@@ -79,6 +93,34 @@ def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, conf
     outcomes = run_ranks(pipelined, 4, kind, 2, 4, True, config)
     check_slots(outcomes, 4, 2, splits=kind != "1F1B")
     check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **config))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_go_on_in_any_order_get_the_same(kind: str, seed: int) -> None:
+    config = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "find_unused_parameters": True}
+    outcomes = simulate(pipelined, 4, kind, 2, 4, True, config, seed=seed)
+    check_slots(outcomes, 4, 2, splits=kind != "1F1B")
+    check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **config))
+
+
+def sums_under_1f1b(stage_class: Any, **options: Any) -> dict[str, torch.Tensor]:
+    pipes, alone = dist.group.WORLD, dist.new_subgroups(1)[0]
+    (stage,) = make_stages("1F1B", pipes, alone, partial(stage_class, **options), True, overlap_grad_reduce=True)
+    schedule = make_schedule("1F1B", [stage], 4, scale_grads=False)
+    x, target = batch(0, 0, 4)
+    with stage.submod.no_sync() if stage_class is pipelining.PipelineStage else nullcontext():
+        schedule.step(x, target=target, losses=[]) if stage.is_last else schedule.step(x)
+    stage.submod.finish_grad_sync()
+    return {record.name: record.view.clone() for record in stage.submod.records}
+
+
+def test_the_sum_over_microbatches_is_what_torchs_stage_gives_under_no_sync() -> None:
+    ours = simulate(sums_under_1f1b, 2, PipelineStage, average_microbatches=False)
+    theirs = simulate(sums_under_1f1b, 2, pipelining.PipelineStage)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(mine[name], grad) for name, grad in expected.items())
 
 
 def run_documentation(code: str) -> tuple[int, bool]:
