@@ -119,7 +119,7 @@ def write_host_report(rows: list[HostRow], folder: Path) -> str:
     """Write ``host.csv`` and ``host.md`` into ``folder``; returns the table."""
     setting = (
         f"{machine()}. Host microseconds of one forward and backward of a layer of 64 x 64 on 16 rows, provider "
-        f"attached and hooks included; medians over rounds that go over all rows in turn. Made by `maingrad bench host`."
+        f"attached and hooks included; medians over rounds over all rows in turn. Made by `maingrad bench host`."
     )
     columns: list[Column] = [
         ("", lambda row: row.name),

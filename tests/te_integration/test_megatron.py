@@ -1,6 +1,6 @@
 """Our modules under Megatron-core's own DistributedDataParallel: its buffers, its hooks, its optimizer flags.
 
-Runs where ``megatron.core`` imports and a GPU is there; elsewhere the strict stand-in of ``foreign.py`` takes its place.
+Runs where ``megatron.core`` imports and a GPU is there; elsewhere the stand-in of ``foreign.py`` takes its place.
 """
 
 import socket
