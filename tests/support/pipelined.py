@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import schedules
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.ddp.bucket import Phase
@@ -47,13 +49,14 @@ def make_blocks(fused: bool = True) -> nn.ModuleDict:
 class Stage(nn.Module):
     """Some of the blocks, under the names they have in the whole model."""
 
-    def __init__(self, blocks: nn.ModuleDict, first: int, last: int) -> None:
+    def __init__(self, blocks: nn.ModuleDict, first: int, last: int, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.blocks = nn.ModuleDict({str(index): blocks[str(index)] for index in range(first, last)})
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks.values():
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return x
 
 
@@ -120,16 +123,16 @@ def unpipelined(replica: int | None, microbatches: int, fused: bool, **config: A
 
 
 def stage_indices(kind: str, rank: int, ranks: int) -> list[int]:
-    if kind in ("1F1B", "ZeroBubble"):
+    if kind in ("1F1B", "GPipe", "ZeroBubble"):
         return [rank]
-    return [rank, 2 * ranks - 1 - rank] if kind == "ZBV" else [rank, ranks + rank]
+    return [rank, 2 * ranks - 1 - rank] if kind in ("ZBV", "DualPipeV") else [rank, ranks + rank]
 
 
 def make_schedule(kind: str, stages: list[pipelining.PipelineStage], microbatches: int, **options: Any) -> Any:
-    if kind == "1F1B":
-        return pipelining.Schedule1F1B(stages[0], microbatches, loss_fn, **options)
-    cls = pipelining.ScheduleZBVZeroBubble if kind == "ZBV" else pipelining.ScheduleInterleavedZeroBubble
-    return cls(stages, microbatches, loss_fn, **options)
+    if kind in ("1F1B", "GPipe"):
+        return getattr(schedules, f"Schedule{kind}")(stages[0], microbatches, loss_fn, **options)
+    name = {"ZBV": "ZBVZeroBubble", "ZeroBubble": "InterleavedZeroBubble"}.get(kind, kind)
+    return getattr(schedules, f"Schedule{name}")(stages, microbatches, loss_fn, **options)
 
 
 def make_stages(
@@ -170,16 +173,20 @@ def watch_slots(stage: PipelineStage, slots: list[tuple[str, int, list[str]]]) -
     stage.backward_weight_one_chunk = backward_weight_one_chunk
 
 
-def pipelined(kind: str, num_replicas: int, microbatches: int, fused: bool, config: dict[str, Any]) -> Outcome:
+def pipelined(
+    kind: str, num_replicas: int, microbatches: int, fused: bool, config: dict[str, Any], recompute: bool = False
+) -> Outcome:
     """A job for gloo ranks: ``num_replicas`` pipelines next to each other."""
     ranks = dist.get_world_size() // num_replicas
     mesh = init_device_mesh("cpu", (num_replicas, ranks), mesh_dim_names=("dp", "pp"))
     pipes, replicas = mesh.get_group("pp"), mesh.get_group("dp")
     stages = make_stages(kind, pipes, replicas, PipelineStage, fused, **config)
+    for stage in stages:
+        stage.submod.module.recompute = recompute
     schedule = make_schedule(kind, stages, microbatches, scale_grads=False)
     outcome = Outcome([], [], [], [], {})
     for rank_actions in [getattr(schedule, "pipeline_order_with_comms", {}).get(dist.get_rank(pipes), [])]:
-        for action in rank_actions:
+        for action in (part for whole in rank_actions for part in whole.sub_actions or (whole,)):
             if action.computation_type.value in ("I", "W", "B"):
                 slot = action.computation_type.value, action.microbatch_index
                 outcome.planned.setdefault(action.stage_index, []).append(slot)

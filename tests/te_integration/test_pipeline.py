@@ -61,19 +61,20 @@ def check_slots(outcomes: list[Outcome], microbatches: int, num_replicas: int, s
     assert seen_split == splits
 
 
-def check_numbers(outcomes: list[Outcome], plain: list[Outcome]) -> None:
-    """Bitwise: microbatches are added in the same order, so are replicas."""
+def check_numbers(outcomes: list[Outcome], plain: list[Outcome], tolerance: float = 0.0) -> None:
+    """Bitwise where microbatches, and replicas, are added in the same order."""
     pipes = len(outcomes) // len(plain)
     for step in range(STEPS):
         for replica, expected in enumerate(plain):
             mine = outcomes[replica * pipes : (replica + 1) * pipes]
             (losses,) = [outcome.losses[step] for outcome in mine if outcome.losses[step]]
             assert losses == expected.losses[step]
-            assert all(outcome.launched[step] for outcome in mine) == expected.launched[step]
+            if tolerance == 0.0:  # and not: a parameter that the last backward does not use, but others did
+                assert all(outcome.launched[step] for outcome in mine) == expected.launched[step]
             grads = {name: grad for outcome in mine for name, grad in outcome.grads[step].items()}
             assert grads.keys() == expected.grads[step].keys()
             for name, grad in expected.grads[step].items():
-                assert torch.equal(grads[name], grad), name
+                assert (grads[name] - grad).abs().max() <= tolerance, name
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -96,12 +97,38 @@ def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, conf
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "GPipe", "LoopedBFS", "Interleaved1F1B", "DualPipeV"])
 def test_ranks_that_go_on_in_any_order_get_the_same(kind: str, seed: int) -> None:
     config = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "find_unused_parameters": True}
     outcomes = simulate(pipelined, 4, kind, 2, 4, True, config, seed=seed)
-    check_slots(outcomes, 4, 2, splits=kind != "1F1B")
-    check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **config))
+    check_slots(outcomes, 4, 2, splits=kind in (*KINDS[1:], "DualPipeV"))
+    tolerance = 1e-6 if kind == "LoopedBFS" else 0.0  # runs the last microbatch's backward first
+    check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **config), tolerance)
+
+
+def test_recomputed_blocks_keep_their_slots() -> None:
+    outcomes = simulate(pipelined, 4, "ZBV", 2, 4, True, OVERLAP, recompute=True)
+    check_slots(outcomes, 4, 2, splits=True)
+    check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **OVERLAP))
+
+
+def unwrapped(stage_class: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = [Linear(WIDTH, WIDTH) for _ in range(2)]
+    x, target = batch(0, 0, 2)
+    if stage_class is None:
+        for chunk in range(2):
+            (loss_fn(layers[1](layers[0](x.chunk(2)[chunk])), target.chunk(2)[chunk]) / 2).backward()
+    else:
+        stages = [stage_class(layer, i, 2, torch.device("cpu")) for i, layer in enumerate(layers)]
+        schedule = pipelining.ScheduleInterleavedZeroBubble(stages, 2, loss_fn, scale_grads=False)
+        schedule.step(x, target=target, losses=[])
+    return [param.grad for layer in layers for param in layer.parameters()]
+
+
+def test_without_a_provider_gradients_are_in_grad() -> None:
+    (ours,), (plain,) = simulate(unwrapped, 1, PipelineStage), simulate(unwrapped, 1, None)
+    assert all(map(torch.equal, ours, plain))
 
 
 def sums_under_1f1b(stage_class: Any, **options: Any) -> dict[str, torch.Tensor]:
