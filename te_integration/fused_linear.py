@@ -47,12 +47,11 @@ class LinearUse:
         self.save_original_input, self.only_save = save_original_input, only_save
         self.targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
 
-    def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None, only_save: bool) -> bool:
+    def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
         """Whether a forward with these may use this object again."""
         return (
             self.queue is queue
             and self.fused is fused
-            and self.only_save is only_save
             and len(self.targets) == len(weights)
             and all(map(WgradTarget.refers_to, self.targets, weights))
         )

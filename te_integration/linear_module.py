@@ -94,12 +94,13 @@ class LinearModule(DelayedWgradModule):
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:
         """The same object as in the last forward, where nothing has changed: making one costs as much as a product."""
-        uses: dict[int, LinearUse | None] = self.__dict__.setdefault("_uses", {})
-        use = uses.get(id(weights[0]))
-        if use is None or not use.serves(weights, self.fuse_wgrad_accumulation, queue, only_save):
+        uses: dict[tuple[int, bool], LinearUse | None] = self.__dict__.setdefault("_uses", {})
+        key = id(weights[0]), only_save
+        use = uses.get(key)
+        if use is None or not use.serves(weights, self.fuse_wgrad_accumulation, queue):
             if len(uses) > 8:  # weights that are new in each forward (torch.func.functional_call)
                 uses.clear()
-            use = uses[id(weights[0])] = LinearUse(
+            use = uses[key] = LinearUse(
                 weights,
                 self.describe(),
                 fused=self.fuse_wgrad_accumulation,
