@@ -131,6 +131,11 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._readiness.sync = before
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False inside ``no_sync``; PyTorch's DDP has the same attribute."""
+        return self._readiness.sync
+
     def start_grad_sync(self) -> None:
         """Launch every bucket that was not launched yet, in the plan's order; returns at once.
 
