@@ -38,7 +38,8 @@ class PipelineStage(pipelining.PipelineStage):
         stage_module.finish_grad_sync()
 
     submodule            this stage's module. Our wrappers in it, or around it, learn which backward is the last: the
-                         others run as under ``no_sync``
+                         others run as under ``no_sync``. On a rank with several stages, each one's buckets are reduced
+                         from its last W on, under what the other stages still compute
     stage_index          from 0
     num_stages           of the pipeline
     device               where the stage runs
@@ -108,7 +109,7 @@ class PipelineStage(pipelining.PipelineStage):
         is complete in B.
         """
         self._num_backwards += 1
-        final = last_backward or self._num_backwards == self.chunks
+        final = self._launches_early and (last_backward or self._num_backwards == self.chunks)
         loss = bwd_kwargs["stage_output"]
         if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
             bwd_kwargs = {**bwd_kwargs, "output_grads": torch.full_like(loss, 1.0 / (self.chunks or 1))}
@@ -116,8 +117,11 @@ class PipelineStage(pipelining.PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The end of a step."""
+        """After the stage's last W: what is not under way yet is reduced from here on."""
         self.queue.check_empty()
+        for wrapper in self._wrappers:
+            if wrapper.config.overlap_grad_reduce and wrapper.require_backward_grad_sync:
+                wrapper.start_grad_sync()
         super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
@@ -136,6 +140,17 @@ class PipelineStage(pipelining.PipelineStage):
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._no_sync():
             return super()._prepare_backward_infra(*args, **kwargs)
+
+    @property
+    def _launches_early(self) -> bool:
+        """Whether buckets may launch as they become ready, and not in ``perform_reduce_grad``, together.
+
+        Collectives of one group must be issued in one order on all replicas. A wrapper sees to that for its own
+        buckets. Of several in one process, one may be held back on one replica only, by a parameter that its last
+        microbatch does not use; then the place in the schedule decides, which is the same on all.
+        """
+        stages_here = list(self.stage_index_to_group_rank.values()).count(self.group_rank)
+        return stages_here == 1 and len(self._wrappers) == 1
 
     def _wgrad_runner(self) -> Callable[[], None]:
         """torch's ``dw_builder``: called after each B, for what its W slot will call."""

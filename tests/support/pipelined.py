@@ -79,6 +79,8 @@ class Outcome(NamedTuple):
     """Every ``main_grad`` of the rank's stages after ``finish_grad_sync``."""
     launched: list[bool]
     """Whether every bucket's reduction was under way before ``finish_grad_sync``."""
+    early: list[bool]
+    """Whether some reduction was under way before the last W was over."""
     slots: list[dict[int, list[tuple[str, int, list[str]]]]]
     """By stage: slot, its microbatch, and the layers whose weight gradients ran in it."""
     planned: dict[int, list[tuple[str, int]]]
@@ -119,7 +121,7 @@ def unpipelined(replica: int | None, microbatches: int, fused: bool, **config: A
         ddp.finish_grad_sync()
         grads.append(reduced_grads(ddp))
         ddp.zero_grad_buffer()
-    return Outcome(losses, grads, launched, [], {})
+    return Outcome(losses, grads, launched, [], [], {})
 
 
 def stage_indices(kind: str, rank: int, ranks: int) -> list[int]:
@@ -173,6 +175,17 @@ def watch_slots(stage: PipelineStage, slots: list[tuple[str, int, list[str]]]) -
     stage.backward_weight_one_chunk = backward_weight_one_chunk
 
 
+def watch_end(stage: PipelineStage, early: list[bool]) -> None:
+    """Note whether a bucket was launched before the stage's work was over."""
+    end = stage.perform_reduce_grad
+
+    def perform_reduce_grad(factor: int) -> None:
+        early.append(any(bucket.phase is Phase.REDUCING for bucket in stage.submod.buckets))
+        end(factor)
+
+    stage.perform_reduce_grad = perform_reduce_grad
+
+
 def pipelined(
     kind: str, num_replicas: int, microbatches: int, fused: bool, config: dict[str, Any], recompute: bool = False
 ) -> Outcome:
@@ -184,7 +197,7 @@ def pipelined(
     for stage in stages:
         stage.submod.module.recompute = recompute
     schedule = make_schedule(kind, stages, microbatches, scale_grads=False)
-    outcome = Outcome([], [], [], [], {})
+    outcome = Outcome([], [], [], [], [], {})
     for rank_actions in [getattr(schedule, "pipeline_order_with_comms", {}).get(dist.get_rank(pipes), [])]:
         for action in (part for whole in rank_actions for part in whole.sub_actions or (whole,)):
             if action.computation_type.value in ("I", "W", "B"):
@@ -193,8 +206,10 @@ def pipelined(
     for stage in stages:
         stage.queue.log = []
     watched = {stage.stage_index: [] for stage in stages}
+    early: list[bool] = []
     for stage in stages:
         watch_slots(stage, watched[stage.stage_index])
+        watch_end(stage, early)
     for step in range(STEPS):
         x, target = batch(step, dist.get_rank(replicas), microbatches)
         losses: list[Tensor] = []
@@ -206,6 +221,8 @@ def pipelined(
         for stage in stages:
             stage.submod.finish_grad_sync()
         outcome.grads.append({name: g for stage in stages for name, g in reduced_grads(stage.submod).items()})
+        outcome.early.append(any(early))
+        early.clear()
         outcome.slots.append({index: list(slots) for index, slots in watched.items()})
         for stage in stages:
             watched[stage.stage_index].clear()
