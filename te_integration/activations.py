@@ -4,6 +4,7 @@ A gated activation halves its input's last dim: ``[..., 2F] -> [..., F]``, ``act
 """
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -36,23 +37,21 @@ def _squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def _gate(activate: Pointwise) -> Activation:
-    def gated(x: Tensor) -> Tensor:
-        gate, linear = x.chunk(2, dim=-1)
-        return activate(gate) * linear
-
-    return Activation(gated, gated=True)
+def _gated(activate: Pointwise, x: Tensor) -> Tensor:
+    gate, linear = x.chunk(2, dim=-1)
+    return activate(gate) * linear
 
 
-def _clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> Activation:
+def _clamped_swiglu(x: Tensor, *, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     """GPT-OSS's: ``g sigmoid(alpha g) (1 + l)``, where g and l are clamped, g from above only."""
+    gate, linear = x.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + 1)
 
-    def gated(x: Tensor) -> Tensor:
-        gate, linear = x.chunk(2, dim=-1)
-        gate = gate.clamp(max=limit)
-        return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + 1)
 
-    return Activation(gated, gated=True)
+# Partial functions, and no closures: modules that hold one can be pickled.
+def _gate(activate: Pointwise) -> Activation:
+    return Activation(functools.partial(_gated, activate), gated=True)
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -67,7 +66,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "sreglu": _gate(_squared_relu),
     "silu": Activation(F.silu, gated=False),
     "swiglu": _gate(F.silu),
-    "clamped_swiglu": _clamped_swiglu(),
+    "clamped_swiglu": Activation(_clamped_swiglu, gated=True),
 }
 
 
@@ -87,4 +86,5 @@ def activation_named(name: str, params: Mapping[str, float] | None = None) -> Ac
         raise ValueError(
             f"activation_params {dict(params)} do not fit '{name}': only clamped_swiglu takes any, limit and alpha"
         )
-    return _clamped_swiglu(**params)
+    given = {"limit": 7.0, "alpha": 1.702, **params}
+    return Activation(functools.partial(_clamped_swiglu, limit=given["limit"], alpha=given["alpha"]), gated=True)

@@ -81,8 +81,11 @@ class LayerNormLinear(SplitLinear, NormalizingModule):
         self.reset_normalization()
         super().reset_parameters()
 
-    def forward(self, input: Tensor) -> Any:
-        """[..., K] -> [..., N]; or a tuple of it, the bias, and the normalised input, as far as they are asked for."""
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """[..., K] -> [..., N]; or a tuple of it, the bias, and the normalised input, as far as they are asked for.
+
+        ``is_first_microbatch`` is accepted and changes nothing: which write overwrites is known in backward.
+        """
         normalized = self.normalize(input)
         output, bias = self.linear(normalized)
         if not (self.return_bias or self.return_layernorm_output):

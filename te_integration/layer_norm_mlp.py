@@ -113,8 +113,11 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         reset_linear(self.fc1_weight, self.fc1_bias, self.init_method)
         reset_linear(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
 
-    def forward(self, input: Tensor) -> Any:
-        """[..., K] -> [..., K]; or a tuple of it, b2, and the normalised input, as far as they are asked for."""
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """[..., K] -> [..., K]; or a tuple of it, b2, and the normalised input, as far as they are asked for.
+
+        ``is_first_microbatch`` is accepted and changes nothing: which writes overwrite is known in backward.
+        """
         if self.checkpoint and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
                 output, normalized = run_outside_graph(LayerNormMLP._recomputed, self, input)

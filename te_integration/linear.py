@@ -74,8 +74,11 @@ class Linear(SplitLinear, nn.Linear):
         self.split_parameters(parameters_split)
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
 
-    def forward(self, input: Tensor) -> Any:
-        """[..., K] -> [..., N]; with ``return_bias`` a pair of it and the bias."""
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """[..., K] -> [..., N]; with ``return_bias`` a pair of it and the bias.
+
+        ``is_first_microbatch`` is accepted and changes nothing: which write overwrites is known in backward.
+        """
         output, bias = self.linear(input)
         return (output, bias) if self.return_bias else output
 

@@ -111,6 +111,10 @@ class LinearModule(DelayedWgradModule):
             )
         return use
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's scaling factors of FP8
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
+
     def describe(self) -> str:
         """For errors: which layer this is."""
         return self.label or f"{type(self).__name__}({self.sizes()})"
