@@ -1,6 +1,7 @@
 """Delayed against undelayed, for every module and what it can be combined with: the same bits after three steps."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from modules import FACTORIES, FEATURES, make
 from stepping import Stack, assert_bitwise, train
 
 from maingrad.launch import simulate
+from maingrad.te_integration import WgradQueue, delayed_wgrad
 
 VARIANTS = [
     {"tied": tied, "frozen": frozen, "bias": bias} for tied, frozen, bias in itertools.product([False, True], repeat=3)
@@ -50,6 +52,23 @@ def test_what_waits_is_not_read_after_it_was_overwritten(kind: str, shape: tuple
     assert module.need_backward_dw()
     module.wgrad_queue.clear()
     ddp.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_compiled_forward_notices_the_block_it_runs_in(kind: str, fuse: bool) -> None:
+    torch.compiler.reset()
+    module = make(kind, fuse=fuse)
+    ddp = wrap(module)
+    compiled = torch.compile(module, backend="aot_eager")
+    queue, x = WgradQueue(), torch.randn(3, FEATURES)
+    for inside in (False, True, False):
+        with ddp.no_sync(), delayed_wgrad(queue) if inside else nullcontext():
+            loss = compiled(x).square().sum()
+        loss.backward()
+        assert len(queue) == (len(module.weight_names) if inside else 0)
+        queue.drain()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
