@@ -1,7 +1,7 @@
 """Our queue under torch's pipeline schedules: each weight gradient once, in its W slot, and the plain run's numbers."""
 
 import re
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,36 @@ def test_ranks_that_go_on_in_any_order_get_the_same(kind: str, seed: int) -> Non
     check_slots(outcomes, 4, 2, splits=kind in (*KINDS[1:], "DualPipeV"))
     tolerance = 1e-6 if kind == "LoopedBFS" else 0.0  # runs the last microbatch's backward first
     check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **config), tolerance)
+
+
+def two_steps(kind: str, accumulate: bool) -> dict[str, torch.Tensor]:
+    """Gradients of two steps: of one iteration that accumulates both, or of two iterations, added."""
+    stages = make_stages(kind, dist.group.WORLD, dist.new_subgroups(1)[0], PipelineStage, True, **OVERLAP)
+    schedule = make_schedule(kind, stages, 4, scale_grads=False)
+    total: dict[str, torch.Tensor] = {}
+    for step in range(2):
+        x, target = batch(step, 0, 4)
+        with ExitStack() as stack:
+            for stage in stages if accumulate and step == 0 else ():
+                stack.enter_context(stage.submod.no_sync())
+            schedule.step(x, target=target, losses=[]) if any(s.is_last for s in stages) else schedule.step(x)
+        if accumulate and step == 0:
+            assert {b.phase.value for s in stages for b in s.submod.buckets} <= {"idle", "accumulating"}
+            continue
+        for stage in stages:
+            stage.submod.finish_grad_sync()
+            for record in stage.submod.records:
+                total[record.name] = total.get(record.name, 0) + record.view
+            stage.submod.zero_grad_buffer()
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_under_no_sync_accumulate(kind: str) -> None:
+    together, apart = simulate(two_steps, 2, kind, True), simulate(two_steps, 2, kind, False)
+    for mine, expected in zip(together, apart, strict=True):
+        assert mine.keys() == expected.keys()
+        assert all((mine[name] - grad).abs().max() <= 1e-6 for name, grad in expected.items())
 
 
 def test_recomputed_blocks_keep_their_slots() -> None:
