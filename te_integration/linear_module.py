@@ -90,6 +90,14 @@ class LinearModule(DelayedWgradModule):
             return None
         if queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
+        weight = weights[0]
+        features = weight.shape[0 if transposed else 1]
+        if input.shape[-1:] != (features,):
+            raise ValueError(f"{self.describe()} takes {features} features in the last dim, got {tuple(input.shape)}")
+        if input.dtype is not weight.dtype and not torch.is_autocast_enabled(input.device.type):
+            raise ValueError(
+                f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one, or use autocast"
+            )
         return fused_linear(input, weights, bias, self._use(weights, queue, transposed, only_save))
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:

@@ -220,3 +220,16 @@ def test_22_gradients_that_are_handed_to_the_caller_leave_main_grad_alone(
     for each, parameter in module.named_parameters():
         assert torch.equal(parameter.main_grad, before[each]), each
         assert parameter.grad is None and parameter.grad_added_to_main_grad is False
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@DELAYED_OR_NOT
+def test_inputs_that_do_not_fit_are_refused_by_name(kind: str, delay: bool) -> None:
+    module = make(kind, delay=delay, name="layers.3")
+    ddp = wrap(module)
+    for bad in (torch.randn(3, FEATURES - 1), torch.randn(FEATURES, 3), torch.randn(())):
+        with pytest.raises((ValueError, RuntimeError), match=r"layers.3 takes 8 features|normalized_shape=\[8\]"):
+            ddp(bad)
+    if kind == "Linear":
+        with pytest.raises(ValueError, match=r"layers.3: the input is torch.bfloat16 and the weight torch.float32"):
+            ddp(batch().bfloat16())
