@@ -96,7 +96,7 @@ class LinearModule(DelayedWgradModule):
             raise ValueError(f"{self.describe()} takes {features} features in the last dim, got {tuple(input.shape)}")
         if input.dtype is not weight.dtype and not torch.is_autocast_enabled(input.device.type):
             raise ValueError(
-                f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one, or use autocast"
+                f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one or use autocast"
             )
         return fused_linear(input, weights, bias, self._use(weights, queue, transposed, only_save))
 
