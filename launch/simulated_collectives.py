@@ -72,6 +72,8 @@ def _reduced(tensors: Sequence[Tensor], reduce_op: Any) -> Tensor:
     name = reduce_op_name(reduce_op)
     level = [tensor.data for tensor in tensors]
     if name == "PREMUL_SUM":
+        if not hasattr(reduce_op, "factor"):
+            raise ValueError("simulated ranks cannot reduce with PREMUL_SUM: this version of torch hides its factor")
         level = [tensor * reduce_op.factor for tensor in level]
     combine = _PAIRWISE[name]
     while len(level) > 1:

@@ -131,7 +131,8 @@ def test_a_whole_training_run_is_eagers() -> None:
         eager.finish_grad_sync()
         theirs.step()
         theirs.zero_grad()
-    assert_same(weights(ddp), weights(eager))
+    for name, value in weights(eager).items():  # a compiler may fuse a multiplication with an addition
+        torch.testing.assert_close(weights(ddp)[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_a_model_compiled_before_it_was_wrapped_trains_through_main_grad() -> None:

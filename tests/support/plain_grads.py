@@ -38,6 +38,6 @@ def assert_reduced_to(ddp: DistributedDataParallel, expected: Mapping[str, Tenso
             bucket.grad_data[start:end],
             flat[start:end],
             rtol=1e-5,
-            atol=1e-7,
+            atol=1e-6 * float(flat.abs().max()),  # sums that cancel are as exact as their terms
             msg=lambda text, name=bucket.name: f"{name}: {text}",
         )

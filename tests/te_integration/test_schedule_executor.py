@@ -5,6 +5,7 @@ import copy
 import random
 import re
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import orders
@@ -147,11 +148,13 @@ def test_recomputed_chunks(make_linear, use_reentrant):
     results = []
     for recompute in (True, False):
         chunks = make_chunks(make_linear, [[True, False], [False, True]])
-        ddp = DistributedDataParallel(chunks)
+        # The stand-in and unfused modules leave their gradients in .grad, where a wrapper would look for hooks.
+        ddp = DistributedDataParallel(chunks) if make_linear is fused else None
         executor = ScheduleExecutor(parse_order(order), [Recomputed(chunk) if recompute else chunk for chunk in chunks])
-        with ddp.no_sync():
+        with nullcontext() if ddp is None else ddp.no_sync():
             executor.run(inputs, loss_of)
-        ddp.finish_grad_sync()
+        if ddp is not None:
+            ddp.finish_grad_sync()
         ran = [(record.modules, record.delayed) for record in executor.records]
         results.append((gradients(chunks), str(ran).replace("inner.", "")))
     (recomputed, ran), (plain, plain_ran) = results
