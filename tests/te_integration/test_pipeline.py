@@ -25,6 +25,7 @@ from pipelined import (
 )
 from torch import nn
 from torch.distributed import pipelining
+from torch.torch_version import TorchVersion
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
@@ -33,6 +34,9 @@ from maingrad.te_integration import Linear, delayed_wgrad
 from maingrad.te_integration.pipeline import PipelineStage
 
 KINDS = ["1F1B", "ZeroBubble", "InterleavedZeroBubble", "ZBV"]
+OLD_TORCH = TorchVersion(torch.__version__) < (2, 13)
+no_self_send = pytest.mark.skipif(OLD_TORCH, reason="before torch 2.13 gloo cannot send to its own rank, as ZBV does")
+ON_GLOO = [*KINDS[:3], pytest.param("ZBV", marks=no_self_send)]
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 200}
 
 
@@ -79,7 +83,7 @@ def check_numbers(
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_GLOO)
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8)])
 def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: int, fused: bool) -> None:
     outcomes = run_ranks(pipelined, ranks, kind, 1, microbatches, fused, {})
@@ -90,7 +94,7 @@ def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: 
 @pytest.mark.parametrize(
     "config", [{}, OVERLAP, {**OVERLAP, "bucket_size": 1, "find_unused_parameters": True}], ids=str
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_GLOO)
 def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, config: dict[str, object]) -> None:
     outcomes = run_ranks(pipelined, 4, kind, 2, 4, True, config)
     check_slots(outcomes, 4, 2, splits=kind != "1F1B")
@@ -119,7 +123,9 @@ def two_steps(kind: str, accumulate: bool) -> dict[str, torch.Tensor]:
         with ExitStack() as stack:
             for stage in stages if accumulate and step == 0 else ():
                 stack.enter_context(stage.submod.no_sync())
-            schedule.step(x, target=target, losses=[]) if any(s.is_last for s in stages) else schedule.step(x)
+            inputs = (x,) if any(s.is_first for s in stages) else ()
+            targets = {"target": target, "losses": []} if any(s.is_last for s in stages) else {}
+            schedule.step(*inputs, **targets)
         if accumulate and step == 0:
             assert {b.phase.value for s in stages for b in s.submod.buckets} <= {"idle", "accumulating"}
             continue
@@ -170,7 +176,7 @@ def sums_under_1f1b(stage_class: Any, **options: Any) -> dict[str, torch.Tensor]
     schedule = make_schedule("1F1B", [stage], 4, scale_grads=False)
     x, target = batch(0, 0, 4)
     with stage.submod.no_sync() if stage_class is pipelining.PipelineStage else nullcontext():
-        schedule.step(x, target=target, losses=[]) if stage.is_last else schedule.step(x)
+        schedule.step(target=target, losses=[]) if stage.is_last else schedule.step(x)
     stage.submod.finish_grad_sync()
     return {record.name: record.view.clone() for record in stage.submod.records}
 
@@ -190,6 +196,7 @@ def run_documentation(code: str) -> tuple[int, bool]:
     return len(names["losses"]), all(grad.isfinite().all() and grad.any() for grad in grads)
 
 
+@no_self_send
 def test_the_documentations_code_runs() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/schedules.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[-1]
@@ -231,6 +238,9 @@ def split_by_torch(kind: str) -> str:
 )
 def test_19_a_backward_split_by_torch_is_refused(kind: str, named: str) -> None:
     (message,) = simulate(split_by_torch, 1, kind)
+    if OLD_TORCH and kind != "plain":
+        assert "_input_metadata" in message, "torch's split cannot run any autograd function in Python before 2.13"
+        return
     assert message.startswith(named) or f": {named}" in message
     assert "use maingrad.te_integration.pipeline.PipelineStage" in message
 
