@@ -40,6 +40,13 @@ PY := $(VENV)/bin/python
 installed = $(VENV)/.installed-$(1)
 endif
 
+# Tests that say nothing of devices, and hold on a GPU as well. Two make tensors on the CPU by name, or in a thread of
+# autograd's, where --made-on does not reach.
+ALSO_ON_GPU := ddp/test_contract_faults.py ddp/test_return_table.py te_integration/test_delayed_modules.py \
+	te_integration/test_delayed_wgrad.py te_integration/test_foreign_delayed.py te_integration/test_module_faults.py \
+	te_integration/test_return_table_modules.py te_integration/test_saved_tensor_hooks.py
+ONLY_ON_CPU := recomputes_itself_inside and not copies_and_materialised
+
 .PHONY: train test test-all faults check test-gpu bench clean
 .DEFAULT_GOAL := test
 
@@ -55,6 +62,7 @@ test-all: $(call installed,test)
 test-gpu: $(call installed,test)
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'
 	$(PY) -m pytest -m gpu $(ARGS)
+	$(PY) -m pytest --made-on cuda -m "not gpu" $(addprefix tests/,$(ALSO_ON_GPU)) -k "not $(ONLY_ON_CPU)" $(ARGS)
 
 faults: $(call installed,test)
 	$(PY) tests/faults/run.py --jobs $(WORKERS) $(ARGS)

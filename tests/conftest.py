@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 # Ranks, pytest workers and gloo processes share few cores: one thread each, set before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,12 +11,41 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`
 # (make test-all) takes more of them, freshly drawn.
 hypothesis.settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("quick")
+
+
+class MadeOn(TorchFunctionMode):
+    """Tensors made without a device are made on this one, with the CPU generator's draws where one is given."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs).to(self.device)
+        return func(*args, **{**kwargs, "device": self.device})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--made-on", default=None, help="device of tensors that tests make without one: cuda")
+
+
+@pytest.fixture(autouse=True)
+def made_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    device = request.config.getoption("--made-on")
+    with MadeOn(device) if device else nullcontext():
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
