@@ -128,7 +128,7 @@ def write_accumulation_report(rows: list[AccumulationRow], bench: AccumulationBe
     """Write ``accumulation.csv`` and ``accumulation.md`` into ``folder``; returns the table."""
     setting = (
         f"{machine()}. GPT of {rows[0].num_params / 1e9:.2f} B parameters: hidden {bench.dim}, {bench.num_layers} "
-        f"layers, {bench.num_microbatches} microbatches of {bench.num_tokens} tokens, AdamW included, alone. "
+        f"layers, {bench.num_microbatches} microbatches of {bench.num_tokens} tokens, AdamW included, on one device. "
         f"Median of {bench.num_rounds} rounds of {bench.num_steps} consecutive steps between two events. "
         f"Made by `maingrad bench accumulation`."
     )
