@@ -32,6 +32,7 @@ class DelayedWgrad:
         "bucket_index",
         "pending",
         "sequence",
+        "serves",
     )
 
     def __init__(
@@ -42,6 +43,7 @@ class DelayedWgrad:
         record: GradRecord | None,
         owner: str,
         backward: int,
+        serves: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         self._write = write
         self._operands: tuple[Tensor, Tensor] | None = (dy, x)
@@ -55,6 +57,8 @@ class DelayedWgrad:
         """Whose it is, and of which microbatch."""
         self.bucket_index = 0 if record is None else record.bucket_index
         """Place of the weight's bucket in the launch order."""
+        self.serves = serves
+        """Whether it is a gradient of this weight."""
         self.sequence = next(_sequence)
         """Later entries have larger ones, whatever their queue: uses of one weight are added in this order."""
         if record is not None:

@@ -7,7 +7,7 @@ Transformer Engine's, so either side can be theirs; this file is the only one he
 
     provider                                          consumer
     attach() --- main_grad, grad_added_to_main_grad --> WgradTarget.resolve()      (backward, before any GEMM)
-    absorb_grad() <------- flag, .grad --------------- WgradTarget.accumulate()   (GEMM into main_grad, flag, return)
+    absorb_grad() <------- flag, .grad --------------- WgradTarget.deliver()     (GEMM into main_grad, flag, return)
 
 ``GradRecord`` is what our own provider knows of a parameter beyond the shared attributes. A foreign provider has none.
 """
@@ -307,7 +307,7 @@ class WgradTarget:
             True, self._queue is not None, self._fused, hasattr(weight, "grad_added_to_main_grad"), record is not None
         )
         if self._queue is not None:
-            self._queue.put(DelayedWgrad(self._write, dy, x, record, self._owner, backward))
+            self._queue.put(DelayedWgrad(self._write, dy, x, record, self._owner, backward, self.refers_to))
         elif main_grad is not None:
             self._write_into(weight, main_grad, dy, x, record, backward)
         if record is not None:

@@ -98,9 +98,10 @@ class WgradQueue:
             oldest = self._entries[0].pending.microbatch
             self._run(lambda entry: entry.pending.microbatch == oldest, key=lambda entry: 0)
 
-    def drain_module(self, owner: str) -> None:
-        """Compute one module's, given as in ``pending_owners``, in the order in which they were queued."""
-        self._run(lambda entry: entry.pending.owner == owner, key=lambda entry: 0)
+    def drain_module(self, module: nn.Module) -> None:
+        """Compute those of ``module``'s weights, children's included, in the order in which they were queued."""
+        weights = list(module.parameters())
+        self._run(lambda entry: any(map(entry.serves, weights)), key=lambda entry: 0)
 
     def clear(self) -> None:
         """Give up everything that is pending, in an iteration that is abandoned."""

@@ -192,6 +192,27 @@ def test_buckets_launch_as_they_drain_and_not_before() -> None:
     ddp.finish_grad_sync()
 
 
+def test_one_modules_gradients_can_be_drained_alone() -> None:
+    """Modules of one size describe themselves alike; it is the weight that tells them apart."""
+    model = nn.Sequential(*(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True) for _ in range(3)))
+    ddp = DistributedDataParallel(model)
+    queue = WgradQueue()
+    for _ in range(2):
+        with delayed_wgrad(queue):
+            loss = ddp(torch.randn(2, 8)).sum()
+        loss.backward()
+    queue.drain_module(model[1])
+    assert {record.name: record.num_fused_writes for record in ddp.records} == {
+        "0.weight": 0,
+        "1.weight": 2,
+        "2.weight": 0,
+    }
+    queue.drain_module(model)
+    assert {record.num_fused_writes for record in ddp.records} == {2}
+    assert len(queue) == 0
+    ddp.finish_grad_sync()
+
+
 def test_modules_with_queues_of_their_own_drain_in_bucket_order_too() -> None:
     model = nn.Sequential(
         *(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=True) for _ in range(4))
