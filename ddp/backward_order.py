@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import group_size
+from .collectives import group_or_default, group_size
 from .grad_record import GradRecord
 from .main_grad import attach, check_unattached, detach
 from .wiring import OwnedParam, find_owned_params
@@ -26,8 +26,7 @@ def recorded_backward_order(
     Parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state are left
     as they were; buffers that a forward updates (batch norm's running statistics) are not.
     """
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        process_group = dist.group.WORLD
+    process_group = group_or_default(process_group)
     owned = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
     reached: dict[str, None] = {}
     with torch.random.fork_rng(), torch.enable_grad(), _noting_order(owned, reached):

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ..kernels.compat import all_gather_single, reduce_scatter_single
 
-__all__ = ["InFlight", "all_gather_shards", "group_rank", "group_size", "reduce_grads"]
+__all__ = [
+    "InFlight",
+    "all_gather_shards",
+    "group_or_default",
+    "group_rank",
+    "group_size",
+    "reduce_grads",
+    "sum_over_group",
+]
 
 
 class InFlight(NamedTuple):
@@ -25,6 +33,13 @@ class InFlight(NamedTuple):
         """Order the current stream (CUDA) or the calling thread (CPU) behind the collective."""
         if self.work is not None:
             self.work.wait()
+
+
+def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """``group``; for None the default group, or None still where ``torch.distributed`` is not in use."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

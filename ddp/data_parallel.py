@@ -6,7 +6,6 @@ whose turn has come is launched (``launcher.py``, ``collectives.py``); ``finish_
 """
 
 import copy
-import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .bucket import Bucket, Phase
-from .collectives import group_rank, group_size
+from .collectives import group_or_default, group_rank, group_size
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .launcher import BucketLauncher
@@ -36,8 +35,6 @@ from .timeline import Timeline
 from .wiring import WiredParam, allocate_buckets, check_same_on_all_ranks, check_setup, find_owned_params, plan_model
 
 __all__ = ["DistributedDataParallel"]
-
-logger = logging.getLogger(__name__)
 
 
 class DistributedDataParallel(nn.Module):
@@ -77,9 +74,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.config = config = config or DistributedDataParallelConfig()
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
-        self.process_group = process_group
+        self.process_group = process_group = group_or_default(process_group)
 
         # What there is to reduce, and where it will lie.
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]

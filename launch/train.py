@@ -6,7 +6,6 @@ Every rank runs :func:`train`, in its own process or as a simulated rank; rank 0
 import dataclasses
 import hashlib
 import json
-import logging
 import math
 import time
 from contextlib import nullcontext
@@ -30,8 +29,6 @@ from .runtime import Runtime, current_runtime, versions
 from .signals import StopRequest
 
 __all__ = ["TrainResult", "cosine_with_warmup", "train"]
-
-logger = logging.getLogger(__name__)
 
 _TIMELINE_STEP = 10  # late enough for allocations and connections to have settled
 

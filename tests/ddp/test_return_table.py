@@ -8,6 +8,7 @@ import pytest
 import torch
 from foreign import ForeignProvider, LazyForeignProvider
 from loops import FEATURES, make_batches, wrap
+from moves import moves_of_size
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
@@ -209,24 +210,6 @@ def test_row_frozen(provider: Callable[[nn.Module], object]) -> None:
 
 # ---- What autograd adds to the GEMM. ----
 
-MOVES = {
-    "aten::add",
-    "aten::add_",
-    "aten::copy_",
-    "aten::clone",
-    "aten::zero_",
-    "aten::fill_",
-    "aten::mul_",
-    "aten::sum",
-}
-
-
-def moves_of_weight_size(backward: Callable[[], None], shape: tuple[int, ...]) -> list[str]:
-    """Operations that pass over a tensor of the weight's size, in a backward whose GEMM does nothing."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        backward()
-    return [e.name for e in profile.events() if e.name in MOVES and list(shape) in e.input_shapes]
-
 
 @pytest.fixture
 def gemm_does_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -251,7 +234,7 @@ def test_a_fused_backward_passes_over_the_weights_gradient_nowhere_but_in_the_ge
     layer(batches[0]).sum().backward()  # allocates the scratch, where there is one
     for batch in batches[1:]:
         output = layer(batch).sum()
-        assert moves_of_weight_size(output.backward, shape) == []
+        assert moves_of_size(output.backward, shape) == []
     assert gemm_does_nothing == [shape] * 3
     assert kept is not None
 
@@ -261,5 +244,5 @@ def test_the_count_of_passes_sees_those_of_an_unfused_layer() -> None:
     wrap_kept = wrap(layer)
     batches = make_batches(2)
     layer(batches[0]).sum().backward()
-    assert moves_of_weight_size(layer(batches[1]).sum().backward, (OUT, FEATURES)) == ["aten::add_"]
+    assert moves_of_size(layer(batches[1]).sum().backward, (OUT, FEATURES)) == ["aten::add_"]
     assert wrap_kept.records

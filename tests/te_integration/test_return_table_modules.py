@@ -5,7 +5,6 @@ returned is seen by a hook on the autograd node, what arrives by the strict prov
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from foreign import ForeignProvider, LazyForeignProvider
 from loops import wrap
 from modules import FACTORIES, FEATURES, WEIGHTS, error, exact, make
+from moves import moves_of_size
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -234,24 +234,6 @@ def test_08_a_module_used_twice_overwrites_once_in_each_backward(
 
 
 # ---- Passes over memory of a weight's size. ----
-
-MOVES = (
-    "aten::add",
-    "aten::add_",
-    "aten::copy_",
-    "aten::clone",
-    "aten::zero_",
-    "aten::fill_",
-    "aten::mul_",
-    "aten::sum",
-)
-
-
-def moves_of_size(run: Callable[[], None], shape: tuple[int, ...]) -> list[str]:
-    """Operations that pass over a tensor of ``shape``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-        run()
-    return [event.name for event in profile.events() if event.name in MOVES and list(shape) in event.input_shapes]
 
 
 @pytest.mark.parametrize("provider", ["ours", "foreign", "lazy", "no flag"])
