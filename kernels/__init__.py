@@ -1,8 +1,24 @@
-"""Maths on tensors: one function per operation, each with its plain PyTorch oracle in ``reference.py``.
+"""Maths on tensors: one function per operation, each with its plain PyTorch oracle beside it.
 
 Nothing here knows parameters, modules or process groups.
 """
 
+from .grouped import PerExpert as PerExpert
+from .grouped import group_offsets as group_offsets
+from .grouped import grouped_bias_grad as grouped_bias_grad
+from .grouped import grouped_dgrad as grouped_dgrad
+from .grouped import grouped_linear as grouped_linear
+from .grouped import grouped_scale_grad as grouped_scale_grad
+from .grouped import grouped_wgrad_accumulate as grouped_wgrad_accumulate
 from .wgrad import wgrad_accumulate as wgrad_accumulate
 
-__all__ = ["wgrad_accumulate"]
+__all__ = [
+    "PerExpert",
+    "group_offsets",
+    "grouped_bias_grad",
+    "grouped_dgrad",
+    "grouped_linear",
+    "grouped_scale_grad",
+    "grouped_wgrad_accumulate",
+    "wgrad_accumulate",
+]

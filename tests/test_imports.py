@@ -35,7 +35,16 @@ CONTRACT = {
 }
 
 PUBLIC = {
-    "maingrad.kernels": {"wgrad_accumulate"},
+    "maingrad.kernels": {
+        "PerExpert",
+        "group_offsets",
+        "grouped_bias_grad",
+        "grouped_dgrad",
+        "grouped_linear",
+        "grouped_scale_grad",
+        "grouped_wgrad_accumulate",
+        "wgrad_accumulate",
+    },
     "maingrad.ddp": {
         "DistributedDataParallel",
         "DistributedDataParallelConfig",
