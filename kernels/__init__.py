@@ -10,6 +10,8 @@ from .grouped import grouped_dgrad as grouped_dgrad
 from .grouped import grouped_linear as grouped_linear
 from .grouped import grouped_scale_grad as grouped_scale_grad
 from .grouped import grouped_wgrad_accumulate as grouped_wgrad_accumulate
+from .moe_permutation import permute_rows as permute_rows
+from .moe_permutation import unpermute_rows as unpermute_rows
 from .wgrad import wgrad_accumulate as wgrad_accumulate
 
 __all__ = [
@@ -20,5 +22,7 @@ __all__ = [
     "grouped_linear",
     "grouped_scale_grad",
     "grouped_wgrad_accumulate",
+    "permute_rows",
+    "unpermute_rows",
     "wgrad_accumulate",
 ]

@@ -4,6 +4,9 @@ from .convert import convert_linears as convert_linears
 from .layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .linear import Linear as Linear
+from .moe_permutation import moe_permute as moe_permute
+from .moe_permutation import moe_permute_with_probs as moe_permute_with_probs
+from .moe_permutation import moe_unpermute as moe_unpermute
 from .sequential import Sequential as Sequential
 from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
@@ -16,4 +19,7 @@ __all__ = [
     "WgradQueue",
     "convert_linears",
     "delayed_wgrad",
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_unpermute",
 ]

@@ -43,6 +43,8 @@ PUBLIC = {
         "grouped_linear",
         "grouped_scale_grad",
         "grouped_wgrad_accumulate",
+        "permute_rows",
+        "unpermute_rows",
         "wgrad_accumulate",
     },
     "maingrad.ddp": {
@@ -60,6 +62,9 @@ PUBLIC = {
         "WgradQueue",
         "convert_linears",
         "delayed_wgrad",
+        "moe_permute",
+        "moe_permute_with_probs",
+        "moe_unpermute",
     },
     "maingrad.launch": {"simulate"},
 }
