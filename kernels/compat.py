@@ -1,11 +1,17 @@
-"""Differences between the supported versions of torch (2.11 and newer), and nothing else."""
+"""What this machine's torch and Triton have, and nothing else: torch is 2.11 or newer, Triton may be missing."""
 
+import functools
+import importlib.util
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["all_gather_single", "reduce_scatter_single"]
+__all__ = ["HAS_TRITON", "all_gather_single", "device_of", "reduce_scatter_single", "runs_on_triton"]
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
@@ -17,3 +23,35 @@ def _either(new: str, old: str) -> Callable[..., Any]:
 if dist.is_available():
     reduce_scatter_single = _either("reduce_scatter_single", "reduce_scatter_tensor")
     all_gather_single = _either("all_gather_single", "all_gather_into_tensor")
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+"""Triton publishes wheels for Linux on x86-64 only."""
+
+
+def runs_on_triton(operation: str, tensor: Tensor) -> bool:
+    """Whether a kernel or the oracle serves ``tensor``: CUDA, and not fp64, for which there is no hardware to win.
+
+    Where only Triton is missing, that is said once for each ``operation``: an oracle may wait for the device.
+    """
+    if not tensor.is_cuda or tensor.dtype is torch.float64:
+        return False
+    if not HAS_TRITON:
+        _warn_without_triton(operation)
+    return HAS_TRITON
+
+
+@functools.cache
+def _warn_without_triton(operation: str) -> None:
+    warnings.warn(
+        f"{operation} runs as plain PyTorch, slowly and with waits for the device, since Triton is not installed: "
+        f"pip install triton",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current CUDA device, which need not be the tensor's."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)

@@ -14,6 +14,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+# Triton decides when a kernel is defined: without a GPU its interpreter runs them, on CPU tensors.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`
 # (make test-all) takes more of them, freshly drawn.
 hypothesis.settings.register_profile("quick", max_examples=50, deadline=None, derandomize=True)
