@@ -3,8 +3,6 @@
 Legend: T tokens, k copies of each, D features; BLOCK features of one token to a program.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +15,14 @@ _MAX_BLOCK = 2048
 
 @triton.jit
 def _permute_rows_kernel(
-    x: Any, row_id_map: Any, out: Any, D: Any, stride_x: Any, stride_out: Any, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor,
+    row_id_map: tl.tensor,
+    out: tl.tensor,
+    D: tl.tensor,
+    stride_x: tl.tensor,
+    stride_out: tl.tensor,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """``out[map[t, j]] = x[t]`` for one token and BLOCK features: one load, TOP_K stores."""
     token = tl.program_id(0).to(tl.int64)
@@ -31,12 +36,12 @@ def _permute_rows_kernel(
 
 @triton.jit
 def _unpermute_rows_kernel(
-    rows: Any,
-    row_id_map: Any,
-    out: Any,
-    D: Any,
-    stride_rows: Any,
-    stride_out: Any,
+    rows: tl.tensor,
+    row_id_map: tl.tensor,
+    out: tl.tensor,
+    D: tl.tensor,
+    stride_rows: tl.tensor,
+    stride_out: tl.tensor,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
