@@ -12,6 +12,8 @@ from .grouped import grouped_scale_grad as grouped_scale_grad
 from .grouped import grouped_wgrad_accumulate as grouped_wgrad_accumulate
 from .moe_permutation import permute_rows as permute_rows
 from .moe_permutation import unpermute_rows as unpermute_rows
+from .scaled_glu import scaled_glu as scaled_glu
+from .scaled_glu import scaled_glu_backward as scaled_glu_backward
 from .wgrad import wgrad_accumulate as wgrad_accumulate
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "grouped_scale_grad",
     "grouped_wgrad_accumulate",
     "permute_rows",
+    "scaled_glu",
+    "scaled_glu_backward",
     "unpermute_rows",
     "wgrad_accumulate",
 ]

@@ -44,6 +44,8 @@ PUBLIC = {
         "grouped_scale_grad",
         "grouped_wgrad_accumulate",
         "permute_rows",
+        "scaled_glu",
+        "scaled_glu_backward",
         "unpermute_rows",
         "wgrad_accumulate",
     },
