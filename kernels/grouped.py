@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from .compat import HAS_TRITON, runs_on_triton
 from .grouped_reference import (
     grouped_bias_grad_reference,
     grouped_dgrad_reference,
@@ -18,6 +19,14 @@ from .grouped_reference import (
     grouped_scale_grad_reference,
     grouped_wgrad_accumulate_reference,
 )
+
+if HAS_TRITON:
+    from .grouped_reductions_triton import (
+        MAX_EXPERTS_OF_ONE_LAUNCH,
+        group_offsets_triton,
+        grouped_bias_grad_triton,
+        grouped_scale_grad_triton,
+    )
 
 __all__ = [
     "PerExpert",
@@ -37,6 +46,8 @@ def group_offsets(splits: Tensor) -> Tensor:
     """``[0, s_0, s_0 + s_1, ...]``: splits [E] int32 or int64 -> offsets [E + 1] int64 on the same device."""
     if splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"splits must be [experts], int32 or int64; got {tuple(splits.shape)}, {splits.dtype}")
+    if HAS_TRITON and splits.is_cuda and splits.shape[0] <= MAX_EXPERTS_OF_ONE_LAUNCH:
+        return group_offsets_triton(splits)
     return torch.nn.functional.pad(splits.cumsum(0, dtype=torch.int64), (1, 0))
 
 
@@ -132,11 +143,12 @@ def grouped_bias_grad(
 ) -> Tensor:
     """``db[e] = sum over the rows of expert e of s[t] dy[t]``: dy [T, N], s [T] -> db [E, N] of ``dtype``.
 
-    Summed in fp32, in an order that depends on the shapes alone. ``dtype`` None: that of ``dy``.
+    Summed in fp32, in an order that depends on the shapes and the offsets alone. ``dtype`` None: that of ``dy``.
     """
     _check_rows("grouped_bias_grad", "scale", scale, (dy.shape[0],))
     out = dy.new_empty(offsets.shape[0] - 1, dy.shape[1], dtype=dtype)
-    grouped_bias_grad_reference(dy, offsets, out, scale=scale)
+    run = grouped_bias_grad_triton if runs_on_triton("grouped_bias_grad", dy) else grouped_bias_grad_reference
+    run(dy, offsets, out, scale=scale)
     return out
 
 
@@ -144,7 +156,8 @@ def grouped_scale_grad(dy: Tensor, bias: PerExpert, offsets: Tensor) -> Tensor:
     """``ds[t] = sum over n of dy[t, n] b_e[n]``: dy [T, N], b [E, N] or E x [N] -> ds [T] fp32; pad rows are zero."""
     _check_per_expert("grouped_scale_grad", "bias", bias, offsets, (dy.shape[1],))
     out = dy.new_empty(dy.shape[0], dtype=torch.promote_types(dy.dtype, torch.float32))
-    grouped_scale_grad_reference(dy, bias, offsets, out)
+    run = grouped_scale_grad_triton if runs_on_triton("grouped_scale_grad", dy) else grouped_scale_grad_reference
+    run(dy, bias, offsets, out)
     return out
 
 

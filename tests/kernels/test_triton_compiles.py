@@ -1,0 +1,82 @@
+"""Every kernel is compiled for an H100's architecture, GPU or not: the compiler refuses what the interpreter takes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+# The type of each argument, with the number that divides it ("*bf16/16": a pointer to whole 16 bytes). What is no
+# string, or starts with "=", is a constexpr.
+_NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
+_GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}
+KERNELS = {
+    "scaled_glu_triton._scaled_glu_kernel": {
+        "h": "*bf16/16", "probs": "*fp32/16", "out": "*bf16/16", "T": "i32", "F": "i32/16", "stride_h": "i32/16",
+        **_NUMBERS, **_GLU_TILE,
+    },
+    "scaled_glu_triton._scaled_glu_backward_kernel": {
+        "da": "*bf16/16", "h": "*bf16/16", "probs": "*fp32/16", "dh": "*bf16/16", "dprobs": "*fp32/16", "T": "i32",
+        "F": "i32/16", "stride_da": "i32/16", "stride_h": "i32/16", **_NUMBERS, **_GLU_TILE,
+    },
+    "grouped_reductions_triton._group_offsets_kernel": {
+        "splits": "*i32/16", "offsets": "*i64/16", "E": "i32", "BLOCK": 64,
+    },
+    "grouped_reductions_triton._bias_grad_chunks_kernel": {
+        "dy": "*bf16/16", "scale": "*fp32/16", "offsets": "*i64/16", "partials": "*fp32/16", "T": "i32", "N": "i32/16",
+        "E": "i32", "stride_dy": "i32/16", "SCALED": True, "CHUNK": 128, "BLOCK_T": 32, "BLOCK_N": 128, "BLOCK_E": 64,
+    },
+    "grouped_reductions_triton._bias_grad_kernel": {
+        "partials": "*fp32/16", "offsets": "*i64/16", "out": "*bf16/16", "T": "i32", "N": "i32/16", "CHUNK": 128,
+        "BLOCK_S": 16, "BLOCK_N": 128,
+    },
+    "grouped_reductions_triton._scale_grad_kernel": {
+        "dy": "*bf16/16", "bias": "*bf16/16", "offsets": "*i64/16", "out": "*fp32/16", "T": "i32", "N": "i32/16",
+        "E": "i32", "stride_dy": "i32/16", "stride_bias": "i32/16", "BLOCK_T": 16, "BLOCK_N": 128, "BLOCK_E": 64,
+    },
+    "moe_permutation_triton._permute_rows_kernel": {
+        "x": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_x": "i32/16",
+        "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
+    },
+    "moe_permutation_triton._unpermute_rows_kernel": {
+        "rows": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_rows": "i32/16",
+        "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
+    },
+}  # fmt: skip
+
+# In a process of its own, since Triton decides between compiler and interpreter when it is imported.
+_COMPILE = """
+import importlib, json, os, sys
+os.environ["TRITON_INTERPRET"] = "0"
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for path, arguments in json.loads(sys.argv[1]).items():
+    module, name = path.split(".")
+    kernel = getattr(importlib.import_module(f"maingrad.kernels.{module}"), name)
+    signature, constants, aligned = {}, {}, {}
+    for index, argument in enumerate(kernel.arg_names):
+        given = arguments[argument]
+        if isinstance(given, str) and not given.startswith("="):
+            signature[argument], _, alignment = given.partition("/")
+            if alignment:
+                aligned[(index,)] = [["tt.divisibility", int(alignment)]]
+        else:
+            signature[argument] = "constexpr"
+            constants[(index,)] = given[1:] if isinstance(given, str) else given
+    ptx = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    wide = sum(".global.v4.b32" in line for line in ptx.splitlines())
+    print(path, wide)
+"""
+
+
+def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", _COMPILE, json.dumps(KERNELS)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wide = dict(line.split() for line in done.stdout.splitlines())
+    assert wide.keys() == KERNELS.keys()
+    # What a bandwidth needs; offsets are too few to matter.
+    assert [path for path, count in wide.items() if count == "0"] == ["grouped_reductions_triton._group_offsets_kernel"]
