@@ -6,12 +6,12 @@ that nothing waits for the device, and a captured CUDA graph may be replayed wit
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from .compat import HAS_TRITON, runs_on_triton
+from .experts import PerExpert
 from .grouped_reference import (
     grouped_bias_grad_reference,
     grouped_dgrad_reference,
@@ -21,12 +21,15 @@ from .grouped_reference import (
 )
 
 if HAS_TRITON:
+    from .grouped_gemm_triton import default_gemm_config, grouped_gemm_triton
     from .grouped_reductions_triton import (
         MAX_EXPERTS_OF_ONE_LAUNCH,
         group_offsets_triton,
         grouped_bias_grad_triton,
         grouped_scale_grad_triton,
     )
+    from .grouped_wgrad_triton import default_wgrad_config, grouped_wgrad_triton
+    from .triton_support import capability_of
 
 __all__ = [
     "PerExpert",
@@ -37,9 +40,6 @@ __all__ = [
     "grouped_scale_grad",
     "grouped_wgrad_accumulate",
 ]
-
-PerExpert: TypeAlias = Tensor | Sequence[Tensor]
-"""One tensor for each expert: packed, with the experts in front, or discrete."""
 
 
 def group_offsets(splits: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def grouped_linear(
     x           [T, K]                      bf16, fp16, fp32 or fp64
     weights     [E, N, K], or E x [N, K]    dtype of ``x``
     offsets     [E + 1]                     int32 or int64, ascending from 0, at most T; on the device of ``x``
-    bias        [E, N], or E x [N]          b; None: none is added
+    bias        [E, N], or E x [N]          b, dtype of ``x``; None: none is added
     bias_scale  [T]                         s; None: ones
     out         [T, N]                      written and returned; None: allocated
     ==========  ==========================  ===================================================================
@@ -75,12 +75,15 @@ def grouped_linear(
     together and ``TypeError`` for operands of different dtypes.
     """
     features, _ = _check_weights("grouped_linear", x, weights, offsets, contracted=1)
-    _check_per_expert("grouped_linear", "bias", bias, offsets, (features,))
+    _check_per_expert("grouped_linear", "bias", bias, offsets, (features,), x.dtype)
     _check_rows("grouped_linear", "bias_scale", bias_scale, (x.shape[0],))
     if bias_scale is not None and bias is None:
         raise ValueError("grouped_linear got a bias_scale and no bias")
     out = _output("grouped_linear", out, x, features)
-    grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
+    if runs_on_triton("grouped_linear", x):
+        _gemm(x, weights, offsets, out, transposed=True, bias=bias, bias_scale=bias_scale)
+    else:
+        grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
     return out
 
 
@@ -96,7 +99,10 @@ def grouped_dgrad(dy: Tensor, weights: PerExpert, offsets: Tensor, *, out: Tenso
     """
     _, features = _check_weights("grouped_dgrad", dy, weights, offsets, contracted=0)
     out = _output("grouped_dgrad", out, dy, features)
-    grouped_dgrad_reference(dy, weights, offsets, out)
+    if runs_on_triton("grouped_dgrad", dy):
+        _gemm(dy, weights, offsets, out, transposed=False)
+    else:
+        grouped_dgrad_reference(dy, weights, offsets, out)
     return out
 
 
@@ -126,16 +132,18 @@ def grouped_wgrad_accumulate(
     op = "grouped_wgrad_accumulate"
     num_experts = offsets.shape[0] - 1
     _check_operands(op, dy, x)
-    grads = list(main_grads)
-    if len(grads) != num_experts:
-        raise ValueError(f"{op} got {len(grads)} main_grads for {num_experts} experts")
-    once = [overwrite] * num_experts if isinstance(overwrite, bool) else list(overwrite)
-    if len(once) != num_experts:
-        raise ValueError(f"{op} got {len(once)} overwrite bits for {num_experts} experts")
-    for expert, grad in enumerate(grads):
+    if len(main_grads) != num_experts:
+        raise ValueError(f"{op} got {len(main_grads)} main_grads for {num_experts} experts")
+    if not isinstance(overwrite, bool) and len(overwrite) != num_experts:
+        raise ValueError(f"{op} got {len(overwrite)} overwrite bits for {num_experts} experts")
+    for expert, grad in enumerate(main_grads[:1] if isinstance(main_grads, Tensor) else main_grads):
         if grad is not None:
             _check_main_grad(op, expert, grad, dy, x)
-    grouped_wgrad_accumulate_reference(dy, x, grads, offsets, once)
+    if runs_on_triton(op, dy):
+        _wgrad(dy, x, main_grads, offsets, overwrite)
+    else:
+        bits = [overwrite] * num_experts if isinstance(overwrite, bool) else overwrite
+        grouped_wgrad_accumulate_reference(dy, x, list(main_grads), offsets, bits)
 
 
 def grouped_bias_grad(
@@ -159,6 +167,66 @@ def grouped_scale_grad(dy: Tensor, bias: PerExpert, offsets: Tensor) -> Tensor:
     run = grouped_scale_grad_triton if runs_on_triton("grouped_scale_grad", dy) else grouped_scale_grad_reference
     run(dy, bias, offsets, out)
     return out
+
+
+# ---- Kernels. ----
+
+
+def _gemm(
+    x: Tensor,
+    weights: PerExpert,
+    offsets: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool,
+    bias: PerExpert | None = None,
+    bias_scale: Tensor | None = None,
+) -> None:
+    config = default_gemm_config(x.dtype, capability_of(x.device), x.shape[0] / len(weights))
+    grouped_gemm_triton(
+        _adjacent_columns(x),
+        _alike(weights),
+        offsets,
+        out,
+        config,
+        transposed=transposed,
+        bias=None if bias is None else _alike(bias),
+        bias_scale=None if bias_scale is None else bias_scale.contiguous(),
+    )
+
+
+def _wgrad(
+    dy: Tensor,
+    x: Tensor,
+    main_grads: Tensor | Sequence[Tensor | None],
+    offsets: Tensor,
+    overwrite: bool | Sequence[bool],
+) -> None:
+    config = default_wgrad_config(dy.dtype, capability_of(dy.device), dy.shape[0] / len(main_grads))
+    dy, x = _adjacent_columns(dy), _adjacent_columns(x)
+    if isinstance(main_grads, Tensor):
+        if main_grads.numel():
+            grouped_wgrad_triton(dy, x, main_grads, offsets, overwrite, config)
+        return
+    # One launch for all that have one row stride and dtype, which is nearly always all.
+    kinds = {(grad.stride(0), grad.dtype) for grad in main_grads if grad is not None and grad.numel()}
+    for kind in kinds:
+        here = [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
+        grouped_wgrad_triton(dy, x, here, offsets, overwrite, config)
+
+
+def _adjacent_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _alike(tensors: PerExpert) -> PerExpert:
+    """With adjacent columns, and rows of one stride: copied where they have not."""
+    if isinstance(tensors, Tensor):
+        return _adjacent_columns(tensors)
+    strides = {tensor.stride() for tensor in tensors}
+    if len(strides) == 1 and next(iter(strides))[-1] == 1:
+        return tensors
+    return [tensor.contiguous() for tensor in tensors]
 
 
 # ---- Arguments. ----
@@ -198,13 +266,23 @@ def _check_main_grad(op: str, expert: int, grad: Tensor, dy: Tensor, x: Tensor) 
         )
 
 
-def _check_per_expert(op: str, name: str, given: PerExpert | None, offsets: Tensor, shape: tuple[int, ...]) -> None:
+def _check_per_expert(
+    op: str,
+    name: str,
+    given: PerExpert | None,
+    offsets: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+) -> None:
     if given is None:
         return
     num_experts = offsets.shape[0] - 1
     shapes = {tuple(given.shape[1:])} if isinstance(given, Tensor) else {tuple(each.shape) for each in given}
     if len(given) != num_experts or shapes != {shape}:
         raise ValueError(f"{op} needs {name} {shape} for each of {num_experts} experts; got {len(given)} of {shapes}")
+    dtypes = {given.dtype} if isinstance(given, Tensor) else {each.dtype for each in given}
+    if dtype is not None and dtypes != {dtype}:
+        raise TypeError(f"{op} needs {name} and rows of one dtype; got {sorted(map(str, dtypes))} and {dtype}")
 
 
 def _check_rows(op: str, name: str, given: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -216,8 +294,9 @@ def _output(op: str, out: Tensor | None, x: Tensor, features: int) -> Tensor:
     shape = (x.shape[0], features)
     if out is None:
         return x.new_empty(shape)
-    if out.shape != shape or out.dtype is not x.dtype or out.device != x.device:
+    if out.shape != shape or out.dtype is not x.dtype or out.device != x.device or (out.stride(1) != 1 < out.numel()):
         raise ValueError(
-            f"{op}: out must be {shape}, {x.dtype} on {x.device}; got {tuple(out.shape)}, {out.dtype} on {out.device}"
+            f"{op}: out must be {shape} with adjacent columns, {x.dtype} on {x.device}; got {tuple(out.shape)}, stride "
+            f"{out.stride()}, {out.dtype} on {out.device}"
         )
     return out

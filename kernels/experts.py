@@ -1,0 +1,110 @@
+"""Where each expert's matrix lies, as a kernel is told: one base and one distance, or a table of addresses.
+
+A packed tensor is evenly spaced, and so are discrete ones cut from one buffer, in either order (a gradient buffer holds
+them backwards). Only tensors that lie anywhere need a table, which is made once for each set of addresses.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Experts", "PerExpert", "device_table", "locate_experts"]
+
+PerExpert: TypeAlias = Tensor | Sequence[Tensor]
+"""One tensor for each expert: packed, with the experts in front, or discrete."""
+
+
+class Experts(NamedTuple):
+    """Expert e's tensor starts at ``base + (first + step * e) * stride`` elements, or at ``table[e]``.
+
+    base        [rows, columns] or [columns]: the tensor at the lowest address; its dtype and row stride are everyone's
+    stride      elements from one expert's tensor to the next in memory
+    first, step  0 and 1, or number of experts - 1 and -1
+    table       [experts] int64 addresses in bytes on the device; 0: there is none. None: evenly spaced
+    aligned     every address and row is a multiple of 16 bytes
+    """
+
+    base: Tensor
+    stride: int
+    first: int
+    step: int
+    table: Tensor | None
+    aligned: bool
+
+
+def locate_experts(tensors: Tensor | Sequence[Tensor | None]) -> Experts:
+    """Describe experts' tensors of one shape, dtype and row stride; at least one of them is not None."""
+    if isinstance(tensors, Tensor):
+        spaced = Experts(tensors[0], tensors.stride(0), 0, 1, None, aligned=False)
+    else:
+        spaced = _locate_discrete(tensors)
+    return spaced._replace(aligned=_is_aligned(spaced, tensors))
+
+
+def _locate_discrete(tensors: Sequence[Tensor | None]) -> Experts:
+    present = [tensor for tensor in tensors if tensor is not None]
+    base, size = present[0], present[0].element_size()
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    if len(present) == len(addresses):
+        distance = addresses[1] - addresses[0] if len(addresses) > 1 else size
+        even = all(addresses[0] + e * distance == address for e, address in enumerate(addresses))
+        if even and distance and distance % size == 0:
+            backwards = distance < 0
+            base = present[-1] if backwards else base
+            last = len(addresses) - 1
+            return Experts(base, abs(distance) // size, last * backwards, -1 if backwards else 1, None, aligned=False)
+    return Experts(base, 0, 0, 1, device_table(tuple(addresses), base.device), aligned=False)
+
+
+def _is_aligned(spaced: Experts, tensors: Tensor | Sequence[Tensor | None]) -> bool:
+    size, base = spaced.base.element_size(), spaced.base
+    rows = all(stride * size % 16 == 0 for stride in base.stride()[:-1])
+    if spaced.table is None:
+        return rows and base.data_ptr() % 16 == 0 and spaced.stride * size % 16 == 0
+    return rows and all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+class _Table(NamedTuple):
+    values: Tensor
+    filled: "torch.cuda.Event | None"
+    stream: "torch.cuda.Stream | None"
+
+
+def device_table(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """``values`` as an int64 tensor on ``device``, made once: equal values give the same tensor. It is read only.
+
+    On CUDA they are copied from pinned memory without a wait. Raises ``RuntimeError`` in a graph capture for values
+    that no eager run has seen: the graph would own the memory.
+    """
+    if device.type != "cuda":
+        return _host_table(values)
+    table = _cuda_table(values, device)
+    stream = torch.cuda.current_stream(device)
+    # A capture is entered through a synchronisation, and must not wait for events from outside.
+    if stream != table.stream and table.filled is not None and not torch.cuda.is_current_stream_capturing():
+        stream.wait_event(table.filled)
+        table.values.record_stream(stream)
+    return table.values
+
+
+@functools.lru_cache(maxsize=1024)
+def _host_table(values: tuple[int, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cuda_table(values: tuple[int, ...], device: torch.device) -> _Table:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a grouped product over discrete tensors met new addresses in a CUDA graph capture: run one eager "
+            "iteration with the same tensors first, or pack the experts' tensors into one"
+        )
+    pinned = torch.tensor(values, dtype=torch.int64, pin_memory=True)
+    filled = torch.cuda.Event()
+    stream = torch.cuda.current_stream(device)
+    table = pinned.to(device, non_blocking=True)
+    filled.record(stream)
+    return _Table(table, filled, stream)

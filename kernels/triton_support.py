@@ -1,0 +1,97 @@
+"""What the Triton kernels here share: pieces of device code, and questions about a tensor or the machine."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = [
+    "capability_of",
+    "expert_pointer",
+    "is_interpreted",
+    "prefetch_to_l2",
+    "takes_tma",
+    "tile_of",
+    "triton_dtype",
+]
+
+_TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name of it."""
+    return _TRITON_DTYPES[dtype]
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), without inline assembly."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU; None for anything else."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def takes_tma(tensor: Tensor) -> bool:
+    """Whether the tensor memory accelerator can address ``tensor`` [..., columns]: sm90, 16-byte rows, half precision.
+
+    In the interpreter descriptors are always served.
+    """
+    size = tensor.element_size()
+    if (
+        size != 2
+        or not tensor.numel()
+        or tensor.data_ptr() % 16
+        or any(stride * size % 16 for stride in tensor.stride()[:-1])
+    ):
+        return False
+    capability = capability_of(tensor.device)
+    return is_interpreted() or (capability is not None and capability >= (9, 0))
+
+
+@triton.jit
+def tile_of(index: tl.tensor, tiles_rows: tl.tensor, tiles_columns: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+    """Row and column of the tile with this index: groups of GROUP rows of tiles, column by column within a group.
+
+    Tiles that run at a time then share operands, which stay in L2.
+    """
+    width = GROUP * tiles_columns
+    first = index // width * GROUP
+    height = min(tiles_rows - first, GROUP)
+    return first + index % width % height, index % width // height
+
+
+@triton.jit
+def expert_pointer(
+    base_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    expert: tl.tensor,
+    first: tl.tensor,
+    step: tl.tensor,
+    stride: tl.tensor,
+    DTYPE: tl.constexpr,
+    SCATTERED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+) -> tl.tensor:
+    """Where the expert's tensor starts: see ``Experts``."""
+    if SCATTERED:
+        pointer = tl.load(table_ptr + expert).to(tl.pointer_type(DTYPE))
+        if ALIGNED:
+            pointer = tl.multiple_of(pointer, 16)
+    else:
+        pointer = base_ptr + (first + step * expert).to(tl.int64) * stride
+    return pointer
+
+
+@triton.jit
+def prefetch_to_l2(pointers: tl.tensor) -> None:
+    """Have the lines at ``pointers`` fetched into L2 (PTX)."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
