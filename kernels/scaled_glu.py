@@ -3,6 +3,7 @@
 Legend: T rows, F features.
 """
 
+import torch
 from torch import Tensor
 
 from .compat import HAS_TRITON, runs_on_triton
@@ -33,13 +34,14 @@ def scaled_glu(
 
     ``activation`` is swiglu, geglu (its tanh approximation), qgeglu, glu, reglu, sreglu, or clamped_swiglu, GPT-OSS's,
     which alone reads the three numbers: ``min(g, limit) sigmoid(alpha min(g, limit)) (clamp(l, -limit, limit) +
-    linear_offset)``. A row is a function of that row alone, whatever lies in the others.
+    linear_offset)``. A row is a function of that row alone, whatever lies in the others. Where autograd records, the
+    oracle runs, whose steps it knows.
 
     Raises ``ValueError`` for an unknown activation and for shapes that do not fit together, ``TypeError`` for dtypes.
     """
     glu = _resolve("scaled_glu", activation, limit, alpha, linear_offset)
     _check("scaled_glu", h, probs)
-    if runs_on_triton("scaled_glu", h):
+    if not _recorded(h, probs) and runs_on_triton("scaled_glu", h):
         return scaled_glu_triton(h, probs, glu)
     return scaled_glu_reference(h, probs, glu)
 
@@ -63,7 +65,8 @@ def scaled_glu_backward(
     dprobs  [T]      fp32 (fp64 for fp64), in an order that depends on F alone; None where ``probs`` is
     ======  =======  ===================================================================================
 
-    One pass over ``da`` and ``h``: the activation is computed again, so that the forward need not keep it.
+    One pass over ``da`` and ``h``: the activation is computed again, so that the forward need not keep it. Where
+    autograd records, for second derivatives, the oracle runs.
     """
     glu = _resolve("scaled_glu_backward", activation, limit, alpha, linear_offset)
     _check("scaled_glu_backward", h, probs)
@@ -72,9 +75,13 @@ def scaled_glu_backward(
             f"scaled_glu_backward needs da {(h.shape[0], h.shape[1] // 2)}, {h.dtype} on {h.device}; got "
             f"{tuple(da.shape)}, {da.dtype} on {da.device}"
         )
-    if runs_on_triton("scaled_glu_backward", h):
+    if not _recorded(da, h, probs) and runs_on_triton("scaled_glu_backward", h):
         return scaled_glu_backward_triton(da, h, probs, glu)
     return scaled_glu_backward_reference(da, h, probs, glu)
+
+
+def _recorded(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _resolve(op: str, activation: str, limit: float, alpha: float, linear_offset: float) -> Glu:

@@ -7,6 +7,8 @@ from .linear import Linear as Linear
 from .moe_permutation import moe_permute as moe_permute
 from .moe_permutation import moe_permute_with_probs as moe_permute_with_probs
 from .moe_permutation import moe_unpermute as moe_unpermute
+from .scaled_activations import ScaledClampedQGeGLU as ScaledClampedQGeGLU
+from .scaled_activations import ScaledSwiGLU as ScaledSwiGLU
 from .sequential import Sequential as Sequential
 from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
@@ -15,6 +17,8 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ScaledClampedQGeGLU",
+    "ScaledSwiGLU",
     "Sequential",
     "WgradQueue",
     "convert_linears",

@@ -60,6 +60,8 @@ PUBLIC = {
         "LayerNormLinear",
         "LayerNormMLP",
         "Linear",
+        "ScaledClampedQGeGLU",
+        "ScaledSwiGLU",
         "Sequential",
         "WgradQueue",
         "convert_linears",
