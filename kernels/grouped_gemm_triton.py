@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .compat import device_of
-from .experts import Experts, PerExpert, locate_experts
-from .triton_support import expert_pointer, takes_tma, tile_of, triton_dtype
+from .experts import PerExpert, locate_experts
+from .triton_support import dot_precision, expert_pointer, experts_descriptor, takes_tma, tile_of, triton_dtype
 
 __all__ = ["GEMM_CANDIDATES", "GemmConfig", "default_gemm_config", "grouped_gemm_triton"]
 
@@ -65,6 +65,88 @@ def default_gemm_config(dtype: torch.dtype, capability: tuple[int, int] | None, 
 
 
 @triton.jit
+def _find_tile(
+    program: tl.tensor,
+    offsets_ptr: tl.tensor,
+    E: tl.tensor,
+    T: tl.tensor,
+    tiles_f: tl.tensor,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> tl.tensor:
+    """Expert (E: the rows behind the last), first row, end of the expert's rows, column of tiles; for program ids that
+    no tile has, an expert beyond E.
+    """
+    groups = tl.arange(0, BLOCK_E)
+    starts = tl.load(offsets_ptr + groups, mask=groups <= E, other=0).to(tl.int32)
+    ends = tl.load(offsets_ptr + groups + 1, mask=groups < E, other=0).to(tl.int32)
+    ends = tl.where(groups == E, T, ends)
+    tiles_m = tl.where(groups <= E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles_until = tl.cumsum(tiles_m, 0)
+    expert = tl.sum((tiles_until * tiles_f <= program).to(tl.int32), 0)
+    mine = groups == expert
+    end = tl.sum(tl.where(mine, ends, 0), 0)
+    height = tl.maximum(tl.sum(tl.where(mine, tiles_m, 0), 0), 1)
+    before = tl.sum(tl.where(mine, tiles_until - tiles_m, 0), 0)
+    tile_m, tile_f = tile_of(program - before * tiles_f, height, tiles_f, GROUP)
+    row = tl.sum(tl.where(mine, starts, 0), 0) + tile_m * BLOCK_M
+    return expert, row, end, tile_f
+
+
+@triton.jit
+def _products(
+    x_ptr: tl.tensor,
+    x_desc: tl.tensor,
+    stride_x: tl.tensor,
+    weight: tl.tensor,
+    weight_desc: tl.tensor,
+    stride_weight: tl.tensor,
+    place: tl.tensor,
+    row: tl.tensor,
+    end: tl.tensor,
+    column: tl.tensor,
+    F: tl.tensor,
+    C: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TMA_X: tl.constexpr,
+    TMA_WEIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """The tile from ``row`` and ``column`` on: [BLOCK_M, BLOCK_F] fp32; ``place`` of the expert in ``weight_desc``."""
+    m = row + tl.arange(0, BLOCK_M)
+    f = column + tl.arange(0, BLOCK_F)
+    inside_m = m < end
+    inside_f = f < F
+    acc = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    for block in tl.range(0, C, BLOCK_C):
+        c = block + tl.arange(0, BLOCK_C)
+        if TMA_X:
+            x = x_desc.load([row, block])  # [BLOCK_M, BLOCK_C]; rows of the next expert give rows nobody keeps
+        else:
+            at = x_ptr + m[:, None].to(tl.int64) * stride_x + c[None, :]
+            x = tl.load(at, mask=inside_m[:, None] & (c < C)[None, :], other=0.0)
+        if TMA_WEIGHT:
+            if TRANSPOSED:
+                w = weight_desc.load([place, column, block])
+                w = w.reshape(BLOCK_F, BLOCK_C).T
+            else:
+                w = weight_desc.load([place, block, column])
+                w = w.reshape(BLOCK_C, BLOCK_F)
+        elif TRANSPOSED:
+            at = weight + f[:, None].to(tl.int64) * stride_weight + c[None, :]
+            w = tl.load(at, mask=inside_f[:, None] & (c < C)[None, :], other=0.0).T
+        else:
+            at = weight + c[:, None].to(tl.int64) * stride_weight + f[None, :]
+            w = tl.load(at, mask=(c < C)[:, None] & inside_f[None, :], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def _grouped_gemm_kernel(
     x_ptr: tl.tensor,
     x_desc: tl.tensor,
@@ -108,20 +190,8 @@ def _grouped_gemm_kernel(
 ) -> None:
     # The weight is [F, C] where TRANSPOSED (forward), otherwise [C, F] (dgrad).
     program = tl.program_id(0)
-    groups = tl.arange(0, BLOCK_E)  # the experts, and the rows behind them
-    starts = tl.load(offsets_ptr + groups, mask=groups <= E, other=0).to(tl.int32)
-    ends = tl.load(offsets_ptr + groups + 1, mask=groups < E, other=0).to(tl.int32)
-    ends = tl.where(groups == E, T, ends)
-    tiles_m = tl.where(groups <= E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    tiles_until = tl.cumsum(tiles_m, 0)
-    if program < tl.sum(tiles_m, 0) * tiles_f:
-        expert = tl.sum((tiles_until * tiles_f <= program).to(tl.int32), 0)
-        mine = groups == expert
-        end = tl.sum(tl.where(mine, ends, 0), 0)
-        height = tl.sum(tl.where(mine, tiles_m, 0), 0)
-        before = tl.sum(tl.where(mine, tiles_until - tiles_m, 0), 0)
-        tile_m, tile_f = tile_of(program - before * tiles_f, height, tiles_f, GROUP)
-        row = tl.sum(tl.where(mine, starts, 0), 0) + tile_m * BLOCK_M
+    expert, row, end, tile_f = _find_tile(program, offsets_ptr, E, T, tiles_f, BLOCK_E, BLOCK_M, GROUP)
+    if expert <= E:
         m = row + tl.arange(0, BLOCK_M)
         f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
         inside_m = m < end
@@ -131,27 +201,28 @@ def _grouped_gemm_kernel(
             weight = expert_pointer(
                 weight_ptr, weight_table, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED
             )
-            for block in tl.range(0, C, BLOCK_C):
-                c = block + tl.arange(0, BLOCK_C)
-                if TMA_X:
-                    x = x_desc.load([row, block])  # [BLOCK_M, BLOCK_C]; rows of the next expert give rows nobody keeps
-                else:
-                    at = x_ptr + m[:, None].to(tl.int64) * stride_x + c[None, :]
-                    x = tl.load(at, mask=inside_m[:, None] & (c < C)[None, :], other=0.0)
-                if TMA_WEIGHT:
-                    if TRANSPOSED:
-                        w = weight_desc.load([first + step * expert, tile_f * BLOCK_F, block])
-                        w = w.reshape(BLOCK_F, BLOCK_C).T
-                    else:
-                        w = weight_desc.load([first + step * expert, block, tile_f * BLOCK_F])
-                        w = w.reshape(BLOCK_C, BLOCK_F)
-                elif TRANSPOSED:
-                    at = weight + f[:, None].to(tl.int64) * stride_weight + c[None, :]
-                    w = tl.load(at, mask=inside_f[:, None] & (c < C)[None, :], other=0.0).T
-                else:
-                    at = weight + c[:, None].to(tl.int64) * stride_weight + f[None, :]
-                    w = tl.load(at, mask=(c < C)[:, None] & inside_f[None, :], other=0.0)
-                acc = tl.dot(x, w, acc, input_precision=PRECISION)
+            place = first + step * expert
+            acc = _products(
+                x_ptr,
+                x_desc,
+                stride_x,
+                weight,
+                weight_desc,
+                stride_weight,
+                place,
+                row,
+                end,
+                tile_f * BLOCK_F,
+                F,
+                C,
+                BLOCK_M,
+                BLOCK_F,
+                BLOCK_C,
+                TRANSPOSED,
+                TMA_X,
+                TMA_WEIGHT,
+                PRECISION,
+            )
             if BIAS:
                 bias = expert_pointer(
                     bias_ptr, bias_table, expert, bias_first, bias_step, stride_bias, DTYPE, BIAS_SCATTERED, False
@@ -196,7 +267,7 @@ def grouped_gemm_triton(
             x,
             TensorDescriptor.from_tensor(x, [config.block_m, config.block_c]) if tma_x else None,
             experts.base,
-            _descriptor(experts, num_experts, block) if tma_weight else None,
+            experts_descriptor(experts, num_experts, block) if tma_weight else None,
             experts.table,
             None if biases is None else biases.base,
             None if biases is None else biases.table,
@@ -231,14 +302,7 @@ def grouped_gemm_triton(
             BIAS=biases is not None,
             BIAS_SCATTERED=biases is not None and biases.table is not None,
             SCALE=bias_scale is not None,
-            PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            PRECISION=dot_precision(),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
-
-
-def _descriptor(experts: Experts, num_experts: int, block: list[int]) -> TensorDescriptor:
-    rows, columns = experts.base.shape
-    # A single packed expert has a stride that means nothing and may not be a multiple of 16 bytes.
-    stride = experts.stride if num_experts > 1 else rows * columns
-    return TensorDescriptor(experts.base, [num_experts, rows, columns], [stride, experts.base.stride(0), 1], block)

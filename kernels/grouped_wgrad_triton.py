@@ -12,7 +12,7 @@ stored past the caches (``.cs``), which leaves L2 to the operands. On an H200 wi
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +22,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .compat import device_of
 from .experts import device_table, locate_experts
-from .triton_support import expert_pointer, is_interpreted, prefetch_to_l2, takes_tma, tile_of, triton_dtype
+from .triton_support import (
+    dot_precision,
+    expert_pointer,
+    experts_descriptor,
+    is_interpreted,
+    prefetch_to_l2,
+    takes_tma,
+    tile_of,
+    triton_dtype,
+)
 
 __all__ = ["WGRAD_CANDIDATES", "WgradConfig", "default_wgrad_config", "grouped_wgrad_triton"]
 
@@ -100,6 +109,89 @@ def _update(
 
 
 @triton.jit
+def _products(
+    dy_ptr: tl.tensor,
+    dy_desc: tl.tensor,
+    stride_dy: tl.tensor,
+    x_ptr: tl.tensor,
+    x_desc: tl.tensor,
+    stride_x: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    tile_n: tl.tensor,
+    tile_k: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """``dy^T x`` over rows start to end: [BLOCK_N, BLOCK_K] fp32."""
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    t = tl.arange(0, BLOCK_T)
+    if TMA:
+        whole = start + (end - start) // BLOCK_T * BLOCK_T
+        for row in tl.range(start, whole, BLOCK_T):
+            dy = dy_desc.load([row, tile_n * BLOCK_N])  # [BLOCK_T, BLOCK_N]
+            x = x_desc.load([row, tile_k * BLOCK_K])  # [BLOCK_T, BLOCK_K]
+            acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
+        if whole < end:
+            # What follows is the next expert's, or padding with anything in it: zeros in both operands.
+            inside = (whole + t < end)[:, None]
+            dy = tl.where(inside, dy_desc.load([whole, tile_n * BLOCK_N]), 0.0)
+            x = tl.where(inside, x_desc.load([whole, tile_k * BLOCK_K]), 0.0)
+            acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
+    else:
+        for row in tl.range(start, end, BLOCK_T):
+            rows = (row + t).to(tl.int64)[:, None]
+            inside = (row + t < end)[:, None]
+            dy = tl.load(dy_ptr + rows * stride_dy + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
+            x = tl.load(x_ptr + rows * stride_x + k[None, :], mask=inside & (k < K)[None, :], other=0.0)
+            acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _update_in_parts(
+    acc: tl.tensor,
+    grad: tl.tensor,
+    n: tl.tensor,
+    column: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    stride: tl.tensor,
+    reads: tl.tensor,
+    BETA: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Write the tile that begins at ``column``, in PARTS blocks of columns."""
+    BLOCK_N: tl.constexpr = acc.shape[0]
+    BLOCK_K: tl.constexpr = acc.shape[1]
+    if PARTS == 1:
+        _update(acc, grad, n, column + tl.arange(0, BLOCK_K), N, K, stride, reads, BETA)
+    else:
+        half: tl.constexpr = BLOCK_K // 2
+        left, right = acc.reshape(BLOCK_N, 2, half).permute(0, 2, 1).split()
+        if PARTS == 2:
+            k = column + tl.arange(0, half)
+            _update(left, grad, n, k, N, K, stride, reads, BETA)
+            _update(right, grad, n, k + half, N, K, stride, reads, BETA)
+        else:
+            quarter: tl.constexpr = BLOCK_K // 4
+            k = column + tl.arange(0, quarter)
+            a, b = left.reshape(BLOCK_N, 2, quarter).permute(0, 2, 1).split()
+            _update(a, grad, n, k, N, K, stride, reads, BETA)
+            _update(b, grad, n, k + quarter, N, K, stride, reads, BETA)
+            a, b = right.reshape(BLOCK_N, 2, quarter).permute(0, 2, 1).split()
+            _update(a, grad, n, k + 2 * quarter, N, K, stride, reads, BETA)
+            _update(b, grad, n, k + 3 * quarter, N, K, stride, reads, BETA)
+
+
+@triton.jit
 def _grouped_wgrad_kernel(
     dy_ptr: tl.tensor,
     x_ptr: tl.tensor,
@@ -157,50 +249,33 @@ def _grouped_wgrad_kernel(
             # The address is kept inside the matrix: a prefetch outside an allocation faults nothing, but fetches.
             row = tl.minimum(n, N - 1)[:, None].to(tl.int64)
             prefetch_to_l2(grad + row * stride_grad + tl.minimum(column, K - 1)[None, :])
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        t = tl.arange(0, BLOCK_T)
-        if TMA:
-            whole = start + (end - start) // BLOCK_T * BLOCK_T
-            for row in tl.range(start, whole, BLOCK_T):
-                dy = dy_desc.load([row, tile_n * BLOCK_N])  # [BLOCK_T, BLOCK_N]
-                x = x_desc.load([row, tile_k * BLOCK_K])  # [BLOCK_T, BLOCK_K]
-                acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
-            if whole < end:
-                # What follows is the next expert's, or padding with anything in it: zeros in both operands.
-                inside = (whole + t < end)[:, None]
-                dy = tl.where(inside, dy_desc.load([whole, tile_n * BLOCK_N]), 0.0)
-                x = tl.where(inside, x_desc.load([whole, tile_k * BLOCK_K]), 0.0)
-                acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
-        else:
-            for row in tl.range(start, end, BLOCK_T):
-                rows = (row + t).to(tl.int64)[:, None]
-                inside = (row + t < end)[:, None]
-                dy = tl.load(dy_ptr + rows * stride_dy + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
-                x = tl.load(x_ptr + rows * stride_x + k[None, :], mask=inside & (k < K)[None, :], other=0.0)
-                acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
+        acc = _products(
+            dy_ptr,
+            dy_desc,
+            stride_dy,
+            x_ptr,
+            x_desc,
+            stride_x,
+            start,
+            end,
+            n,
+            k,
+            N,
+            K,
+            tile_n,
+            tile_k,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_T,
+            TMA,
+            PRECISION,
+        )
         if REDUCE:
             grad_desc.atomic_add(
                 [first + step * expert, tile_n * BLOCK_N, tile_k * BLOCK_K], acc.reshape(1, BLOCK_N, BLOCK_K)
             )
-        elif PARTS == 1:
-            _update(acc, grad, n, k, N, K, stride_grad, reads, BETA)
         else:
-            half: tl.constexpr = BLOCK_K // 2
-            left, right = acc.reshape(BLOCK_N, 2, half).permute(0, 2, 1).split()
-            k = tile_k * BLOCK_K
-            if PARTS == 2:
-                column = k + tl.arange(0, half)
-                _update(left, grad, n, column, N, K, stride_grad, reads, BETA)
-                _update(right, grad, n, column + half, N, K, stride_grad, reads, BETA)
-            else:
-                quarter: tl.constexpr = BLOCK_K // 4
-                column = k + tl.arange(0, quarter)
-                a, b = left.reshape(BLOCK_N, 2, quarter).permute(0, 2, 1).split()
-                _update(a, grad, n, column, N, K, stride_grad, reads, BETA)
-                _update(b, grad, n, column + quarter, N, K, stride_grad, reads, BETA)
-                a, b = right.reshape(BLOCK_N, 2, quarter).permute(0, 2, 1).split()
-                _update(a, grad, n, column + 2 * quarter, N, K, stride_grad, reads, BETA)
-                _update(b, grad, n, column + 3 * quarter, N, K, stride_grad, reads, BETA)
+            _update_in_parts(acc, grad, n, tile_k * BLOCK_K, N, K, stride_grad, reads, BETA, PARTS)
 
 
 def grouped_wgrad_triton(
@@ -222,19 +297,10 @@ def grouped_wgrad_triton(
     tma = config.tma and rows > 0 and takes_tma(dy) and takes_tma(x)
     evenly = experts.table is None and experts.aligned
     reduce = tma and config.reduce and beta == 1 and evenly and experts.base.dtype is torch.float32
-    grad_desc = None
-    if reduce:
-        grad_desc = TensorDescriptor(
-            experts.base,
-            [num_experts, n, k],
-            [experts.stride, experts.base.stride(0), 1],
-            [1, config.block_n, config.block_k],
-        )
+    grad_desc = experts_descriptor(experts, num_experts, [1, config.block_n, config.block_k]) if reduce else None
     tiles_n, tiles_k = triton.cdiv(n, config.block_n), triton.cdiv(k, config.block_k)
-    interpreted = is_interpreted()
-    registers: dict[str, Any] = {}
-    if config.max_registers is not None and torch.version.hip is None:
-        registers["maxnreg"] = config.max_registers
+    nvidia = torch.version.hip is None and not is_interpreted()
+    registers = {"maxnreg": config.max_registers} if nvidia and config.max_registers is not None else {}
     with device_of(dy):
         _grouped_wgrad_kernel[(num_experts * tiles_n * tiles_k,)](
             dy,
@@ -267,8 +333,8 @@ def grouped_wgrad_triton(
             BETA=beta,
             SCATTERED=experts.table is not None,
             ALIGNED=experts.aligned,
-            PREFETCH=beta != 0 and not reduce and not interpreted and torch.version.hip is None,
-            PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            PREFETCH=nvidia and beta != 0 and not reduce,
+            PRECISION=dot_precision(),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **registers,

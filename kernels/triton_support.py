@@ -6,10 +6,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .experts import Experts
 
 __all__ = [
     "capability_of",
+    "dot_precision",
     "expert_pointer",
+    "experts_descriptor",
     "is_interpreted",
     "prefetch_to_l2",
     "takes_tma",
@@ -53,6 +58,21 @@ def takes_tma(tensor: Tensor) -> bool:
         return False
     capability = capability_of(tensor.device)
     return is_interpreted() or (capability is not None and capability >= (9, 0))
+
+
+def dot_precision() -> str:
+    """How products of fp32 operands are taken: as torch's own, by ``torch.set_float32_matmul_precision``."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def experts_descriptor(experts: Experts, num_experts: int, block: list[int]) -> TensorDescriptor:
+    """All experts' matrices, evenly spaced, as one [experts, rows, columns]: what is outside one of them reads as zero
+    and is not written, whatever lies behind it.
+    """
+    rows, columns = experts.base.shape
+    # One packed expert may have any distance to the next, which there is not.
+    stride = experts.stride if num_experts > 1 else rows * experts.base.stride(0)
+    return TensorDescriptor(experts.base, [num_experts, rows, columns], [stride, experts.base.stride(0), 1], block)
 
 
 @triton.jit
