@@ -22,7 +22,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_serve_cuda_and_no_fp64() -> None:
-    assert compat.HAS_TRITON == compat.runs_on_triton("op", like("cuda", torch.bfloat16))
+    assert compat.runs_on_triton("op", like("cuda", torch.bfloat16)) == compat.HAS_TRITON
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not compat.runs_on_triton("op", like("cpu", torch.bfloat16))
