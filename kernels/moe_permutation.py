@@ -8,12 +8,11 @@ nothing but the inputs.
 import torch
 from torch import Tensor
 
+from .compat import HAS_TRITON, device_of, runs_on_triton
 from .moe_permutation_reference import permute_rows_reference, unpermute_rows_reference
 
-try:  # without Triton the oracles run everywhere: they are kernels of torch's, k passes instead of one
+if HAS_TRITON:
     from .moe_permutation_triton import permute_rows_triton, unpermute_rows_triton
-except ImportError:
-    permute_rows_triton, unpermute_rows_triton = permute_rows_reference, unpermute_rows_reference
 
 __all__ = ["permute_rows", "unpermute_rows"]
 
@@ -32,8 +31,9 @@ def permute_rows(x: Tensor, row_id_map: Tensor) -> Tensor:
     _check("permute_rows", x, row_id_map, x.shape[0])
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(row_id_map.numel(), x.shape[1])
-    run = permute_rows_triton if x.is_cuda and x.dtype is not torch.float64 else permute_rows_reference
-    run(x, row_id_map.contiguous(), out)
+    run = permute_rows_triton if runs_on_triton("permute_rows", x) else permute_rows_reference
+    with device_of(x):
+        run(x, row_id_map.contiguous(), out)
     return out
 
 
@@ -51,8 +51,9 @@ def unpermute_rows(rows: Tensor, row_id_map: Tensor) -> Tensor:
     _check("unpermute_rows", rows, row_id_map, rows.shape[0] // max(1, row_id_map.shape[-1]))
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = rows.new_empty(row_id_map.shape[0], rows.shape[1])
-    run = unpermute_rows_triton if rows.is_cuda and rows.dtype is not torch.float64 else unpermute_rows_reference
-    run(rows, row_id_map.contiguous(), out)
+    run = unpermute_rows_triton if runs_on_triton("unpermute_rows", rows) else unpermute_rows_reference
+    with device_of(rows):
+        run(rows, row_id_map.contiguous(), out)
     return out
 
 
