@@ -1,7 +1,7 @@
-"""One weight gradient that waits for its turn."""
+"""The weight gradient of one product, which waits for its turn."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,18 +14,24 @@ _sequence = itertools.count()
 
 
 class DelayedWgrad:
-    """``dy`` [T, N] and ``x`` [T, K] of one weight use, and how to write their product. The weight is held weakly.
+    """``dy`` [T, N] and ``x`` [T, K] of one product, and how to write the gradients of the weights that it serves.
 
-    It owns its tensors until the product is done. It may run on another CUDA stream than the backward that made it: the
-    stream is looked up when it runs, and waits for the one on which the tensors were made. ``write(dy, x, backward,
-    last)`` is told of which backward it is, and whether this is the weight's last one of its microbatch.
+    One weight, or the experts of a grouped product, whose operands are ``dy``, ``x`` and the experts' offsets. Weights
+    are held weakly, tensors until the product is done. It may run on another CUDA stream than the backward that made
+    it: the stream is looked up when it runs, and waits for the one on which the tensors were made.
+
+    write     called with this entry and the operands
+    operands  ``dy`` first
+    records   those of the weights that our provider has
+    backward  the graph task that it belongs to
+    serves    whether it is a gradient of this weight
     """
 
     __slots__ = (
         "_done",
         "_operands",
         "_producer",
-        "_record",
+        "_records",
         "_versions",
         "_write",
         "backward",
@@ -37,67 +43,68 @@ class DelayedWgrad:
 
     def __init__(
         self,
-        write: Callable[[Tensor, Tensor, int, bool], None],
-        dy: Tensor,
-        x: Tensor,
-        record: GradRecord | None,
+        write: Callable[..., None],
+        operands: tuple[Tensor, ...],
+        records: Sequence[GradRecord],
         owner: str,
         backward: int,
         serves: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         self._write = write
-        self._operands: tuple[Tensor, Tensor] | None = (dy, x)
-        self._versions = (dy._version, x._version)
-        self._record = record
+        self._operands: tuple[Tensor, ...] | None = operands
+        self._versions = [operand._version for operand in operands]
+        self._records = records
+        dy = operands[0]
         self._producer = torch.cuda.current_stream(dy.device) if dy.is_cuda else None
         self._done: torch.cuda.Event | None = None
         self.backward = backward
-        """Graph task that it belongs to."""
         self.pending = PendingWgrad(owner)
-        """Whose it is, and of which microbatch."""
-        self.bucket_index = 0 if record is None else record.bucket_index
-        """Place of the weight's bucket in the launch order."""
+        """Whose it is, and of which microbatch; each of the records has it."""
+        self.bucket_index = min([record.bucket_index for record in records], default=0)
+        """Place in the launch order of the bucket that waits for it first."""
         self.serves = serves
-        """Whether it is a gradient of this weight."""
         self.sequence = next(_sequence)
         """Later entries have larger ones, whatever their queue: uses of one weight are added in this order."""
-        if record is not None:
+        for record in records:
             record.pending.append(self.pending)
+
+    def is_last_of(self, record: GradRecord | None) -> bool:
+        """Whether no other weight gradient of this microbatch is pending there."""
+        return record is None or not any(
+            other is not self.pending and other.microbatch == self.pending.microbatch for other in record.pending
+        )
 
     @torch.no_grad()
     def run(self) -> None:
         """Write the product, and tell the provider."""
-        if self._operands is None:
+        operands = self._operands
+        if operands is None:
             raise RuntimeError(f"{self.pending.owner}: this delayed weight gradient was computed or dropped already")
-        dy, x = self._operands
-        if (dy._version, x._version) != self._versions:
+        if [operand._version for operand in operands] != self._versions:
             raise RuntimeError(
                 f"{self.pending.owner}: the input or the output gradient of a delayed weight gradient was changed in "
                 f"place before it was computed (an input buffer that was filled again?); call backward_dw() or drain() "
                 f"first, or clear() the queue to give it up"
             )
-        last = self._record is None or not any(
-            other is not self.pending and other.microbatch == self.pending.microbatch for other in self._record.pending
-        )
-        current = None if self._producer is None else torch.cuda.current_stream(dy.device)
+        current = None if self._producer is None else torch.cuda.current_stream(operands[0].device)
         if current == self._producer:
-            self._write(dy, x, self.backward, last)
+            self._write(self, *operands)
             self._operands = None
         else:
             assert current is not None and self._producer is not None, "both are streams, or both are None"
             current.wait_stream(self._producer)
-            self._write(dy, x, self.backward, last)
+            self._write(self, *operands)
             # Freed now, this memory would go to the producer's next kernels: whoever holds the entry frees it later.
             self._done = torch.cuda.Event()
             self._done.record(current)
-        if self._record is not None:
-            self._record.delayed_wgrad_done(self.pending)
+        for record in self._records:
+            record.delayed_wgrad_done(self.pending)
 
     def drop(self) -> None:
         """Give the gradient up, in an iteration that is abandoned."""
         self._operands = None
-        if self._record is not None:
-            self._record.pending.remove(self.pending)
+        for record in self._records:
+            record.pending.remove(self.pending)
 
     @property
     def in_use(self) -> bool:

@@ -18,7 +18,8 @@ from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord, PendingWgrad
 from .graph_walk import differentiable_tensors, walk_graph
 from .launcher import BucketLauncher
-from .main_grad import absorb_grad, listen_to_foreign_delays
+from .main_grad import absorb_grad
+from .wgrad_module import listen_to_foreign_delays
 from .wiring import WiredParam
 
 __all__ = ["Readiness"]

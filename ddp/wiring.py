@@ -16,7 +16,8 @@ from .collectives import group_rank, group_size
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
-from .main_grad import DelayedWgradModule, FusedWgradModule, is_delayed
+from .main_grad import is_delayed
+from .wgrad_module import DelayedWgradModule, FusedWgradModule
 
 __all__ = [
     "WiredParam",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ddp.demand import Demand, demand
-from ..ddp.main_grad import WgradTarget
+from ..ddp.wgrad_target import WgradTarget
 from .wgrad_queue import WgradQueue
 
 __all__ = ["LinearUse", "fused_linear", "run_outside_graph"]

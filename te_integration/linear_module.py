@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ddp.main_grad import DelayedWgradModule, check_delayable, is_fusable
+from ..ddp.main_grad import check_delayable, is_fusable
+from ..ddp.wgrad_module import DelayedWgradModule
 from .fused_linear import LinearUse, fused_linear, run_outside_graph
 from .wgrad_queue import WgradQueue, active_queue
 

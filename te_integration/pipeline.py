@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from ..ddp.data_parallel import DistributedDataParallel
-from ..ddp.main_grad import DelayedWgradModule
+from ..ddp.wgrad_module import DelayedWgradModule
 from .wgrad_queue import WgradQueue, delayed_wgrad
 
 __all__ = ["PipelineStage"]

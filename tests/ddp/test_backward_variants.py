@@ -145,7 +145,7 @@ def test_an_iteration_after_a_failed_backward_starts_clean(monkeypatch: pytest.M
         raise torch.OutOfMemoryError("no memory for the GEMM")
 
     with monkeypatch.context() as patch:
-        patch.setattr("maingrad.ddp.main_grad.wgrad_accumulate", fail)
+        patch.setattr("maingrad.ddp.wgrad_target.wgrad_accumulate", fail)
         with pytest.raises(torch.OutOfMemoryError):
             loss_of(ddp, second).backward()
     ddp.zero_grad_buffer()

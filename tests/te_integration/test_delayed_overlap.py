@@ -18,7 +18,7 @@ from plain_grads import plain_grads
 from torch import Tensor, nn
 from towers import repeat_on_a_busy_machine
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, main_grad
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, wgrad_target
 from maingrad.te_integration import Linear, WgradQueue
 from maingrad.te_integration.wgrad_queue import drain_modules
 
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 @contextmanager
 def sleeping_wgrads() -> Iterator[list[Wgrad]]:
     """Every fused weight gradient takes 50 ms longer, and is noted."""
-    real, intervals = main_grad.wgrad_accumulate, []
+    real, intervals = wgrad_target.wgrad_accumulate, []
 
     def slow(dy: Tensor, x: Tensor, accumulator: Tensor, *, overwrite: bool = False) -> None:
         start = time.perf_counter()
@@ -54,11 +54,11 @@ def sleeping_wgrads() -> Iterator[list[Wgrad]]:
         real(dy, x, accumulator, overwrite=overwrite)
         intervals.append(Wgrad(start, time.perf_counter()))
 
-    main_grad.wgrad_accumulate = slow
+    wgrad_target.wgrad_accumulate = slow
     try:
         yield intervals
     finally:
-        main_grad.wgrad_accumulate = real
+        wgrad_target.wgrad_accumulate = real
 
 
 def tower(delayed: int) -> nn.Sequential:

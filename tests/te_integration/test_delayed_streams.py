@@ -34,11 +34,11 @@ class Device:
     def entry(self) -> DelayedWgrad:
         operand = SimpleNamespace(is_cuda=True, device="cuda:0", _version=0)
 
-        def write(dy: Any, x: Any, backward: int, last: bool) -> None:
-            assert dy is operand and x is operand
+        def write(entry: DelayedWgrad, dy: Any, x: Any) -> None:
+            assert entry.backward == 1 and dy is operand and x is operand
             self.events.append((self.current.name, "writes"))
 
-        return DelayedWgrad(write, operand, operand, None, "layer", backward=1)
+        return DelayedWgrad(write, (operand, operand), (), "layer", backward=1)
 
 
 def test_17_it_runs_on_the_stream_of_the_moment_after_the_one_that_made_its_tensors(

@@ -261,7 +261,7 @@ def test_recompute_in_a_delayed_wgrad_block_uses_its_queue() -> None:
 
 def written_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
     """(shape, whether it overwrote) of every fused weight gradient from now on."""
-    from maingrad.ddp import main_grad
+    from maingrad.ddp import wgrad_target
     from maingrad.kernels import wgrad_accumulate
 
     seen: list[tuple[tuple[int, ...], bool]] = []
@@ -270,7 +270,7 @@ def written_shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...
         seen.append((tuple(grad.shape), overwrite))
         wgrad_accumulate(dy, x, grad, overwrite=overwrite)
 
-    monkeypatch.setattr(main_grad, "wgrad_accumulate", note)
+    monkeypatch.setattr(wgrad_target, "wgrad_accumulate", note)
     return seen
 
 
