@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ddp.demand import Demand, demand
-from ..ddp.wgrad_target import WgradTarget
+from ..ddp.wgrad_target import Place, WgradTarget
 from .wgrad_queue import WgradQueue
 
 __all__ = ["LinearUse", "fused_linear", "run_outside_graph"]
@@ -167,7 +167,7 @@ def _weight_grad(
     index: int,
     weight: Tensor,
     want: Demand,
-    place: tuple[Tensor, Tensor | None] | None,
+    place: Place | None,
     dy: Tensor,
     x: Tensor,
 ) -> Tensor | None:
