@@ -83,7 +83,7 @@ def tile_of(index: tl.tensor, tiles_rows: tl.tensor, tiles_columns: tl.tensor, G
     """
     width = GROUP * tiles_columns
     first = index // width * GROUP
-    height = min(tiles_rows - first, GROUP)
+    height = tl.maximum(min(tiles_rows - first, GROUP), 1)  # programs that no tile has come here too
     return first + index % width % height, index % width // height
 
 
