@@ -1,6 +1,7 @@
 """Modules whose weight-gradient GEMM runs straight into ``main_grad``, and the conversion of existing models."""
 
 from .convert import convert_linears as convert_linears
+from .grouped_linear import GroupedLinear as GroupedLinear
 from .layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .linear import Linear as Linear
@@ -14,6 +15,7 @@ from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
 __all__ = [
+    "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",

@@ -14,7 +14,7 @@ from ..ddp.demand import Demand, demand
 from ..ddp.wgrad_target import Place, WgradTarget
 from .wgrad_queue import WgradQueue
 
-__all__ = ["LinearUse", "fused_linear", "run_outside_graph"]
+__all__ = ["LinearUse", "fused_linear", "refuse_split_backward", "run_outside_graph", "watch_prehooks"]
 
 
 class LinearUse:
@@ -140,7 +140,7 @@ class _FusedLinear(torch.autograd.Function):
         nodes = ctx.next_functions
         wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
         if use.fused and Demand.ACCUMULATE not in wanted:
-            _refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
+            refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
         places = [use.targets[i].resolve() if want is Demand.ACCUMULATE else None for i, want in enumerate(wanted)]
 
         dx = None
@@ -184,7 +184,7 @@ def _weight_grad(
     return use.targets[index].deliver(*place, left, right, backward)
 
 
-def _refuse_split_backward(ctx: Any, returns: bool) -> None:
+def refuse_split_backward(ctx: Any, returns: bool) -> None:
     """Raise in the second half of torch.distributed.pipelining's split: a prehook, inputs alone, then weights alone.
 
     Its captured weight gradients are put into ``.grad`` by hand, where no provider's hook sees them. ``autograd.grad``
@@ -207,5 +207,9 @@ def _register_prehook(node: Any, fn: Any) -> Any:
     return super(type(node), node).register_prehook(fn)
 
 
-# A node does not say which hooks it has.
-_FusedLinear._backward_cls.register_prehook = _register_prehook  # type: ignore[attr-defined]
+def watch_prehooks(function: Any) -> None:
+    """Have nodes of ``function`` remember that they got a prehook: a node does not say which hooks it has."""
+    function._backward_cls.register_prehook = _register_prehook
+
+
+watch_prehooks(_FusedLinear)

@@ -11,6 +11,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tp_size": (1,),
     "parallel_mode": (None,),
     "get_rng_state_tracker": (None,),
+    "rng_state_tracker_function": (None,),
+    "accumulate_into_main_grad": (False,),
     "rng_tracker_name": (None,),
     "set_parallel_mode": (False,),
     "return_layernorm_output_gathered": (False,),
@@ -26,6 +28,7 @@ _REMEDY = {
     "sequence_parallel": f"shard the sequence outside, or {_USE_THEIRS}",
     "tp_group": f"tensor parallelism is the model's: {_USE_THEIRS}",
     "tp_size": f"tensor parallelism is the model's: {_USE_THEIRS}",
+    "accumulate_into_main_grad": "its name is fuse_wgrad_accumulation here",
     "parallel_mode": f"tensor parallelism is the model's: {_USE_THEIRS}",
 }
 

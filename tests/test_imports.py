@@ -57,6 +57,7 @@ PUBLIC = {
         "recorded_backward_order",
     },
     "maingrad.te_integration": {
+        "GroupedLinear",
         "LayerNormLinear",
         "LayerNormMLP",
         "Linear",
