@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
     weight: Tensor
     """The object that carries the contract's attributes."""
-    main_grad: Tensor | None
+    accumulator: Tensor | None
     """Its checked accumulator, where this backward writes it."""
 
 
@@ -200,7 +200,7 @@ class GroupedWgradTarget:
     def _accumulate(
         self, places: Sequence[Place | None], dy: Tensor, x: Tensor, offsets: Tensor, backward: int
     ) -> None:
-        main_grads = [None if place is None else place.main_grad for place in places]
+        main_grads = [None if place is None else place.accumulator for place in places]
         overwrite = [
             place is not None and open_for_write(place.weight, record_of(place.weight), backward) for place in places
         ]
