@@ -5,6 +5,7 @@ every tensor with rows; rows from offsets[E] on are padding. Offsets stay on the
 that nothing waits for the device, and a captured CUDA graph may be replayed with other split sizes.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,16 +20,17 @@ from .grouped_reference import (
     grouped_scale_grad_reference,
     grouped_wgrad_accumulate_reference,
 )
+from .tuning import Problem, gpu_name, tuned_config
 
 if HAS_TRITON:
-    from .grouped_gemm_triton import default_gemm_config, grouped_gemm_triton
+    from .grouped_gemm_triton import GemmConfig, default_gemm_config, grouped_gemm_triton
     from .grouped_reductions_triton import (
         MAX_EXPERTS_OF_ONE_LAUNCH,
         group_offsets_triton,
         grouped_bias_grad_triton,
         grouped_scale_grad_triton,
     )
-    from .grouped_wgrad_triton import default_wgrad_config, grouped_wgrad_triton
+    from .grouped_wgrad_triton import WgradConfig, default_wgrad_config, grouped_wgrad_triton
     from .triton_support import capability_of
 
 __all__ = [
@@ -182,7 +184,9 @@ def _gemm(
     bias: PerExpert | None = None,
     bias_scale: Tensor | None = None,
 ) -> None:
-    config = default_gemm_config(x.dtype, capability_of(x.device), x.shape[0] / len(weights))
+    op = "grouped_linear" if transposed else "grouped_dgrad"
+    n, k = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
+    config = _gemm_config(x.device, x.dtype, op, len(weights), x.shape[0], n, k)
     grouped_gemm_triton(
         _adjacent_columns(x),
         _alike(weights),
@@ -202,7 +206,9 @@ def _wgrad(
     offsets: Tensor,
     overwrite: bool | Sequence[bool],
 ) -> None:
-    config = default_wgrad_config(dy.dtype, capability_of(dy.device), dy.shape[0] / len(main_grads))
+    adds = not overwrite if isinstance(overwrite, bool) else not all(overwrite)
+    op = "grouped_wgrad_accumulate" if adds else "grouped_wgrad_overwrite"
+    config = _wgrad_config(dy.device, dy.dtype, op, len(main_grads), dy.shape[0], dy.shape[1], x.shape[1])
     dy, x = _adjacent_columns(dy), _adjacent_columns(x)
     if isinstance(main_grads, Tensor):
         if main_grads.numel():
@@ -213,6 +219,31 @@ def _wgrad(
     for kind in kinds:
         here = [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
         grouped_wgrad_triton(dy, x, here, offsets, overwrite, config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gemm_config(
+    device: torch.device, dtype: torch.dtype, op: str, experts: int, rows: int, n: int, k: int
+) -> "GemmConfig":
+    found = tuned_config(gpu_name(device), Problem(op, _table_name(dtype), experts, rows, n, k))
+    if isinstance(found, dict):
+        return GemmConfig(**found)
+    return default_gemm_config(dtype, capability_of(device), rows / experts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wgrad_config(
+    device: torch.device, dtype: torch.dtype, op: str, experts: int, rows: int, n: int, k: int
+) -> "WgradConfig":
+    found = tuned_config(gpu_name(device), Problem(op, _table_name(dtype), experts, rows, n, k))
+    if isinstance(found, dict):
+        return WgradConfig(**found)
+    return default_wgrad_config(dtype, capability_of(device), rows / experts)
+
+
+def _table_name(dtype: torch.dtype) -> str:
+    """Products of both half precisions take the same time, and tables are measured in one."""
+    return "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
 
 
 def _adjacent_columns(tensor: Tensor) -> Tensor:

@@ -202,6 +202,7 @@ def _grouped_wgrad_kernel(
     table_ptr: tl.tensor,
     beta_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
+    T: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
     stride_dy: tl.tensor,
@@ -231,8 +232,11 @@ def _grouped_wgrad_kernel(
     tiles = tiles_n * tiles_k
     expert = program // tiles
     tile_n, tile_k = tile_of(program % tiles, tiles_n, tiles_k, GROUP)
-    start = tl.load(offsets_ptr + expert).to(tl.int32)
-    end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+    start = 0
+    end = T
+    if offsets_ptr is not None:
+        start = tl.load(offsets_ptr + expert).to(tl.int32)
+        end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
     live = (BETA == 0) | (start < end)
     reads = BETA == 1
     if BETA == 2:
@@ -282,18 +286,18 @@ def grouped_wgrad_triton(
     dy: Tensor,
     x: Tensor,
     main_grads: Tensor | Sequence[Tensor | None],
-    offsets: Tensor,
+    offsets: Tensor | None,
     overwrite: bool | Sequence[bool],
     config: WgradConfig,
 ) -> None:
     """See ``grouped_wgrad_accumulate``, which has checked the arguments; dy [T, N] and x [T, K] have adjacent columns.
 
-    All accumulators that are there have one dtype and one row stride.
+    All accumulators that are there have one dtype and one row stride. ``offsets`` None: one expert has all rows.
     """
-    num_experts = offsets.shape[0] - 1
+    num_experts = len(main_grads)
     (rows, n), k = dy.shape, x.shape[1]
     experts = locate_experts(main_grads)
-    beta, betas = _beta(main_grads, overwrite, offsets.device)
+    beta, betas = _beta(main_grads, overwrite, dy.device)
     tma = config.tma and rows > 0 and takes_tma(dy) and takes_tma(x)
     evenly = experts.table is None and experts.aligned
     reduce = tma and config.reduce and beta == 1 and evenly and experts.base.dtype is torch.float32
@@ -312,6 +316,7 @@ def grouped_wgrad_triton(
             experts.table,
             betas,
             offsets,
+            rows,
             n,
             k,
             dy.stride(0),

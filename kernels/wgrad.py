@@ -3,12 +3,21 @@
 Legend: T rows (tokens), N output features, K input features.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
+from .compat import HAS_TRITON
 from .reference import wgrad_accumulate_reference
+from .tuning import Problem, gpu_name, tuned_config
 
-__all__ = ["wgrad_accumulate"]
+if HAS_TRITON:
+    from .grouped_wgrad_triton import WgradConfig, grouped_wgrad_triton
+
+__all__ = ["cublas_wgrad", "wgrad_accumulate"]
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
@@ -19,8 +28,9 @@ def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: boo
     main_grad  [N, K]  accumulator, contiguous: fp32 under half-precision operands, or the operands' own dtype
     overwrite          beta = 0: ``main_grad`` is write-only and may hold anything, NaN included; otherwise beta = 1
 
-    On CUDA this is one cuBLAS call with an fp32 epilogue: no product tensor, no second pass over ``main_grad``
-    (relative error 9e-6 against fp64 for bf16 operands on an H200). Elsewhere it is the reference. T may be 0.
+    On CUDA this is one kernel: no product tensor, no second pass over ``main_grad`` (relative error 9e-6 against fp64
+    for bf16 operands on an H200). It is cuBLAS with an fp32 epilogue, or the grouped kernel with one expert where the
+    shipped table has measured that to be faster: with few tokens. Elsewhere it is the reference. T may be 0.
 
     Raises ``ValueError`` for shapes that do not fit together and ``TypeError`` for operands of different dtypes.
     The method is Megatron-LM's ``gradient_accumulation_fusion``, with cuBLAS called through ``torch.addmm``.
@@ -38,16 +48,41 @@ def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: boo
             main_grad.zero_()
     elif not main_grad.is_cuda:
         wgrad_accumulate_reference(dy, x, main_grad, overwrite=overwrite)
+    elif main_grad.dtype is torch.float32 and dy.dtype in _HALF:
+        config = _kernel_for(dy, x, overwrite)
+        if config is None:
+            cublas_wgrad(dy, x, main_grad, overwrite=overwrite)
+        else:
+            grouped_wgrad_triton(dy, x, main_grad[None], None, overwrite, config)
     elif main_grad.dtype is dy.dtype:
         if overwrite:
             torch.mm(dy.t(), x, out=main_grad)
         else:
             torch.addmm(main_grad, dy.t(), x, out=main_grad)
-    elif main_grad.dtype is torch.float32:
-        # The accumulator is both the addend and the output: cuBLAS reads C and writes D in place.
-        if overwrite:
-            torch.mm(dy.t(), x, out_dtype=torch.float32, out=main_grad)
-        else:
-            torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
     else:
         wgrad_accumulate_reference(dy, x, main_grad, overwrite=overwrite)
+
+
+def cublas_wgrad(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
+    """Half-precision operands into an fp32 accumulator, which is both the addend and the output: cuBLAS reads C and
+    writes D in place.
+    """
+    if overwrite:
+        torch.mm(dy.t(), x, out_dtype=torch.float32, out=main_grad)
+    else:
+        torch.addmm(main_grad, dy.t(), x, out_dtype=torch.float32, out=main_grad)
+
+
+def _kernel_for(dy: Tensor, x: Tensor, overwrite: bool) -> "WgradConfig | None":
+    """None: the library is faster, or nothing near this shape was measured on this GPU."""
+    if not HAS_TRITON or dy.stride(1) != 1 or x.stride(1) != 1:
+        return None
+    op = "wgrad_overwrite" if overwrite else "wgrad_accumulate"
+    # Both half precisions take the same time, and the table has one.
+    return _measured(dy.device, Problem(op, "bfloat16", 1, dy.shape[0], dy.shape[1], x.shape[1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _measured(device: torch.device, problem: Problem) -> "WgradConfig | None":
+    found = tuned_config(gpu_name(device), problem)
+    return WgradConfig(**found) if isinstance(found, dict) else None

@@ -1,0 +1,154 @@
+"""Which configuration of a kernel serves which shape: measured tables that ship, looked up and not made at run time.
+
+A lookup is a pure function of shapes, so that a run is reproducible, and a CUDA graph capture meets nothing new. A
+shape that was not measured takes the configuration of the nearest one that was; a GPU without a table takes the
+kernel's default. ``maingrad bench tune`` measures, and writes a table.
+"""
+
+import csv
+import functools
+import math
+from importlib import resources
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "COLUMNS",
+    "CUBLAS",
+    "Problem",
+    "TunedRow",
+    "gpu_name",
+    "load_tuning_table",
+    "nearest",
+    "parse_table",
+    "tuned_config",
+]
+
+COLUMNS = ("gpu", "op", "dtype", "experts", "rows", "n", "k", "config", "ms", "date", "torch", "triton")
+CUBLAS = "cublas"
+"""A row's configuration where the library was faster than the kernel."""
+_SHIPPED = "tuned.csv"
+_FARTHEST = 4.0
+"""In powers of two, over all sizes together: a shape farther from every measured one takes the default."""
+
+
+class Problem(NamedTuple):
+    """One product: op, dtype (torch's name without ``torch.``), experts (1: dense), rows of all of them, N and K."""
+
+    op: str
+    dtype: str
+    experts: int
+    rows: int
+    n: int
+    k: int
+
+    def distance(self, other: "Problem") -> float:
+        """In powers of two: rows of an expert, N and K in full; the number of experts, which repeats work, less."""
+        return (
+            abs(_log2(self.rows / self.experts) - _log2(other.rows / other.experts))
+            + abs(_log2(self.n) - _log2(other.n))
+            + abs(_log2(self.k) - _log2(other.k))
+            + 0.25 * abs(_log2(self.experts) - _log2(other.experts))
+        )
+
+
+class TunedRow(NamedTuple):
+    """What was measured: the fastest configuration of one problem on one kind of GPU."""
+
+    gpu: str
+    problem: Problem
+    config: str
+    """``name=value`` for each field that is not the kernel's default, with blanks between; or ``CUBLAS``."""
+    ms: float
+    date: str
+    torch: str
+    triton: str
+
+
+def _log2(value: float) -> float:
+    return math.log2(max(value, 1.0))
+
+
+def parse_table(text: str, source: str) -> list[TunedRow]:
+    """Rows of a CSV with ``COLUMNS``. Raises ``ValueError`` that names ``source`` and the line."""
+    reader = csv.DictReader(StringIO(text))
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"{source}: the columns must be {','.join(COLUMNS)}; got {','.join(reader.fieldnames or ())}")
+    rows = []
+    for line, cells in enumerate(reader, start=2):
+        try:
+            sizes = [int(cells[name]) for name in ("experts", "rows", "n", "k")]
+            problem = Problem(cells["op"], cells["dtype"], *sizes)
+            row = TunedRow(
+                cells["gpu"],
+                problem,
+                cells["config"],
+                float(cells["ms"]),
+                cells["date"],
+                cells["torch"],
+                cells["triton"],
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{source}, line {line}: {error}") from None
+        if min(sizes) < 1 or not row.ms > 0 or not row.config:
+            raise ValueError(f"{source}, line {line}: sizes and ms must be positive, and config must not be empty")
+        _parse_config(row.config, f"{source}, line {line}")
+        rows.append(row)
+    return rows
+
+
+@functools.cache
+def _parse_config(config: str, source: str) -> dict[str, int] | None:
+    if config == CUBLAS:
+        return None
+    values = {}
+    for item in config.split():
+        name, equals, value = item.partition("=")
+        if not equals or not value.isdigit():
+            raise ValueError(f"{source}: config must be name=number with blanks between, or {CUBLAS}; got '{item}'")
+        values[name] = int(value)
+    return values
+
+
+_added: list[TunedRow] = []
+
+
+def load_tuning_table(path: str | Path) -> None:
+    """Add a table that ``maingrad bench tune`` wrote; its rows come before shipped ones of the same problem.
+
+    To be called before the first product, since what was looked up stays. Raises ``ValueError`` for a broken table.
+    """
+    _added[:0] = parse_table(Path(path).read_text(), str(path))
+    tuned_config.cache_clear()
+
+
+@functools.cache
+def _shipped() -> list[TunedRow]:
+    return parse_table(resources.files(__package__).joinpath(_SHIPPED).read_text(), _SHIPPED)
+
+
+@functools.lru_cache(maxsize=4096)
+def tuned_config(gpu: str, problem: Problem) -> dict[str, Any] | str | None:
+    """Fields of the kernel's configuration, or ``CUBLAS``; None where nothing near was measured on this kind of GPU."""
+    row = nearest(gpu, problem, (*_added, *_shipped()))
+    if row is None:
+        return None
+    return _parse_config(row.config, _SHIPPED) or CUBLAS
+
+
+def nearest(gpu: str, problem: Problem, rows: tuple[TunedRow, ...]) -> TunedRow | None:
+    """The row of the same op and dtype that is nearest to ``problem``; the first of equals. None: none is near."""
+    alike = [row for row in rows if row.gpu == gpu and row.problem[:2] == problem[:2]]
+    if not alike:
+        return None
+    best = min(alike, key=lambda row: row.problem.distance(problem))
+    return best if best.problem.distance(problem) <= _FARTHEST else None
+
+
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """The kind of GPU that tables are kept for."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
