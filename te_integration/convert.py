@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from ..ddp.main_grad import has_main_grad
 from .conv1d import fused_conv1d_class, is_conv1d_class
+from .grouped_linear import GroupedLinear
 from .layer_norm_linear import LayerNormLinear
 from .layer_norm_mlp import LayerNormMLP
 from .linear import Linear
@@ -103,8 +104,9 @@ def _why_not(module: nn.Module) -> str | None:
         return "already fused"
     if any(weight is not None and is_lazy(weight) for weight in weights):
         return f"{cls.__name__} has no weight yet: run one forward, then convert"
-    if not (cls in (nn.Linear, Linear, LayerNormLinear, LayerNormMLP) or is_conv1d_class(cls)):
-        parents = {"nn.Linear": nn.Linear, "LayerNormLinear": LayerNormLinear, "LayerNormMLP": LayerNormMLP}
+    if not (cls in (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear) or is_conv1d_class(cls)):
+        ours = (LayerNormLinear, LayerNormMLP, GroupedLinear)
+        parents = {"nn.Linear": nn.Linear, **{each.__name__: each for each in ours}}
         parent = next((name for name, each in parents.items() if isinstance(module, each)), "Conv1D")
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
     if "forward" in module.__dict__:

@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..ddp.main_grad import check_delayable, is_fusable
-from .fused_grouped_linear import GroupedUse, fused_grouped_linear
 from .fused_linear import run_outside_graph
-from .linear_module import InitMethod, LinearModule, one_dtype, reset_linear
+from .grouped_module import ExpertLayer, GroupedModule
+from .linear_module import InitMethod, one_dtype
 from .row_splits import row_offsets
 from .te_arguments import refuse_unsupported
-from .wgrad_queue import WgradQueue
 
 __all__ = ["GroupedLinear"]
 
 
-class GroupedLinear(LinearModule, nn.Module):
+class GroupedLinear(GroupedModule):
     """``y[t] = x[t] W_e^T + b_e`` for row t of expert e, with ``main_grad_e += dy_e^T x_e`` of all experts as one GEMM.
 
     =======================  ===========  =========================================================
@@ -84,20 +82,12 @@ class GroupedLinear(LinearModule, nn.Module):
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.scale_bias, self.return_bias, self.save_original_input = scale_bias, return_bias, save_original_input
         self.init_method = init_method
-        self.weight_names = _names("weight", num_gemms, single_grouped_weight)
-        self.bias_names = _names("bias", num_gemms, single_grouped_bias)
-
-        def empty(names: Sequence[str], *shape: int) -> None:
-            packed = (num_gemms,) if len(names) == 1 and names[0] in ("weight", "bias") else ()
-            for each in names:
-                self.register_parameter(each, nn.Parameter(torch.empty(*packed, *shape, device=device, dtype=dtype)))
-
-        empty(self.weight_names, out_features, in_features)
-        if bias:
-            empty(self.bias_names, out_features)
-        else:
-            for each in self.bias_names:
-                self.register_parameter(each, None)
+        self.layer = ExpertLayer.named(
+            "", num_gemms, packed_weight=single_grouped_weight, packed_bias=single_grouped_bias
+        )
+        self.expert_layers = (self.layer,)
+        self.weight_names = self.layer.weight_names
+        self.add_layer(self.layer, out_features, in_features, bias=bias, device=device, dtype=dtype)
         self.reset_parameters()
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
 
@@ -108,13 +98,7 @@ class GroupedLinear(LinearModule, nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise the weights and biases anew, expert by expert: after ``to_empty``, or to start over."""
-        weights, biases = self._parameters_of(self.weight_names), self._parameters_of(self.bias_names)
-        for expert in range(self.num_gemms):
-            weight = weights[0].detach()[expert] if self.single_grouped_weight else weights[expert]
-            bias = None
-            if biases:
-                bias = biases[0].detach()[expert] if self.single_grouped_bias else biases[expert]
-            reset_linear(weight, bias, self.init_method)
+        self.reset_layer(self.layer, self.init_method)
 
     def forward(
         self,
@@ -128,7 +112,7 @@ class GroupedLinear(LinearModule, nn.Module):
     ) -> Any:
         """[..., K] -> [..., N]; with ``return_bias`` a pair of it and the list of biases, None without any.
 
-        bias_scales  [T], with ``scale_bias``
+        bias_scales  [...], one for each row, with ``scale_bias``
         out          [T, N], memory for the output, and ``grad_input`` [T, K] for the input's gradient:
                      ``fused_grouped_linear`` says until when they must be left alone
 
@@ -158,106 +142,30 @@ class GroupedLinear(LinearModule, nn.Module):
             )
         rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
         offsets = row_offsets(m_splits, self.num_gemms, rows.shape[0], rows.device, self.describe())
-        output = self.multiply_rows(rows, offsets, bias_scales, self.queue_now(), out=out, grad_input=grad_input)
-        return output if inp.dim() == 2 else output.view(*inp.shape[:-1], self.out_features)
-
-    def multiply_rows(
-        self,
-        rows: Tensor,
-        offsets: Tensor,
-        bias_scales: Tensor | None,
-        queue: WgradQueue | None,
-        *,
-        out: Tensor | None = None,
-        grad_input: Tensor | None = None,
-        only_save: bool = False,
-    ) -> Tensor:
-        """The product where the offsets are known: rows [T, K], offsets [E + 1] from ``row_offsets`` -> [T, N]."""
+        if bias_scales is not None and bias_scales.dim() != 1:
+            bias_scales = bias_scales.reshape(-1)
         if (bias_scales is not None) is not self.scale_bias:
             raise ValueError(
                 f"{self.describe()}: scale_bias={self.scale_bias}, and "
                 f"{'no bias_scales were given' if self.scale_bias else 'bias_scales were given'}"
             )
-        weights = self._parameters_of(self.weight_names)
-        biases = () if self.return_bias else self._parameters_of(self.bias_names)
-        if not torch.is_autocast_enabled(rows.device.type):
-            self._check_dtypes(rows, weights, biases)
-        if bias_scales is not None and bias_scales.shape != (rows.shape[0],):
-            raise ValueError(
-                f"{self.describe()}: bias_scales must be [{rows.shape[0]}], one for each row; got "
-                f"{tuple(bias_scales.shape)}"
-            )
-        use = self._grouped_use(weights, queue, only_save)
-        return fused_grouped_linear(
+        output = self.multiply_rows(
+            self.layer,
             rows,
-            weights[0] if self.single_grouped_weight else weights,
-            None if not biases else biases[0] if self.single_grouped_bias else biases,
             offsets,
-            use,
-            bias_scale=bias_scales,
+            bias_scales,
+            self.queue_now(),
+            add_bias=not self.return_bias,
             out=out,
             grad_input=grad_input,
         )
-
-    def _parameters_of(self, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """Those of them that there are: a module has all of its biases, or none."""
-        own = self._parameters  # getattr costs a microsecond for each; what is not there is computed (parametrize)
-        found = [own[name] if name in own else getattr(self, name) for name in names]
-        return tuple([each for each in found if each is not None])
-
-    def _check_dtypes(self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-        dtypes = {tensor.dtype for tensor in (*weights, *biases)}
-        if dtypes != {rows.dtype}:
-            found = " and ".join(sorted(map(str, dtypes)))
-            raise ValueError(
-                f"{self.describe()}: the input is {rows.dtype} and the parameters {found}; cast one or use autocast"
-            )
-
-    def _grouped_use(self, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool) -> GroupedUse:
-        """The same object as in the last forward, where nothing has changed."""
-        fused = self.fuse_wgrad_accumulation
-        if fused or queue is not None:
-            needing = [weight for weight in weights if weight.requires_grad]
-            if not needing or not torch.is_grad_enabled() or not all(map(is_fusable, needing)):
-                fused, queue = False, None
-            elif queue is not None and queue is not self.wgrad_queue:
-                check_delayable(needing, self.describe())
-        uses: dict[tuple[bool, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
-        use = uses.get((fused, only_save))
-        if use is None or not use.serves(weights, fused, queue):
-            use = uses[fused, only_save] = GroupedUse(
-                weights,
-                self.weight_names,
-                self.describe(),
-                fused=fused,
-                queue=queue,
-                save_original_input=self.save_original_input,
-                only_save=only_save,
-            )
-        return use
+        return output if inp.dim() == 2 else output.view(*inp.shape[:-1], self.out_features)
 
     def _biases_alone(self) -> list[Tensor] | None:
-        biases = self._parameters_of(self.bias_names)
+        biases = self.parameters_named(self.layer.bias_names)
         if not biases:
             return None
         return list(biases[0].unbind()) if self.single_grouped_bias else list(biases)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for whole, packed in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
-            error = _repack(state_dict, f"{prefix}{whole}", self.num_gemms, packed)
-            if error:
-                error_msgs.append(f"{self.describe()}: {error}")
-        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def sizes(self) -> str:
         """Its sizes, by the names of its arguments."""
@@ -265,31 +173,8 @@ class GroupedLinear(LinearModule, nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes, what form the parameters have, and what happens to the weight gradients."""
-        bias = self._parameters[self.bias_names[0]] is not None
+        bias = self._parameters[self.layer.bias_names[0]] is not None
         return (
             f"{super().extra_repr()}, bias={bias}, scale_bias={self.scale_bias}, "
             f"single_grouped_weight={self.single_grouped_weight}, single_grouped_bias={self.single_grouped_bias}"
         )
-
-
-def _names(whole: str, count: int, packed: bool) -> tuple[str, ...]:
-    return (whole,) if packed else tuple([f"{whole}{expert}" for expert in range(count)])
-
-
-def _repack(state_dict: dict[str, Any], whole: str, count: int, packed: bool) -> str | None:
-    """Bring the experts' tensors under ``whole`` into the other form, where that is the one asked for.
-
-    Returns what is wrong with their number, if anything.
-    """
-    discrete: list[str] = []
-    while f"{whole}{len(discrete)}" in state_dict:
-        discrete.append(f"{whole}{len(discrete)}")
-    stored = len(discrete) or (state_dict[whole].shape[0] if whole in state_dict else 0)
-    if stored and stored != count:
-        return f"the state dict has {whole} of {stored} experts, and the module has {count}"
-    if packed and discrete and whole not in state_dict:
-        state_dict[whole] = torch.stack([state_dict.pop(name) for name in discrete])
-    elif not packed and not discrete and whole in state_dict:
-        for expert, tensor in enumerate(state_dict.pop(whole).unbind()):
-            state_dict[f"{whole}{expert}"] = tensor
-    return None

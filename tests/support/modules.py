@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear
+from maingrad.te_integration import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 
 __all__ = [
+    "ALL_FACTORIES",
+    "ALL_WEIGHTS",
     "FACTORIES",
     "FEATURES",
     "HIDDEN",
@@ -38,10 +40,33 @@ WEIGHTS = [
 ]
 
 
+class Experts(GroupedLinear):
+    """``GroupedLinear`` that gives each expert its share of whatever rows come, and one of them none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, torch.tensor(shares(x.numel() // x.shape[-1])))
+
+
+def shares(rows: int) -> list[int]:
+    """Rows of each of three experts."""
+    return [rows // 2, 0, rows - rows // 2]
+
+
+# What a module with one or two dense weights can do, these need not: a tied expert, a second derivative.
+ALL_FACTORIES: dict[str, Callable[..., Any]] = {
+    **FACTORIES,
+    "GroupedLinear": lambda **options: Experts(3, FEATURES, FEATURES, **options),
+    "packed GroupedLinear": lambda **options: Experts(
+        3, FEATURES, FEATURES, single_grouped_weight=True, single_grouped_bias=True, **options
+    ),
+}
+ALL_WEIGHTS = [*WEIGHTS, ("GroupedLinear", "weight0"), ("GroupedLinear", "weight2"), ("packed GroupedLinear", "weight")]
+
+
 def make(kind: str, *, fuse: bool = True, delay: bool = False, seed: int = 0, **options: Any) -> Any:
     """One of them, its weights from ``seed``; norm parameters are random too, so that none is left out unnoticed."""
     torch.manual_seed(seed)
-    module = FACTORIES[kind](fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **options)
+    module = ALL_FACTORIES[kind](fuse_wgrad_accumulation=fuse, delay_wgrad_compute=delay, **options)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "layer_norm" in name:
@@ -115,10 +140,19 @@ def plain_forward(module: Any, params: Mapping[str, Tensor], x: Tensor) -> Tenso
 
     if isinstance(module, Linear):
         return linear(x)
+    if isinstance(module, Experts):
+        rows = x.flatten(0, -2)
+        parts = rows.split(shares(len(rows)))
+        y = torch.cat([part @ _of(params, "weight", e).t() + _of(params, "bias", e) for e, part in enumerate(parts)])
+        return y.unflatten(0, x.shape[:-1])
     x = _norm(module, params, x)
     if isinstance(module, LayerNormLinear):
         return linear(x)
     return linear(PLAIN_ACTIVATIONS[module.activation](linear(x, "fc1_")), "fc2_")
+
+
+def _of(params: Mapping[str, Tensor], name: str, expert: int) -> Tensor:
+    return params[name][expert] if name in params else params[f"{name}{expert}"]
 
 
 def exact(
@@ -135,5 +169,6 @@ def exact(
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Relative, in the Frobenius norm."""
-    return ((actual.double() - expected).norm() / expected.norm()).item()
+    """Relative, in the Frobenius norm; what should be zero must be."""
+    difference = (actual.double() - expected).norm()
+    return (difference / expected.norm()).item() if difference != 0 else 0.0

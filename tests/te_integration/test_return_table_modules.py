@@ -11,7 +11,7 @@ import pytest
 import torch
 from foreign import ForeignProvider, LazyForeignProvider
 from loops import wrap
-from modules import FACTORIES, FEATURES, WEIGHTS, error, exact, make
+from modules import ALL_FACTORIES, ALL_WEIGHTS, FEATURES, error, exact, make
 from moves import moves_of_size
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -115,7 +115,7 @@ def watch(output: Tensor, weight: nn.Parameter, seen: list[tuple[Seen | None, An
 
 @pytest.mark.parametrize("input_needs_grad", [True, False])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+@pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
 def test_every_row_for_every_weight(kind: str, name: str, row: Row, input_needs_grad: bool) -> None:
     module = make(kind, fuse=row.fuse, delay=row.delay)
     weight = getattr(module, name)
@@ -173,11 +173,11 @@ def _main_grad_of(provider: Any, weight: Tensor) -> Tensor | None:
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("provider", ["ours", "foreign", "lazy", "none"])
-@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+@pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
 def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fuse: bool, delay: bool) -> None:
     """Nothing is returned, written or flagged for it; its bias, the input and every other parameter get theirs."""
-    if provider == "none" and fuse and kind == "LayerNormMLP":
-        provider = "foreign"  # its other weight needs one
+    if provider == "none" and fuse and kind in ("LayerNormMLP", "GroupedLinear"):
+        provider = "foreign"  # its other weights need one
     module = make(kind, fuse=fuse, delay=delay)
     weight = getattr(module, name).requires_grad_(False)
     inputs = batches(requires_grad=True)
@@ -209,7 +209,7 @@ def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fu
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("provider", ["ours", "lazy"])
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", ALL_FACTORIES)
 def test_08_a_module_used_twice_overwrites_once_in_each_backward(
     kind: str, provider: str, delay: bool, reentrant: bool
 ) -> None:
@@ -238,14 +238,19 @@ def test_08_a_module_used_twice_overwrites_once_in_each_backward(
 
 @pytest.mark.parametrize("provider", ["ours", "foreign", "lazy", "no flag"])
 @pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+@pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
 def test_autograd_passes_over_a_fused_weights_gradient_nowhere(
     kind: str, name: str, delay: bool, provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GEMM is left out here, so that all that is seen is autograd's and ours."""
     called: list[tuple[int, ...]] = []
-    gemm = "maingrad.ddp.wgrad_target.wgrad_accumulate"
+    gemm, grouped = "maingrad.ddp.wgrad_target.wgrad_accumulate", "maingrad.ddp.wgrad_target.grouped_wgrad_accumulate"
     monkeypatch.setattr(gemm, lambda dy, x, grad, **_: called.append(grad.shape))
+
+    def note_each(dy: Tensor, x: Tensor, grads: Any, offsets: Tensor, **_: object) -> None:
+        called.extend([grads.shape] if isinstance(grads, Tensor) else [grad.shape for grad in grads])
+
+    monkeypatch.setattr(grouped, note_each)
     module = make(kind, delay=delay)
     weight = getattr(module, name)
     kept = provide(module, provider)
@@ -262,7 +267,7 @@ def test_autograd_passes_over_a_fused_weights_gradient_nowhere(
     assert kept is not None
 
 
-@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+@pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
 def test_the_count_of_passes_sees_those_of_an_unfused_module(kind: str, name: str) -> None:
     module = make(kind, fuse=False)
     ddp = wrap(module)
@@ -274,7 +279,7 @@ def test_the_count_of_passes_sees_those_of_an_unfused_module(kind: str, name: st
 # ---- What a foreign provider is told of delays. ----
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", ALL_FACTORIES)
 def test_13_a_delayed_weight_is_known_to_every_provider(kind: str) -> None:
     """A foreign one finds the mark when it wraps and is called after each backward_dw; ours sees buckets wait."""
     module, plain = make(kind, delay=True), make(kind)
@@ -294,7 +299,7 @@ def test_13_a_delayed_weight_is_known_to_every_provider(kind: str) -> None:
     assert provider.placeholders
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("fuse", [True, False])
 def test_13_no_bucket_launches_before_its_delayed_weight(kind: str, fuse: bool) -> None:
     module = make(kind, fuse=fuse, delay=True)
