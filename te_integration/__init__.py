@@ -2,6 +2,7 @@
 
 from .convert import convert_linears as convert_linears
 from .grouped_linear import GroupedLinear as GroupedLinear
+from .grouped_mlp import GroupedMLP as GroupedMLP
 from .layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .linear import Linear as Linear
@@ -16,6 +17,7 @@ from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
 __all__ = [
     "GroupedLinear",
+    "GroupedMLP",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",

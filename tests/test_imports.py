@@ -58,6 +58,7 @@ PUBLIC = {
     },
     "maingrad.te_integration": {
         "GroupedLinear",
+        "GroupedMLP",
         "LayerNormLinear",
         "LayerNormMLP",
         "Linear",
