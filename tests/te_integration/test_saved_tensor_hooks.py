@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from foreign import ForeignProvider, LazyForeignProvider
-from modules import FACTORIES, WEIGHTS, error, exact, make
+from modules import ALL_FACTORIES, ALL_WEIGHTS, error, exact, make
 from stepping import AROUND, Stack, assert_bitwise, train
 from torch import Tensor
 
@@ -29,7 +29,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize(("fuse", "how", "around"), CASES)
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_training_is_bitwise_the_plain_one(kind: str, fuse: bool, how: str, around: str, microbatches: int) -> None:
@@ -43,7 +43,7 @@ def test_training_is_bitwise_the_plain_one(kind: str, fuse: bool, how: str, arou
 @pytest.mark.parametrize("variant", [{"tied": True}, {"frozen": True}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("how", ["now", "module"])
 def test_ties_and_frozen_weights_too(around: str, variant: dict[str, bool], how: str) -> None:
-    for kind in FACTORIES:
+    for kind in ALL_FACTORIES:
         plain = train(Stack(kind, **variant), 2, "now")
         assert_bitwise(plain, train(Stack(kind, around, delay=how == "module", **variant), 2, how), same_buckets=False)
 
@@ -58,7 +58,7 @@ def test_an_mlp_that_recomputes_itself_inside_all_of_them(around: str, how: str,
     assert_bitwise(plain, train(model, 2, how), same_buckets=how == "now")
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: bool, tied: bool) -> None:
@@ -75,7 +75,7 @@ def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: 
         torch.testing.assert_close(delayed.weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "name"), WEIGHTS)
+@pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
 @pytest.mark.parametrize("around", ["save_on_cpu", "fresh tensors"])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("provider", [ForeignProvider, LazyForeignProvider])
@@ -98,7 +98,7 @@ def test_20_flag_and_overwrite_bit_are_the_weights_own(
     assert error(getattr(module, name).main_grad, expected[name]) <= ROUNDING
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("delay", [False, True])
 def test_nothing_keeps_the_weight_alive_but_its_module(kind: str, delay: bool) -> None:
     """A graph under saved-tensor hooks holds data, the queue holds a weak reference."""
