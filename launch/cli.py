@@ -33,12 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (plan, simulate):
         command.add_argument("--ranks", type=_positive, required=True, help="number of ranks")
     simulate.add_argument("--schedule-seed", type=int, default=0, help="order in which ranks take turns")
+    report = commands.add_parser("report", help="draw a run's pictures again, or compare two runs")
+    report.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="folders of runs")
+    report.add_argument("--compare", type=Path, nargs=2, metavar=("BASE", "RUN"), help="two runs over the same tokens")
+    report.add_argument("--out-dir", type=Path, default=Path("runs/compare"), help="where the comparison goes")
+    report.add_argument("--stem", default="comparison", help="its files are STEM.csv, STEM.md and STEM.png")
+    report.set_defaults(run=_report)
     bench = commands.add_parser("bench", help="measure on this machine", epilog="Sizes: --dim 1024 --num-layers 4 ...")
     bench.add_argument(
         "what",
-        choices=["accumulation", "delayed", "host"],
+        choices=["accumulation", "delayed", "host", "moe"],
         help="fused, hook and autograd accumulation; reductions under delayed weight gradients (torchrun, GPUs); "
-        "host time of one layer",
+        "host time of one layer; a training step of a mixture of experts",
     )
     bench.add_argument("--out-dir", type=Path, default=Path("runs/bench"), help="where the table goes")
     bench.set_defaults(run=_bench)
@@ -102,6 +108,26 @@ def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) ->
     return 0
 
 
+def _report(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    from .compare import compare_runs
+    from .config import ConfigError
+    from .report import draw_report
+
+    if overrides or not (known.runs or known.compare):
+        raise ConfigError(
+            f"report takes folders of runs, or --compare BASE RUN; got {' '.join(overrides) or 'neither'}"
+        )
+    for run in known.runs:
+        if not (run / "metrics.jsonl").exists():
+            raise ConfigError(f"'{run}' is not the folder of a run: it has no metrics.jsonl")
+        for path in draw_report(run):
+            print(path)
+    if known.compare:
+        base, other = known.compare
+        print(compare_runs(base, other, known.out_dir, known.stem))
+    return 0
+
+
 def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
     import torch
     import tyro
@@ -120,6 +146,14 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
         from .bench_host import bench_host, write_host_report
 
         print(write_host_report(bench_host(torch.device("cuda" if on_cuda else "cpu")), known.out_dir))
+        return 0
+    if known.what == "moe":
+        from .bench_moe import MoEBench, bench_moe, write_moe_report
+
+        few = MoEBench(dim=64, num_layers=1, num_heads=2, num_experts=4, top_k=2, expert_ffn_dim=32, num_tokens=64)
+        sizes = tyro.cli(MoEBench, args=overrides, default=MoEBench() if on_cuda else few, prog="maingrad bench moe")
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        print(write_moe_report(bench_moe(sizes, device, log), sizes, known.out_dir))
         return 0
     # The published setting is for a GPU; what a CPU can do in a minute is much smaller.
     small = AccumulationBench(dim=256, num_layers=2, vocab_size=1024, num_tokens=256, num_steps=3, num_warmup_steps=1)

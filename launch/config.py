@@ -7,6 +7,7 @@
 Impossible values are refused at construction, with the key and what it may be. ``config_file.py`` reads the file.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,7 +49,7 @@ class ModelConfig:
     num_kv_heads: int = 2
     """Key and value heads; divides ``num_heads``. Equal to it: ordinary multi-head attention."""
     ffn_dim: int = 704
-    """Width of the SwiGLU feed-forward."""
+    """Width of the SwiGLU feed-forward; of the dense blocks, where ``num_experts`` is set."""
     context_length: int = 256
     """Longest sequence, in tokens."""
     dropout: float = 0.0
@@ -66,6 +67,29 @@ class ModelConfig:
     delay_wgrad_layers: int = 0
     """The head and the last so many blocks compute their weight gradients after each backward, in bucket order, while
     buckets reduce; ``num_layers``: all of them, so that backward computes input gradients only. 0: none."""
+    num_experts: int = 0
+    """Experts of a mixture-of-experts block (``moe.py``); 0: every block is dense, and no key below may be set."""
+    top_k: int = 0
+    """Experts that each token is sent to."""
+    expert_ffn_dim: int = 0
+    """Width of each expert's SwiGLU feed-forward."""
+    shared_expert_ffn_dim: int = 0
+    """Width of a dense SwiGLU feed-forward beside the experts, whose output is added to theirs; 0: none."""
+    moe_layer_freq: int = 1
+    """Every so many blocks have experts, the first one among them; 1: all."""
+    normalize_top_k: bool = False
+    """The probabilities of the chosen experts are divided by their sum."""
+    top_k_scaling_factor: float = 1.0
+    """The probabilities of the chosen experts are multiplied by this: ``top_k``, after ``normalize_top_k``, makes an
+    untrained block's output as large as that of a dense one as wide as the chosen experts together."""
+    aux_loss_coefficient: float = 0.01
+    """Factor of each router's load-balancing loss in the training loss."""
+    router_z_loss_coefficient: float = 0.0
+    """Factor of the mean square of each router's log partition function in the training loss."""
+    router_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the router's weight and product: fp32, or that of the other parameters."""
+    single_grouped_weight: bool = True
+    """Experts' weights are one packed parameter [experts, out, in] for each product, and not one for each expert."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context_length"):
@@ -91,6 +115,52 @@ class ModelConfig:
         )
         _require(self.rotary_base > 1.0, "model.rotary_base", self.rotary_base, "must be greater than 1")
         _require(self.init_std > 0.0, "model.init_std", self.init_std, "must be positive")
+        if self.num_experts:
+            self._check_experts()
+        else:
+            for name, neutral in _EXPERT_KEYS.items():
+                value = getattr(self, name)
+                _require(value == neutral, f"model.{name}", value, "has no effect without model.num_experts")
+
+    def _check_experts(self) -> None:
+        for name in ("num_experts", "top_k", "expert_ffn_dim", "moe_layer_freq"):
+            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        for name in ("shared_expert_ffn_dim", "aux_loss_coefficient", "router_z_loss_coefficient"):
+            _require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), "must not be negative")
+        _require(
+            self.top_k <= self.num_experts,
+            "model.top_k",
+            self.top_k,
+            f"must be at most model.num_experts = {self.num_experts}",
+        )
+        _require(
+            not (self.normalize_top_k and self.top_k == 1),
+            "model.normalize_top_k",
+            self.normalize_top_k,
+            "makes the one probability 1 under model.top_k = 1, and the router learns nothing from the experts",
+        )
+        _require(
+            self.top_k_scaling_factor > 0.0,
+            "model.top_k_scaling_factor",
+            self.top_k_scaling_factor,
+            "must be positive",
+        )
+        _require(
+            self.moe_layer_freq <= self.num_layers,
+            "model.moe_layer_freq",
+            self.moe_layer_freq,
+            f"must be at most model.num_layers = {self.num_layers}",
+        )
+        _require(
+            self.router_dtype in ("float32", self.param_dtype),
+            "model.router_dtype",
+            self.router_dtype,
+            f'must be "float32" or model.param_dtype = "{self.param_dtype}"',
+        )
+
+    def has_experts(self, block: int) -> bool:
+        """Whether that block, counted from 0, is a mixture of experts."""
+        return self.num_experts > 0 and block % self.moe_layer_freq == 0
 
     @property
     def head_dim(self) -> int:
@@ -101,6 +171,31 @@ class ModelConfig:
     def torch_dtype(self) -> torch.dtype:
         """``param_dtype`` as torch knows it."""
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.param_dtype]
+
+    @property
+    def torch_router_dtype(self) -> torch.dtype:
+        """``router_dtype`` as torch knows it."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.router_dtype]
+
+
+_EXPERT_KEYS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name
+    in (
+        "top_k",
+        "expert_ffn_dim",
+        "shared_expert_ffn_dim",
+        "moe_layer_freq",
+        "normalize_top_k",
+        "top_k_scaling_factor",
+        "aux_loss_coefficient",
+        "router_z_loss_coefficient",
+        "router_dtype",
+        "single_grouped_weight",
+    )
+}
+"""Keys that say how experts are, with the values they have where there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,9 @@
 kind            when                    what
 ``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives
 ``timeline``    once                    times of one step's backwards and collectives, from which overlap.png is drawn
-``step``        every log_every steps   loss (nats per token), lr, grad_norm, tokens per second, seconds per step
+``step``        every log_every steps   loss (nats per token), lr, grad_norm, tokens per second, seconds per step; of a
+                                        model with experts also its routers' load_balancing_loss and router_z_loss (not
+                                        in loss) and max_expert_load, the fullest expert's over an even share
 ``validation``  every eval_every steps  loss on the fixed validation set
 ``final``       at the end              validation loss beside the bigram's, steps, seconds
 ``interrupted`` instead of ``final``    after Ctrl-C or SIGTERM

@@ -1,4 +1,4 @@
-"""A small GPT of the present-day kind: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A small GPT of the present-day kind: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
 
 Legend, used in every shape below:
 
@@ -11,16 +11,32 @@ into ``main_grad``. Norms and the embedding are ordinary modules, whose gradient
 """
 
 import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..te_integration import Linear
 from .config import ModelConfig
+from .feed_forward import FeedForward, make_linear
+from .moe import MixtureOfExperts, RouterLoss
 
-__all__ = ["GPT", "Attention", "Block", "FeedForward", "RMSNorm", "build_model", "rotary_tables", "rotate"]
+__all__ = [
+    "GPT",
+    "Attention",
+    "Block",
+    "FeedForward",
+    "LossParts",
+    "RMSNorm",
+    "build_model",
+    "rotary_tables",
+    "rotate",
+]
+
+_WRITES_TO_RESIDUAL = re.compile(r"attention\.out\.weight$|ffn\.(shared\.)?down\.weight$|ffn\.experts\.fc2_weight")
 
 
 class RMSNorm(nn.Module):
@@ -59,8 +75,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.dropout = config.num_heads, config.num_kv_heads, config.dropout
         kv_dim = config.num_kv_heads * config.head_dim
         self.split = [config.dim, kv_dim, kv_dim]
-        self.qkv = _linear(config, config.dim, sum(self.split), device, delay_wgrad)
-        self.out = _linear(config, config.dim, config.dim, device, delay_wgrad)
+        self.qkv = make_linear(config, config.dim, sum(self.split), device, delay_wgrad)
+        self.out = make_linear(config, config.dim, config.dim, device, delay_wgrad)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]."""
@@ -82,38 +98,55 @@ class Attention(nn.Module):
         return y
 
 
-class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``, gate and up as one matrix. Shazeer, 2020."""
-
-    def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
-        super().__init__()
-        self.gate_up = _linear(config, config.dim, 2 * config.ffn_dim, device, delay_wgrad)
-        self.down = _linear(config, config.ffn_dim, config.dim, device, delay_wgrad)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [B, T, D] -> [B, T, D]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y: Tensor = self.down(F.silu(gate) * up)
-        return y
-
-
 class Block(nn.Module):
     """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``; dropout on both branches."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, device: torch.device | None, *, has_experts: bool = False, delay_wgrad: bool = False
+    ) -> None:
         super().__init__()
         dtype = config.torch_dtype
         self.attention_norm = RMSNorm(config.dim, device=device, dtype=dtype)
         self.attention = Attention(config, device, delay_wgrad=delay_wgrad)
         self.ffn_norm = RMSNorm(config.dim, device=device, dtype=dtype)
-        self.ffn = FeedForward(config, device, delay_wgrad=delay_wgrad)
+        self.ffn: nn.Module
+        if has_experts:
+            self.ffn = MixtureOfExperts(config, device, delay_wgrad=delay_wgrad)
+        else:
+            self.ffn = FeedForward(config, config.ffn_dim, device, delay_wgrad=delay_wgrad)
+        self.has_experts = has_experts
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``x`` [B, T, D] -> [B, T, D]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterLoss | None]:
+        """``x`` [B, T, D] -> [B, T, D], and what the router of a block with experts adds to the loss in training."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
-        y: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return y
+        normed = self.ffn_norm(x)
+        y, router_loss = self.ffn(normed) if self.has_experts else (self.ffn(normed), None)
+        return x + self.dropout(y), router_loss
+
+
+class LossParts(NamedTuple):
+    """What a training loss is made of: fp32 scalars without a graph, on the model's device."""
+
+    cross_entropy: Tensor
+    """In nats per token."""
+    load_balancing: Tensor
+    """Mean over the routers, before its coefficient; 1 where all experts get the same."""
+    router_z: Tensor
+    """Mean over the routers, before its coefficient."""
+    max_load: Tensor
+    """Rows of the fullest expert of all routers, over those of an even share."""
+
+    @classmethod
+    def of(cls, cross_entropy: Tensor, losses: Sequence[RouterLoss]) -> "LossParts":
+        """Means and maximum over the routers."""
+        with torch.no_grad():
+            return cls(
+                cross_entropy.detach(),
+                torch.stack([each.load_balancing for each in losses]).mean(),
+                torch.stack([each.z for each in losses]).mean(),
+                torch.stack([each.max_load for each in losses]).max(),
+            )
 
 
 class GPT(nn.Module):
@@ -131,10 +164,11 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         first_delayed = config.num_layers - config.delay_wgrad_layers
         self.blocks = nn.ModuleList(
-            Block(config, device, delay_wgrad=index >= first_delayed) for index in range(config.num_layers)
+            Block(config, device, has_experts=config.has_experts(index), delay_wgrad=index >= first_delayed)
+            for index in range(config.num_layers)
         )
         self.norm = RMSNorm(config.dim, device=device, dtype=dtype)
-        self.head = _linear(config, config.dim, config.vocab_size, device, config.delay_wgrad_layers > 0)
+        self.head = make_linear(config, config.dim, config.vocab_size, device, config.delay_wgrad_layers > 0)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
             self.head.mark_delayed_weights()
@@ -143,6 +177,8 @@ class GPT(nn.Module):
         self.register_buffer("rotary_sin", sin, persistent=False)
         self.rotary_cos: Tensor
         self.rotary_sin: Tensor
+        self.loss_parts: LossParts | None = None
+        """Of the last forward with targets in training; None without experts."""
         self.reset_parameters()
 
     @torch.no_grad()
@@ -155,15 +191,17 @@ class GPT(nn.Module):
             return
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
-            if parameter.dim() >= 2:
-                std = (
-                    residual_std if name.endswith(("attention.out.weight", "ffn.down.weight")) else self.config.init_std
-                )
-                parameter.copy_(torch.randn(parameter.shape, device=parameter.device) * std)
+            if parameter.dim() < 2:
+                continue
+            std = residual_std if _WRITES_TO_RESIDUAL.search(name) else self.config.init_std
+            # Expert by expert, so that packed and discrete weights of one seed are the same.
+            for matrix in parameter if parameter.dim() == 3 else [parameter]:
+                matrix.copy_(torch.randn(matrix.shape, device=matrix.device) * std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
 
+        In training, the losses of all routers are added to it, and ``loss_parts`` says what came from where.
         Raises ``ValueError`` for sequences longer than ``context_length``.
         """
         length = tokens.shape[1]
@@ -173,12 +211,19 @@ class GPT(nn.Module):
             )
         cos, sin = self.rotary_cos[:length], self.rotary_sin[:length]
         x = self.dropout(self.embedding(tokens))
+        router_losses = []
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x, router_loss = block(x, cos, sin)
+            if router_loss is not None:
+                router_losses.append(router_loss)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
-        return F.cross_entropy(rearrange(logits, "b t v -> (b t) v").float(), rearrange(targets, "b t -> (b t)"))
+        loss = F.cross_entropy(rearrange(logits, "b t v -> (b t) v").float(), rearrange(targets, "b t -> (b t)"))
+        if router_losses:
+            self.loss_parts = LossParts.of(loss, router_losses)
+            loss = loss + torch.stack([each.weighted for each in router_losses]).sum()
+        return loss
 
 
 def build_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> GPT:
@@ -187,17 +232,3 @@ def build_model(config: ModelConfig, *, seed: int, device: torch.device | None =
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         return GPT(config, device)
-
-
-def _linear(
-    config: ModelConfig, in_features: int, out_features: int, device: torch.device | None, delay_wgrad: bool
-) -> Linear:
-    return Linear(
-        in_features,
-        out_features,
-        bias=False,
-        device=device,
-        dtype=config.torch_dtype,
-        fuse_wgrad_accumulation=config.fuse_wgrad_accumulation,
-        delay_wgrad_compute=delay_wgrad,
-    )

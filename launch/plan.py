@@ -1,6 +1,6 @@
 """What a run would allocate, from shapes alone: buckets, padding, bytes per rank. No process group, no storage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -8,10 +8,22 @@ from rich.table import Table
 
 from ..ddp.layout import BucketLayout, BufferLayout, GradPlan
 from ..ddp.wiring import find_owned_params, plan_model
-from .config import Config
+from .config import Config, ModelConfig
 from .model import GPT
 
-__all__ = ["RankBytes", "RunPlan", "plan_run", "plan_tables"]
+__all__ = ["ParameterCount", "RankBytes", "RunPlan", "count_parameters", "plan_run", "plan_tables"]
+
+
+class ParameterCount(NamedTuple):
+    """Elements of a model's parameters, a shared one counted once."""
+
+    total: int
+    experts: int
+    """Of all experts of all blocks."""
+    routers: int
+    shared_experts: int
+    active: int
+    """Those that work on one token: of the experts, the ones that it is sent to."""
 
 
 class RankBytes(NamedTuple):
@@ -35,9 +47,15 @@ class RunPlan(NamedTuple):
 
     gradients: GradPlan
     ranks: int
-    num_parameters: int
+    parameters: ParameterCount
     sharded: bool
     """Gradients are reduce-scattered and optimizer state is sharded; otherwise all-reduced and whole on each rank."""
+    model: ModelConfig
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, without padding."""
+        return self.parameters.total
 
     @property
     def rank_bytes(self) -> RankBytes:
@@ -58,13 +76,31 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     Raises ``ConfigError`` where the global batch does not divide between so many ranks.
     """
     config.train.sequences_per_microbatch(ranks)
-    owned = find_owned_params(GPT(config.model, torch.device("meta")))
-    plan = plan_model(owned, config.ddp, shard_degree=ranks)
-    return RunPlan(plan, ranks, sum(entry.param.numel() for entry in owned), config.ddp.use_distributed_optimizer)
+    model = GPT(config.model, torch.device("meta"))
+    plan = plan_model(find_owned_params(model), config.ddp, shard_degree=ranks)
+    return RunPlan(plan, ranks, _count(model), config.ddp.use_distributed_optimizer, config.model)
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Of the model of ``config``, from shapes alone."""
+    return _count(GPT(config, torch.device("meta")))
+
+
+def _count(model: GPT) -> ParameterCount:
+    def below(path: str) -> int:
+        return sum(parameter.numel() for name, parameter in model.named_parameters() if path in name)
+
+    config = model.config
+    experts = below(".ffn.experts.")
+    idle = experts - experts * config.top_k // config.num_experts if config.num_experts else 0
+    total = below("")
+    return ParameterCount(total, experts, below(".ffn.router."), below(".ffn.shared."), total - idle)
 
 
 def plan_tables(plan: RunPlan) -> Iterator[Table]:
-    """The buckets in launch order, then bytes per rank."""
+    """The experts, if there are any; the buckets in launch order; bytes per rank."""
+    if plan.model.num_experts:
+        yield _experts_table(plan.model, plan.parameters)
     yield _bucket_table(plan)
     yield _bytes_table(plan)
 
@@ -76,6 +112,28 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def _experts_table(model: ModelConfig, count: ParameterCount) -> Table:
+    blocks = sum(model.has_experts(index) for index in range(model.num_layers))
+    table = Table(
+        title=f"{model.num_experts} experts in {blocks} of {model.num_layers} blocks, {model.top_k} for each token",
+        title_justify="left",
+    )
+    table.add_column("parameters")
+    table.add_column("all", justify="right", no_wrap=True)
+    table.add_column("active in a token", justify="right", no_wrap=True)
+    chosen = count.experts * model.top_k // model.num_experts
+    table.add_row(f"experts, {model.expert_ffn_dim} wide", f"{count.experts:,}", f"{chosen:,}")
+    if model.shared_expert_ffn_dim:
+        shared = f"{count.shared_experts:,}"
+        table.add_row(f"shared expert, {model.shared_expert_ffn_dim} wide", shared, shared)
+    table.add_row(f"routers, {model.router_dtype}", f"{count.routers:,}", f"{count.routers:,}")
+    rest = f"{count.total - count.experts - count.shared_experts - count.routers:,}"
+    table.add_row("everything else", rest, rest)
+    table.add_section()
+    table.add_row("total", f"{count.total:,}", f"{count.active:,}")
+    return table
 
 
 def _bucket_table(plan: RunPlan) -> Table:
@@ -111,17 +169,18 @@ def _bucket_row(bucket: BucketLayout, buffer: BufferLayout, *, sharded: bool) ->
 
 
 def _bytes_table(plan: RunPlan) -> Table:
-    one = RunPlan(plan.gradients, 1, plan.num_parameters, sharded=False).rank_bytes
+    one = plan._replace(ranks=1, sharded=False).rank_bytes
     mine = plan.rank_bytes
-    dtypes = plan.gradients.buffers[0]
+    param_dtypes = _names(buffer.param_dtype for buffer in plan.gradients.buffers)
+    grad_dtypes = _names(buffer.grad_dtype for buffer in plan.gradients.buffers)
     table = Table(title=f"bytes on each of {plan.ranks} ranks", title_justify="left")
     table.add_column("what")
     table.add_column("dtype")
     table.add_column("per rank", justify="right", no_wrap=True)
     table.add_column("unsharded", justify="right", no_wrap=True)
     rows = (
-        ("parameters", _name(dtypes.param_dtype), mine.parameters, one.parameters),
-        ("gradients", _name(dtypes.grad_dtype), mine.gradients, one.gradients),
+        ("parameters", param_dtypes, mine.parameters, one.parameters),
+        ("gradients", grad_dtypes, mine.gradients, one.gradients),
         ("optimizer: masters", "float32", mine.masters, one.masters),
         ("optimizer: moments", "float32", mine.moments, one.moments),
     )
@@ -134,3 +193,7 @@ def _bytes_table(plan: RunPlan) -> Table:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(dict.fromkeys(map(_name, dtypes)))

@@ -8,27 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")  # no display is needed, and none is opened
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from .drawing import BACKWARD, DRAIN, EXPOSED, HIDDEN, INK, QUIET, READY, TRAIN, dress, plt, save
 from .metrics import read_metrics
 
 __all__ = ["OverlapShare", "draw_loss", "draw_overlap", "draw_report", "overlap_share"]
-
-_INK = "#22303c"
-_QUIET = "#8a97a3"
-_BACKWARD = "#dfe6ec"
-_DRAIN = "#efe3c8"
-_HIDDEN = "#1f77a4"
-_EXPOSED = "#e07b39"
-_READY = "#2a9d5c"
-_TRAIN = "#9bb8cc"
 
 
 class OverlapShare(NamedTuple):
@@ -82,21 +69,21 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
 
     figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
     x, y = [record["step"] for record in steps], [record["loss"] for record in steps]
-    axes.plot(x, y, color=_TRAIN if len(y) > 200 else _HIDDEN, linewidth=1.5, label="training")
+    axes.plot(x, y, color=TRAIN if len(y) > 200 else HIDDEN, linewidth=1.5, label="training")
     if len(y) > 200:  # short runs and long log intervals are smooth enough as they are
-        axes.plot(x, _centred_mean(y, len(y) // 100), color=_HIDDEN, linewidth=2, label="training, smoothed")
+        axes.plot(x, _centred_mean(y, len(y) // 100), color=HIDDEN, linewidth=2, label="training, smoothed")
     if validations:
         at, losses = [record["step"] for record in validations], [record["loss"] for record in validations]
-        axes.plot(at, losses, color=_EXPOSED, linewidth=1.5, marker="o", markersize=5, label="validation")
+        axes.plot(at, losses, color=EXPOSED, linewidth=1.5, marker="o", markersize=5, label="validation")
         axes.annotate(
-            f"{losses[-1]:.3f}", (at[-1], losses[-1]), xytext=(6, 0), textcoords="offset points", color=_EXPOSED,
+            f"{losses[-1]:.3f}", (at[-1], losses[-1]), xytext=(6, 0), textcoords="offset points", color=EXPOSED,
             va="center", fontweight="bold",
         )  # fmt: skip
     if bigram is not None:
-        axes.axhline(bigram, color=_INK, linewidth=1.2, linestyle=(0, (5, 4)))
+        axes.axhline(bigram, color=INK, linewidth=1.2, linestyle=(0, (5, 4)))
         axes.annotate(
             f"{unit}-bigram counts on the same data: {bigram:.3f}", (1.0, bigram), xycoords=("axes fraction", "data"),
-            xytext=(-4, 5), textcoords="offset points", color=_INK, ha="right",
+            xytext=(-4, 5), textcoords="offset points", color=INK, ha="right",
         )  # fmt: skip
         # The untrained model's loss would squeeze everything of interest into the lower third.
         axes.set_ylim(top=min(max(y), bigram + 1.2))
@@ -104,13 +91,13 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
     if bigram is not None and validations:
         gap = bigram - validations[-1]["loss"]
         title = f"Validation ends {abs(gap):.2f} nats per {unit} {'below' if gap >= 0 else 'above'} the bigram model"
-    _dress(axes, title)
+    dress(axes, title)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss, nats per {unit}")
-    axes.grid(axis="y", color=_BACKWARD, linewidth=0.8)
+    axes.grid(axis="y", color=BACKWARD, linewidth=0.8)
     axes.margins(x=0.08)
     axes.legend(frameon=False, loc="upper center" if bigram is None else "upper right")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_overlap(timeline: dict[str, Any], path: Path) -> Path:
@@ -129,23 +116,23 @@ def draw_overlap(timeline: dict[str, Any], path: Path) -> Path:
     under = "the backward" if drain is None else "computation"
     collective = buckets[0]["collective"].replace("_", "-")
     if collective == "none":
-        _dress(whole, "One rank: buckets become ready, and there is nothing to reduce")
+        dress(whole, "One rank: buckets become ready, and there is nothing to reduce")
         collective = "no collective"
     else:
-        _dress(whole, f"{share.fraction:.0%} of collective time lies under {under}{rest}")
+        dress(whole, f"{share.fraction:.0%} of collective time lies under {under}{rest}")
     figure.legend(
         handles=[
             Line2D(
-                [], [], color=_READY, marker="o", markersize=6, markeredgecolor="white", label="ready, until launched"
+                [], [], color=READY, marker="o", markersize=6, markeredgecolor="white", label="ready, until launched"
             ),
-            Patch(color=_HIDDEN, label=f"{collective}, under computation"),
-            Patch(color=_EXPOSED, label=f"{collective}, exposed"),
+            Patch(color=HIDDEN, label=f"{collective}, under computation"),
+            Patch(color=EXPOSED, label=f"{collective}, exposed"),
         ],
         frameon=False,
         loc="outside lower center",
         ncols=3,
     )
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _draw_whole_step(axes: Axes, timeline: dict[str, Any]) -> None:
@@ -154,21 +141,21 @@ def _draw_whole_step(axes: Axes, timeline: dict[str, Any]) -> None:
     whole = max(span["end"] for span in backwards) - start
     for number, span in enumerate(backwards, 1):
         left, width = span["start"] - start, span["end"] - span["start"]
-        axes.barh(1, _ms(width), left=_ms(left), height=0.72, color=_QUIET if span["synced"] else _BACKWARD)
+        axes.barh(1, _ms(width), left=_ms(left), height=0.72, color=QUIET if span["synced"] else BACKWARD)
         # Only where it fits: a microbatch may be a small part of the step.
         kind = "" if width < 0.1 * whole else ", reduced" if span["synced"] else ", no_sync"
         if width > 0.015 * whole:
-            ink = "white" if span["synced"] else _INK
+            ink = "white" if span["synced"] else INK
             axes.text(_ms(left + width / 2), 1, f"{number}{kind}", ha="center", va="center", fontsize=8, color=ink)
     for span in timeline["phases"]:
-        axes.barh(1, _ms(span["end"] - span["start"]), left=_ms(span["start"] - start), height=0.72, color=_DRAIN)
+        axes.barh(1, _ms(span["end"] - span["start"]), left=_ms(span["start"] - start), height=0.72, color=DRAIN)
     for span in buckets:
         width = max(span["finished"] - span["launched"], 0.002 * whole)  # at least a hairline
-        axes.barh(0, _ms(width), left=_ms(span["launched"] - start), height=0.5, color=_HIDDEN)
+        axes.barh(0, _ms(width), left=_ms(span["launched"] - start), height=0.5, color=HIDDEN)
     axes.set_yticks([1, 0], ["backwards", "collectives"])
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=8, colors=_QUIET)
-    axes.set_xlabel(f"ms since the first backward of step {timeline['step']}", fontsize=8, color=_QUIET)
+    axes.tick_params(axis="x", labelsize=8, colors=QUIET)
+    axes.set_xlabel(f"ms since the first backward of step {timeline['step']}", fontsize=8, color=QUIET)
     axes.margins(x=0.01)
 
 
@@ -179,34 +166,32 @@ def _draw_buckets(
     origin, entered = backward["start"], backward["end"] - backward["start"]
     end = entered if drain is None else drain["end"] - origin
     last = max(end, *(span["finished"] - origin for span in buckets))
-    axes.axvspan(0, _ms(entered), color=_BACKWARD, alpha=0.6, linewidth=0)
+    axes.axvspan(0, _ms(entered), color=BACKWARD, alpha=0.6, linewidth=0)
     if drain is not None:
-        axes.axvspan(_ms(entered), _ms(end), color=_DRAIN, alpha=0.6, linewidth=0)
-        axes.text(_ms(entered + end) / 2, -0.82, "weight gradients", ha="center", va="center", color=_INK)
-    axes.axvline(_ms(end), color=_QUIET, linewidth=1)
+        axes.axvspan(_ms(entered), _ms(end), color=DRAIN, alpha=0.6, linewidth=0)
+        axes.text(_ms(entered + end) / 2, -0.82, "weight gradients", ha="center", va="center", color=INK)
+    axes.axvline(_ms(end), color=QUIET, linewidth=1)
     for row, span in enumerate(buckets):
         ready, launched, finished = (span[key] - origin for key in ("ready", "launched", "finished"))
         boundary = min(max(end, launched), finished)
         hairline = 0.0015 * last if finished - launched < 0.0015 * last else 0.0
-        axes.plot([_ms(ready), _ms(launched)], [row, row], color=_READY, linewidth=1.5, solid_capstyle="butt", zorder=2)
+        axes.plot([_ms(ready), _ms(launched)], [row, row], color=READY, linewidth=1.5, solid_capstyle="butt", zorder=2)
         if launched < end:
-            axes.barh(
-                row, _ms(boundary - launched + hairline), left=_ms(launched), height=0.56, color=_HIDDEN, zorder=3
-            )
+            axes.barh(row, _ms(boundary - launched + hairline), left=_ms(launched), height=0.56, color=HIDDEN, zorder=3)
         if finished > end:
             axes.barh(
-                row, _ms(finished - boundary + hairline), left=_ms(boundary), height=0.56, color=_EXPOSED, zorder=3
+                row, _ms(finished - boundary + hairline), left=_ms(boundary), height=0.56, color=EXPOSED, zorder=3
             )
-        axes.plot(_ms(ready), row, marker="o", markersize=6, color=_READY, markeredgecolor="white", zorder=4)
+        axes.plot(_ms(ready), row, marker="o", markersize=6, color=READY, markeredgecolor="white", zorder=4)
         axes.annotate(
             f"{_ms(finished - launched):.1f} ms", (_ms(max(finished, ready)), row), xytext=(8, 0),
-            textcoords="offset points", va="center", fontsize=8, color=_INK, zorder=5,
+            textcoords="offset points", va="center", fontsize=8, color=INK, zorder=5,
         )  # fmt: skip
     axes.set_ylim(len(buckets) - 0.4, -1.2)
     axes.set_xlim(-0.02 * _ms(last), 1.09 * _ms(last))
     what = "backward of the final microbatch" if drain is None else "backward: input gradients"
-    axes.text(_ms(entered) / 2, -0.82, what, ha="center", va="center", color=_INK)
-    axes.set_yticks(range(len(buckets)), [_bucket_label(span) for span in buckets], fontsize=8, color=_INK)
+    axes.text(_ms(entered) / 2, -0.82, what, ha="center", va="center", color=INK)
+    axes.set_yticks(range(len(buckets)), [_bucket_label(span) for span in buckets], fontsize=8, color=INK)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel("ms since that backward began")
     for side in ("top", "right", "left"):
@@ -227,17 +212,5 @@ def _centred_mean(values: Sequence[float], reach: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _dress(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", color=_INK, fontweight="bold", pad=10)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
 def _ms(seconds: float) -> float:
     return seconds * 1e3
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path)
-    plt.close(figure)
-    return path

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from .signals import StopRequest
 
 __all__ = ["TrainResult", "cosine_with_warmup", "train"]
 
+_ROUTER_FIELDS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
 _TIMELINE_STEP = 10  # late enough for allocations and connections to have settled
 
 
@@ -37,7 +39,7 @@ class TrainResult(NamedTuple):
     """What a run came to; the losses are the same on every rank."""
 
     losses: tuple[float, ...]
-    """Training loss of every logged step, averaged over microbatches and ranks, in nats per token."""
+    """Cross-entropy of every logged step, averaged over microbatches and ranks, in nats per token."""
     validation_loss: float | None
     """Last validation loss in nats per token; None if the run was interrupted before any."""
     bigram_loss: float | None
@@ -131,6 +133,10 @@ class _Trainer:
             max_grad_norm=config.optimizer.max_grad_norm,
         )
         torch.manual_seed(settings.seed * 1_000_003 + 1 + runtime.rank)
+        self.router_sums: Tensor | None = None
+        """Of a model with experts: sums over microbatches since the last record, in the order of ``_ROUTER_FIELDS``."""
+        if config.model.num_experts:
+            self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
         self.pace = pace = _Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(
             self.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
@@ -154,13 +160,16 @@ class _Trainer:
             since_log += 1
             if since_log == settings.log_every or pace.step == settings.steps:
                 # The one place where the host waits for the device, and ranks for each other's hosts.
+                elapsed, stopping = time.monotonic() - start, float(self.stop.requested)
                 sums = self.runtime.all_reduce_sum(
-                    [float(loss_sum) / since_log, float(self.stop.requested), time.monotonic() - start]
+                    [float(loss_sum) / since_log, stopping, elapsed, *self._router_means(since_log)]
                 )
-                mean_loss, stops, pace.seconds = (value / self.runtime.world_size for value in sums)
+                means = [value / self.runtime.world_size for value in sums]
+                mean_loss, stops, pace.seconds = means[:3]
                 interrupted = stops > 0.0
                 losses.append(mean_loss)
-                self._log(metrics, mean_loss, lr, since_log, time.monotonic() - log_start)
+                routers = dict(zip(_ROUTER_FIELDS, means[3:], strict=False))
+                self._log(metrics, mean_loss, lr, since_log, time.monotonic() - log_start, routers)
                 since_log, log_start = 0, time.monotonic()
                 loss_sum.zero_()
             self.scheduler.step()
@@ -197,7 +206,7 @@ class _Trainer:
                     if self.config.model.delay_wgrad_layers:
                         with nullcontext() if timeline is None else timeline.phase("weight gradients"):
                             drain_modules(self.module)
-                total += loss.detach()
+                total += self._own_loss(loss.detach())
             model.finish_grad_sync()
         self.optimizer.step()
         model.zero_grad_buffer()
@@ -206,6 +215,22 @@ class _Trainer:
         if timeline is not None and is_timeline_step:
             metrics.write("timeline", **timeline_record(timeline, step))
         return total / settings.num_microbatches
+
+    def _own_loss(self, loss: Tensor) -> Tensor:
+        """The cross-entropy of a training loss, so that records of dense models and others compare."""
+        parts = self.module.loss_parts
+        if self.router_sums is None or parts is None:
+            return loss
+        self.router_sums += torch.stack([parts.load_balancing, parts.router_z, parts.max_load])
+        return parts.cross_entropy
+
+    def _router_means(self, num_steps: int) -> list[float]:
+        """Means over the microbatches of so many steps on this rank; starts anew."""
+        if self.router_sums is None:
+            return []
+        means = self.router_sums / (num_steps * self.config.train.num_microbatches)
+        self.router_sums.zero_()
+        return [float(value) for value in means.tolist()]
 
     def _batch(self, step: int, microbatch: int) -> Batch:
         settings = self.config.train
@@ -242,7 +267,15 @@ class _Trainer:
         self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per {self.unit}")
         return loss
 
-    def _log(self, metrics: MetricsWriter, loss: float, lr: float, num_steps: int, seconds: float) -> None:
+    def _log(
+        self,
+        metrics: MetricsWriter,
+        loss: float,
+        lr: float,
+        num_steps: int,
+        seconds: float,
+        routers: Mapping[str, float],
+    ) -> None:
         settings = self.config.train
         rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
         norm = self.optimizer.grad_norm
@@ -255,6 +288,7 @@ class _Trainer:
             tokens_per_second=rate,
             seconds_per_step=seconds / num_steps,
             elapsed=self.pace.seconds,
+            **routers,
         )
         pace = self.pace
         self.display.update(Status(pace.step, pace.steps, pace.fraction, pace.seconds, loss, lr, rate))

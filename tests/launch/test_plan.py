@@ -74,6 +74,29 @@ def test_tied_weights_are_counted_once(tmp_path: Path):
     assert untied.num_parameters - tied.num_parameters == 256 * 32
 
 
+def test_experts_have_a_table_of_their_own(tmp_path: Path):
+    model = {"num_experts": 8, "top_k": 2, "expert_ffn_dim": 16, "shared_expert_ffn_dim": 24, "moe_layer_freq": 2}
+    config = tiny_config(tmp_path, model=model | {"param_dtype": "bfloat16"})
+    console = Console(width=120, record=True, file=StringIO())
+    for table in plan_tables(plan_run(config, 2)):
+        console.print(table)
+    text = console.export_text()
+    rows = {
+        row[1].strip(): [cell.strip() for cell in row[2:4]] for row in map(cells, text.splitlines()) if len(row) == 5
+    }
+    expert = 3 * 32 * 16
+    assert "8 experts in 1 of 2 blocks, 2 for each token" in text
+    assert rows["experts, 16 wide"] == [f"{8 * expert:,}", f"{2 * expert:,}"]
+    assert rows["shared expert, 24 wide"] == [f"{3 * 32 * 24:,}"] * 2
+    assert rows["routers, float32"] == [f"{8 * 32:,}"] * 2
+    assert int(rows["total"][0].replace(",", "")) == plan_run(config, 2).num_parameters
+    assert "bfloat16, float32" in text, "parameters of both dtypes"
+
+
+def cells(line: str) -> list[str]:
+    return line.split("│")
+
+
 def test_large_models_cost_nothing_to_plan(tmp_path: Path):
     size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
     config = tiny_config(tmp_path, model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048})

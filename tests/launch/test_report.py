@@ -68,8 +68,8 @@ def texts(figure: Any) -> str:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures that are saved from here on, kept for inspection."""
     figures: list[Any] = []
-    save = report._save
-    monkeypatch.setattr(report, "_save", lambda figure, path: (figures.append(figure), save(figure, path))[1])
+    save = report.save
+    monkeypatch.setattr(report, "save", lambda figure, path: (figures.append(figure), save(figure, path))[1])
     return figures
 
 

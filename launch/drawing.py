@@ -1,0 +1,35 @@
+"""What every picture shares: colours, a title to the left, no frame."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display is needed, and none is opened
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+__all__ = ["BACKWARD", "DRAIN", "EXPOSED", "HIDDEN", "INK", "QUIET", "READY", "TRAIN", "dress", "plt", "save"]
+
+INK = "#22303c"
+QUIET = "#8a97a3"
+BACKWARD = "#dfe6ec"
+DRAIN = "#efe3c8"
+HIDDEN = "#1f77a4"
+EXPOSED = "#e07b39"
+READY = "#2a9d5c"
+TRAIN = "#9bb8cc"
+
+
+def dress(axes: Axes, title: str) -> None:
+    """The title, and no lines above and to the right."""
+    axes.set_title(title, loc="left", color=INK, fontweight="bold", pad=10)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write the picture and let go of it."""
+    figure.savefig(path)
+    plt.close(figure)
+    return path
