@@ -350,6 +350,5 @@ def test_a_hook_on_one_expert_sees_its_gradient() -> None:
     plain(x, splits).square().sum().backward()
     ddp.finish_grad_sync()
     assert len(seen) == 1 and torch.equal(seen[0], plain.weight1.grad)
-    assert all(
-        torch.equal(mine.main_grad, theirs.grad) for mine, theirs in zip(module.parameters(), plain.parameters())
-    )
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.main_grad, theirs.grad)
