@@ -30,8 +30,9 @@ if HAS_TRITON:
         grouped_bias_grad_triton,
         grouped_scale_grad_triton,
     )
-    from .grouped_wgrad_triton import WgradConfig, default_wgrad_config, grouped_wgrad_triton
+    from .grouped_wgrad_triton import grouped_wgrad_triton
     from .triton_support import capability_of
+    from .wgrad_config import WgradConfig, default_wgrad_config
 
 __all__ = [
     "PerExpert",

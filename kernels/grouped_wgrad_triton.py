@@ -12,7 +12,6 @@ stored past the caches (``.cs``), which leaves L2 to the operands. On an H200 wi
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,85 +26,86 @@ from .triton_support import (
     expert_pointer,
     experts_descriptor,
     is_interpreted,
+    num_multiprocessors,
     prefetch_to_l2,
     takes_tma,
     tile_of,
     triton_dtype,
 )
+from .wgrad_config import WgradConfig
 
-__all__ = ["WGRAD_CANDIDATES", "WgradConfig", "default_wgrad_config", "grouped_wgrad_triton"]
-
-
-class WgradConfig(NamedTuple):
-    """How the kernel is cut and compiled; any is right for any shape, but for ``tma`` (falls back to pointers)."""
-
-    block_n: int
-    block_k: int
-    block_t: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-    """Operands by the tensor memory accelerator (sm90 and newer), otherwise by masked loads."""
-    reduce: bool = False
-    """Accumulate by the accelerator's reduce-add: the tile of G is never read by a program. Evenly spaced G only."""
-    parts: int = 1
-    """G is read and written in so many column blocks (1, 2 or 4), which takes fewer registers."""
-    group: int = 8
-    """Tiles in a row of tiles over N that share operands in L2."""
-    max_registers: int | None = None
-    """Per thread: fewer let more programs share a multiprocessor."""
-
-
-WGRAD_CANDIDATES = (
-    WgradConfig(128, 256, 64, 8, 4, tma=True, reduce=True, parts=2, group=8),
-    WgradConfig(128, 256, 64, 8, 4, tma=True, reduce=True, parts=2, group=16),
-    WgradConfig(128, 256, 64, 8, 4, tma=True, parts=2, group=16),
-    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=2, group=8, max_registers=168),
-    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, group=8, max_registers=168),
-    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, group=16, max_registers=168),
-    WgradConfig(128, 128, 64, 4, 3, tma=True, parts=2, group=8),
-    WgradConfig(128, 128, 64, 8, 3, tma=True, parts=2, group=8),
-    WgradConfig(128, 128, 32, 4, 4, parts=4, group=8, max_registers=168),
-    WgradConfig(128, 128, 64, 8, 3, parts=2, group=8, max_registers=128),
-    WgradConfig(128, 128, 64, 4, 3, parts=2, group=8),
-    WgradConfig(128, 256, 64, 8, 4, parts=2, group=8),
-    WgradConfig(64, 128, 32, 4, 4, parts=2, group=8, max_registers=96),
-)
-
-
-def default_wgrad_config(dtype: torch.dtype, capability: tuple[int, int] | None, rows_per_expert: float) -> WgradConfig:
-    """What is used where no measurement says better. ``capability`` None: no NVIDIA GPU."""
-    if dtype is torch.float32:
-        return WgradConfig(64, 64, 32, 4, 2)
-    if capability is not None and capability >= (9, 0):
-        if rows_per_expert >= 1024:
-            return WgradConfig(128, 256, 64, 8, 4, tma=True, parts=2, group=16)
-        return WgradConfig(128, 128, 32, 4, 4, tma=True, parts=2, max_registers=168)
-    if capability is not None:
-        return WgradConfig(128, 128, 32, 8, 3, parts=2)
-    return WgradConfig(128, 128, 32, 8, 2, parts=2)
+__all__ = ["grouped_wgrad_triton"]
 
 
 @triton.jit
 def _update(
     part: tl.tensor,
     grad: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
+    grad_desc: tl.tensor,
+    place: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
     stride: tl.tensor,
     reads: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BETA: tl.constexpr,
+    REDUCE: tl.constexpr,
 ) -> None:
-    """Write one block of columns of the tile; part [BLOCK_N, columns] fp32."""
-    places = grad + n[:, None].to(tl.int64) * stride + k[None, :]
-    inside = (n < N)[:, None] & (k < K)[None, :]
-    if BETA == 1:
-        part += tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    elif BETA == 2:
-        part += tl.load(places, mask=inside & reads, other=0.0).to(tl.float32)
-    tl.store(places, part.to(grad.dtype.element_ty), mask=inside, cache_modifier=".cs")
+    """Write one block of columns of the tile; part [ROWS, COLUMNS] fp32, which begins at (row, column) of G."""
+    if REDUCE:
+        grad_desc.atomic_add([place, row, column], part.reshape(1, ROWS, COLUMNS))
+    else:
+        n = row + tl.arange(0, ROWS)
+        k = column + tl.arange(0, COLUMNS)
+        places = grad + n[:, None].to(tl.int64) * stride + k[None, :]
+        inside = (n < N)[:, None] & (k < K)[None, :]
+        if BETA == 1:
+            part += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        elif BETA == 2:
+            part += tl.load(places, mask=inside & reads, other=0.0).to(tl.float32)
+        tl.store(places, part.to(grad.dtype.element_ty), mask=inside, cache_modifier=".cs")
+
+
+@triton.jit
+def _update_in_parts(
+    acc: tl.tensor,
+    grad: tl.tensor,
+    grad_desc: tl.tensor,
+    place: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    stride: tl.tensor,
+    reads: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BETA: tl.constexpr,
+    PARTS: tl.constexpr,
+    REDUCE: tl.constexpr,
+) -> None:
+    """Write the tile [ROWS, COLUMNS] that begins at (row, column) of G, in PARTS blocks of columns."""
+    # fmt: off
+    if PARTS == 1:
+        _update(acc, grad, grad_desc, place, row, column, N, K, stride, reads, ROWS, COLUMNS, BETA, REDUCE)
+    else:
+        H: tl.constexpr = COLUMNS // 2
+        left, right = acc.reshape(ROWS, 2, H).permute(0, 2, 1).split()
+        if PARTS == 2:
+            _update(left, grad, grad_desc, place, row, column, N, K, stride, reads, ROWS, H, BETA, REDUCE)
+            _update(right, grad, grad_desc, place, row, column + H, N, K, stride, reads, ROWS, H, BETA, REDUCE)
+        else:
+            Q: tl.constexpr = COLUMNS // 4
+            a, b = left.reshape(ROWS, 2, Q).permute(0, 2, 1).split()
+            c, d = right.reshape(ROWS, 2, Q).permute(0, 2, 1).split()
+            _update(a, grad, grad_desc, place, row, column, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
+            _update(b, grad, grad_desc, place, row, column + Q, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
+            _update(c, grad, grad_desc, place, row, column + 2 * Q, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
+            _update(d, grad, grad_desc, place, row, column + 3 * Q, N, K, stride, reads, ROWS, Q, BETA, REDUCE)
+    # fmt: on
 
 
 @triton.jit
@@ -156,39 +156,97 @@ def _products(
 
 
 @triton.jit
-def _update_in_parts(
-    acc: tl.tensor,
-    grad: tl.tensor,
-    n: tl.tensor,
-    column: tl.tensor,
+def _one_tile(
+    program: tl.tensor,
+    dy_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    dy_desc: tl.tensor,
+    x_desc: tl.tensor,
+    grad_ptr: tl.tensor,
+    grad_desc: tl.tensor,
+    table_ptr: tl.tensor,
+    beta_ptr: tl.tensor,
+    offsets_ptr: tl.tensor,
+    T: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
-    stride: tl.tensor,
-    reads: tl.tensor,
-    BETA: tl.constexpr,
+    stride_dy: tl.tensor,
+    stride_x: tl.tensor,
+    stride_expert: tl.tensor,
+    stride_grad: tl.tensor,
+    first: tl.tensor,
+    step: tl.tensor,
+    tiles_n: tl.tensor,
+    tiles_k: tl.tensor,
+    DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    TMA: tl.constexpr,
+    REDUCE: tl.constexpr,
+    BETA: tl.constexpr,
+    SCATTERED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
-    """Write the tile that begins at ``column``, in PARTS blocks of columns."""
-    BLOCK_N: tl.constexpr = acc.shape[0]
-    BLOCK_K: tl.constexpr = acc.shape[1]
-    if PARTS == 1:
-        _update(acc, grad, n, column + tl.arange(0, BLOCK_K), N, K, stride, reads, BETA)
-    else:
-        half: tl.constexpr = BLOCK_K // 2
-        left, right = acc.reshape(BLOCK_N, 2, half).permute(0, 2, 1).split()
-        if PARTS == 2:
-            k = column + tl.arange(0, half)
-            _update(left, grad, n, k, N, K, stride, reads, BETA)
-            _update(right, grad, n, k + half, N, K, stride, reads, BETA)
-        else:
-            quarter: tl.constexpr = BLOCK_K // 4
-            k = column + tl.arange(0, quarter)
-            a, b = left.reshape(BLOCK_N, 2, quarter).permute(0, 2, 1).split()
-            _update(a, grad, n, k, N, K, stride, reads, BETA)
-            _update(b, grad, n, k + quarter, N, K, stride, reads, BETA)
-            a, b = right.reshape(BLOCK_N, 2, quarter).permute(0, 2, 1).split()
-            _update(a, grad, n, k + 2 * quarter, N, K, stride, reads, BETA)
-            _update(b, grad, n, k + 3 * quarter, N, K, stride, reads, BETA)
+    # BETA: 0 overwrites, 1 accumulates, 2 reads which from beta_ptr [E]: 0, 1, or -1 for a frozen expert.
+    tiles = tiles_n * tiles_k
+    expert = program // tiles
+    tile_n, tile_k = tile_of(program % tiles, tiles_n, tiles_k, GROUP)
+    start = 0
+    end = T
+    if offsets_ptr is not None:
+        start = tl.load(offsets_ptr + expert).to(tl.int32)
+        end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
+    live = (BETA == 0) | (start < end)
+    reads = BETA == 1
+    if BETA == 2:
+        beta = tl.load(beta_ptr + expert)
+        reads = beta == 1
+        live = (beta == 0) | (reads & (start < end))
+    if live:
+        grad = expert_pointer(grad_ptr, table_ptr, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED)
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        if PREFETCH:
+            # Every line of 128 bytes; of narrow tiles, a column in each row.
+            bits: tl.constexpr = BLOCK_K * DTYPE.primitive_bitwidth
+            lines: tl.constexpr = bits // 1024 if bits > 1024 else 1
+            line = tile_k * BLOCK_K + tl.arange(0, lines) * (BLOCK_K // lines)
+            # The address is kept inside the matrix: a prefetch outside an allocation faults nothing, but fetches.
+            at = tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_grad + tl.minimum(line, K - 1)[None, :]
+            prefetch_to_l2(grad + at)
+        acc = _products(
+            dy_ptr,
+            dy_desc,
+            stride_dy,
+            x_ptr,
+            x_desc,
+            stride_x,
+            start,
+            end,
+            n,
+            k,
+            N,
+            K,
+            tile_n,
+            tile_k,
+            BLOCK_N,
+            BLOCK_K,
+            BLOCK_T,
+            TMA,
+            PRECISION,
+        )
+        # With REDUCE a place in the descriptor, without it an address.
+        place = first + step * expert if REDUCE else 0
+        row = tile_n * BLOCK_N
+        column = tile_k * BLOCK_K
+        _update_in_parts(
+            acc, grad, grad_desc, place, row, column, N, K, stride_grad, reads, BLOCK_N, BLOCK_K, BETA, PARTS, REDUCE
+        )
 
 
 @triton.jit
@@ -226,60 +284,26 @@ def _grouped_wgrad_kernel(
     ALIGNED: tl.constexpr,
     PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    E: tl.tensor,
 ) -> None:
-    # BETA: 0 overwrites, 1 accumulates, 2 reads which from beta_ptr [E]: 0, 1, or -1 for a frozen expert.
-    program = tl.program_id(0)
-    tiles = tiles_n * tiles_k
-    expert = program // tiles
-    tile_n, tile_k = tile_of(program % tiles, tiles_n, tiles_k, GROUP)
-    start = 0
-    end = T
-    if offsets_ptr is not None:
-        start = tl.load(offsets_ptr + expert).to(tl.int32)
-        end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
-    live = (BETA == 0) | (start < end)
-    reads = BETA == 1
-    if BETA == 2:
-        beta = tl.load(beta_ptr + expert)
-        reads = beta == 1
-        live = (beta == 0) | (reads & (start < end))
-    if live:
-        grad = expert_pointer(grad_ptr, table_ptr, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED)
-        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        if PREFETCH:
-            lines: tl.constexpr = BLOCK_K * DTYPE.primitive_bitwidth // 1024  # of 128 bytes
-            column = tile_k * BLOCK_K + tl.arange(0, lines) * (BLOCK_K // lines)
-            # The address is kept inside the matrix: a prefetch outside an allocation faults nothing, but fetches.
-            row = tl.minimum(n, N - 1)[:, None].to(tl.int64)
-            prefetch_to_l2(grad + row * stride_grad + tl.minimum(column, K - 1)[None, :])
-        acc = _products(
-            dy_ptr,
-            dy_desc,
-            stride_dy,
-            x_ptr,
-            x_desc,
-            stride_x,
-            start,
-            end,
-            n,
-            k,
-            N,
-            K,
-            tile_n,
-            tile_k,
-            BLOCK_N,
-            BLOCK_K,
-            BLOCK_T,
-            TMA,
-            PRECISION,
-        )
-        if REDUCE:
-            grad_desc.atomic_add(
-                [first + step * expert, tile_n * BLOCK_N, tile_k * BLOCK_K], acc.reshape(1, BLOCK_N, BLOCK_K)
+    # fmt: off
+    if PERSISTENT:
+        for tile in tl.range(tl.program_id(0), E * tiles_n * tiles_k, tl.num_programs(0), flatten=True):
+            _one_tile(
+                tile,
+                dy_ptr, x_ptr, dy_desc, x_desc, grad_ptr, grad_desc, table_ptr, beta_ptr, offsets_ptr, T, N, K,
+                stride_dy, stride_x, stride_expert, stride_grad, first, step, tiles_n, tiles_k, DTYPE, BLOCK_N,
+                BLOCK_K, BLOCK_T, GROUP, PARTS, TMA, REDUCE, BETA, SCATTERED, ALIGNED, PREFETCH, PRECISION
             )
-        else:
-            _update_in_parts(acc, grad, n, tile_k * BLOCK_K, N, K, stride_grad, reads, BETA, PARTS)
+    else:
+        _one_tile(
+            tl.program_id(0),
+            dy_ptr, x_ptr, dy_desc, x_desc, grad_ptr, grad_desc, table_ptr, beta_ptr, offsets_ptr, T, N, K,
+            stride_dy, stride_x, stride_expert, stride_grad, first, step, tiles_n, tiles_k, DTYPE, BLOCK_N,
+            BLOCK_K, BLOCK_T, GROUP, PARTS, TMA, REDUCE, BETA, SCATTERED, ALIGNED, PREFETCH, PRECISION
+        )
+    # fmt: on
 
 
 def grouped_wgrad_triton(
@@ -301,12 +325,19 @@ def grouped_wgrad_triton(
     tma = config.tma and rows > 0 and takes_tma(dy) and takes_tma(x)
     evenly = experts.table is None and experts.aligned
     reduce = tma and config.reduce and beta == 1 and evenly and experts.base.dtype is torch.float32
-    grad_desc = experts_descriptor(experts, num_experts, [1, config.block_n, config.block_k]) if reduce else None
+    grad_desc = (
+        experts_descriptor(experts, num_experts, [1, config.block_n, config.block_k // config.parts])
+        if reduce
+        else None
+    )
     tiles_n, tiles_k = triton.cdiv(n, config.block_n), triton.cdiv(k, config.block_k)
+    programs = num_experts * tiles_n * tiles_k
+    if config.persistent:
+        programs = min(programs, config.persistent * num_multiprocessors(dy.device))
     nvidia = torch.version.hip is None and not is_interpreted()
     registers = {"maxnreg": config.max_registers} if nvidia and config.max_registers is not None else {}
     with device_of(dy):
-        _grouped_wgrad_kernel[(num_experts * tiles_n * tiles_k,)](
+        _grouped_wgrad_kernel[(programs,)](
             dy,
             x,
             TensorDescriptor.from_tensor(dy, [config.block_t, config.block_n]) if tma else None,
@@ -340,6 +371,8 @@ def grouped_wgrad_triton(
             ALIGNED=experts.aligned,
             PREFETCH=nvidia and beta != 0 and not reduce,
             PRECISION=dot_precision(),
+            PERSISTENT=config.persistent > 0,
+            E=num_experts,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **registers,

@@ -16,6 +16,7 @@ __all__ = [
     "expert_pointer",
     "experts_descriptor",
     "is_interpreted",
+    "num_multiprocessors",
     "prefetch_to_l2",
     "takes_tma",
     "tile_of",
@@ -41,6 +42,12 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 2 in the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def takes_tma(tensor: Tensor) -> bool:

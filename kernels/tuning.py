@@ -93,7 +93,7 @@ def parse_table(text: str, source: str) -> list[TunedRow]:
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}, line {line}: {error}") from None
-        if min(sizes) < 1 or not row.ms > 0 or not row.config:
+        if min(sizes) < 1 or not row.ms > 0 or not row.config.split():
             raise ValueError(f"{source}, line {line}: sizes and ms must be positive, and config must not be empty")
         _parse_config(row.config, f"{source}, line {line}")
         rows.append(row)

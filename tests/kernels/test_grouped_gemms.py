@@ -13,12 +13,8 @@ from triton_devices import LAUNCHER_DEVICES
 
 from maingrad.kernels import grouped_dgrad, grouped_linear, grouped_wgrad_accumulate
 from maingrad.kernels.grouped_gemm_triton import GEMM_CANDIDATES, GemmConfig, default_gemm_config, grouped_gemm_triton
-from maingrad.kernels.grouped_wgrad_triton import (
-    WGRAD_CANDIDATES,
-    WgradConfig,
-    default_wgrad_config,
-    grouped_wgrad_triton,
-)
+from maingrad.kernels.grouped_wgrad_triton import grouped_wgrad_triton
+from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 
 # The interpreter's tl.dot multiplies the bit patterns of bf16, and takes 10 ms for a tile.
 DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
@@ -48,6 +44,7 @@ WGRADS = {
     "tma, in halves": WgradConfig(32, 32, 32, 4, 2, tma=True, parts=2),
     "pointer": WgradConfig(32, 32, 16, 4, 2, group=1),
     "pointer, in quarters": WgradConfig(32, 64, 16, 4, 2, parts=4),
+    "persistent": WgradConfig(32, 32, 16, 4, 2, tma=True, parts=2, persistent=1),
 }
 
 
