@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
@@ -42,9 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure on this machine", epilog="Sizes: --dim 1024 --num-layers 4 ...")
     bench.add_argument(
         "what",
-        choices=["accumulation", "delayed", "host", "moe"],
+        choices=["accumulation", "delayed", "host", "kernels", "moe", "tune"],
         help="fused, hook and autograd accumulation; reductions under delayed weight gradients (torchrun, GPUs); "
-        "host time of one layer; a training step of a mixture of experts",
+        "host time of one layer; kernels against their rooflines and rivals; a training step of a mixture of experts; "
+        "the kernels' configurations by shape (GPU)",
     )
     bench.add_argument("--out-dir", type=Path, default=Path("runs/bench"), help="where the table goes")
     bench.set_defaults(run=_bench)
@@ -147,6 +148,8 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
 
         print(write_host_report(bench_host(torch.device("cuda" if on_cuda else "cpu")), known.out_dir))
         return 0
+    if known.what in ("kernels", "tune"):
+        return _bench_kernels(known, overrides, log)
     if known.what == "moe":
         from .bench_moe import MoEBench, bench_moe, write_moe_report
 
@@ -169,6 +172,34 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
                 print(write_delayed_report(delayed_rows, bench, known.out_dir))
         else:
             print(write_accumulation_report(bench_accumulation(bench, device, log), bench, known.out_dir))
+    return 0
+
+
+def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callable[[str], None]) -> int:
+    """Status 1: one of our own kernels was wrong, which the table says."""
+    import torch
+    import tyro
+
+    from .bench_kernels import KernelBench, TuneBench, bench_kernels, write_kernel_report
+    from .config import ConfigError
+
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    if known.what == "kernels":
+        bench = tyro.cli(KernelBench, args=overrides, prog="maingrad bench kernels")
+        table = bench_kernels(bench, device, log)
+        print(write_kernel_report(table, known.out_dir))
+        return int(table.wrong)
+    choice = tyro.cli(TuneBench, args=overrides, prog="maingrad bench tune")
+    if not on_cuda:
+        raise ConfigError("bench tune measures configurations of kernels on a GPU, and torch sees no CUDA device")
+    from .tune_kernels import DENSE_SHAPES, GROUPED_SHAPES, tune, write_tuning
+
+    shapes = choice.parsed_shapes()
+    grouped = tuple(shape for shape in shapes if shape[0] > 1) if shapes else GROUPED_SHAPES
+    dense = tuple(shape[1:] for shape in shapes if shape[0] == 1) if shapes else DENSE_SHAPES
+    timings = tune(device, log, grouped=grouped, dense=dense, ops=choice.ops)
+    print(f"cold start over tuned:\n{write_tuning(timings, device, known.out_dir)}")
     return 0
 
 
