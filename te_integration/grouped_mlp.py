@@ -49,8 +49,8 @@ class GroupedMLP(GroupedModule):
     delay_wgrad_compute      ``backward_dw()`` computes the oldest pending microbatch's dW2, then its dW1: two products
     others                   see ``GroupedLinear``
 
-    Raises ``ValueError`` for sizes below 1, an activation that is unknown or has no gate, and options of biases where
-    there are none.
+    Raises ``ValueError`` for sizes below 1, an activation that is unknown or has no gate, and a scaled bias without a
+    bias.
     """
 
     num_extra_inputs = 2
@@ -82,9 +82,8 @@ class GroupedMLP(GroupedModule):
         for argument, size in sizes.items():
             if size < 1:
                 raise ValueError(f"GroupedMLP needs {argument} of 1 or more, got {size}")
-        for option, given in {"single_grouped_bias": single_grouped_bias, "scale_bias": scale_bias}.items():
-            if given and not bias:
-                raise ValueError(f"GroupedMLP: {option}=True needs bias=True")
+        if scale_bias and not bias:
+            raise ValueError("GroupedMLP: scale_bias=True needs bias=True")
         super().__init__()
         dtype = one_dtype("GroupedMLP", dtype, params_dtype)
         self.num_gemms, self.hidden_size, self.ffn_hidden_size = num_gemms, hidden_size, ffn_hidden_size

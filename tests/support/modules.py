@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maingrad.te_integration import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+from maingrad.te_integration import GroupedLinear, GroupedMLP, LayerNormLinear, LayerNormMLP, Linear
 
 __all__ = [
     "ALL_FACTORIES",
@@ -47,9 +47,22 @@ class Experts(GroupedLinear):
         return super().forward(x, torch.tensor(shares(x.numel() // x.shape[-1])))
 
 
+class ExpertMLP(GroupedMLP):
+    """``GroupedMLP`` with the same shares, and a probability for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        return super().forward(x, torch.tensor(shares(rows)), probabilities(rows))
+
+
 def shares(rows: int) -> list[int]:
     """Rows of each of three experts."""
     return [rows // 2, 0, rows - rows // 2]
+
+
+def probabilities(rows: int) -> Tensor:
+    """Of each row."""
+    return torch.linspace(0.25, 1.0, rows)
 
 
 # What a module with one or two dense weights can do, these need not: a tied expert, a second derivative.
@@ -59,8 +72,21 @@ ALL_FACTORIES: dict[str, Callable[..., Any]] = {
     "packed GroupedLinear": lambda **options: Experts(
         3, FEATURES, FEATURES, single_grouped_weight=True, single_grouped_bias=True, **options
     ),
+    "GroupedMLP": lambda **options: ExpertMLP(3, FEATURES, HIDDEN, **options),
+    "packed GroupedMLP": lambda **options: ExpertMLP(
+        3, FEATURES, HIDDEN, single_grouped_weight=True, single_grouped_bias=True, **options
+    ),
 }
-ALL_WEIGHTS = [*WEIGHTS, ("GroupedLinear", "weight0"), ("GroupedLinear", "weight2"), ("packed GroupedLinear", "weight")]
+ALL_WEIGHTS = [
+    *WEIGHTS,
+    ("GroupedLinear", "weight0"),
+    ("GroupedLinear", "weight2"),
+    ("packed GroupedLinear", "weight"),
+    ("GroupedMLP", "fc1_weight0"),
+    ("GroupedMLP", "fc2_weight2"),
+    ("packed GroupedMLP", "fc1_weight"),
+    ("packed GroupedMLP", "fc2_weight"),
+]
 
 
 def make(kind: str, *, fuse: bool = True, delay: bool = False, seed: int = 0, **options: Any) -> Any:
@@ -145,6 +171,15 @@ def plain_forward(module: Any, params: Mapping[str, Tensor], x: Tensor) -> Tenso
         parts = rows.split(shares(len(rows)))
         y = torch.cat([part @ _of(params, "weight", e).t() + _of(params, "bias", e) for e, part in enumerate(parts)])
         return y.unflatten(0, x.shape[:-1])
+    if isinstance(module, ExpertMLP):
+        rows = x.flatten(0, -2)
+        parts = zip(rows.split(shares(len(rows))), probabilities(len(rows)).split(shares(len(rows))), strict=True)
+        outputs = []
+        for e, (part, probs) in enumerate(parts):
+            h = part @ _of(params, "fc1_weight", e).t() + _of(params, "fc1_bias", e)
+            activated = PLAIN_ACTIVATIONS[module.activation](h) * probs[:, None].to(h.dtype)
+            outputs.append(activated @ _of(params, "fc2_weight", e).t() + _of(params, "fc2_bias", e))
+        return torch.cat(outputs).unflatten(0, x.shape[:-1])
     x = _norm(module, params, x)
     if isinstance(module, LayerNormLinear):
         return linear(x)

@@ -277,6 +277,17 @@ def test_what_it_is_is_said() -> None:
         assert part in text
 
 
+def test_a_forward_like_the_last_one_makes_nothing_anew() -> None:
+    module = make_experts(fuse_wgrad_accumulation=True)
+    ddp, batch = wrap(module), batch_of([2, 0, 3, 1])
+    for _ in range(2):
+        ddp(batch.x, batch.splits, batch.probs)
+        uses = dict(module._uses)
+        assert len(uses) == 2
+    ddp(batch.x, batch.splits, batch.probs)
+    assert all(module._uses[key] is use for key, use in uses.items())
+
+
 # ---- Recompute, autocast, compiler. ----
 
 
@@ -360,7 +371,6 @@ def test_a_compiled_module_computes_the_same(fuse: bool) -> None:
         ({"experts": 2}, TypeError, "GroupedMLP has no argument 'experts'"),
         ({"dtype": torch.float32, "params_dtype": torch.bfloat16}, ValueError, "they are one argument"),
         ({"bias": False, "scale_bias": True}, ValueError, "scale_bias"),
-        ({"bias": False, "single_grouped_bias": True}, ValueError, "single_grouped_bias"),
     ],
 )
 def test_arguments_that_cannot_take_effect_are_refused(
