@@ -402,6 +402,22 @@ def test_22_backward_of_one_expert_alone_delivers_that_one() -> None:
         assert error(getattr(module, f"weight{expert}").main_grad, wanted) <= ROUNDING
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_19_a_backward_that_is_split_for_inputs_and_weights_is_refused(packed: bool) -> None:
+    """As torch.distributed.pipelining's own stage does: a prehook, the inputs alone, then the weights alone."""
+    module = make(single_grouped_weight=packed, bias=False, name="experts.fc1")
+    kept = wrap(module)
+    x, dy = batch()
+    x.requires_grad_()
+    output = module(x, SPLITS)
+    output.grad_fn.register_prehook(lambda grads: None)
+    torch.autograd.grad(output, x, dy, retain_graph=True)
+    weights = [getattr(module, name) for name in module.weight_names]
+    with pytest.raises(RuntimeError, match=r"experts.fc1: this backward was split into one for inputs and one for"):
+        torch.autograd.grad(output, weights, dy)
+    assert not any(record.num_fused_writes for record in kept.records)
+
+
 @FUSED_OR_NOT
 def test_second_derivatives_are_refused_by_name_and_first_ones_are_not(fuse: bool) -> None:
     module = make(fuse_wgrad_accumulation=fuse, name="experts.fc1")
