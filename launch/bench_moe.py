@@ -179,7 +179,8 @@ def bench_moe(bench: MoEBench, device: torch.device, log: Callable[[str], None] 
             num_params = sum(parameter.numel() for parameter in step.model.parameters())
             first_losses[name] = step.accumulate().item()
             step.update()
-            _time_steps(step, bench.num_warmup_steps, device)
+            if bench.num_warmup_steps:
+                _time_steps(step, bench.num_warmup_steps, device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             measured = _time_steps(step, bench.num_steps, device)

@@ -42,7 +42,6 @@ class _Run(NamedTuple):
     parameters: ParameterCount
     validation: dict[int, float]
     training: list[tuple[int, float]]
-    seconds: float
 
 
 def compare_runs(base: Path, other: Path, out_dir: Path, stem: str) -> str:
@@ -92,8 +91,7 @@ def _read_run(folder: Path) -> _Run:
         records = read_metrics(folder / "metrics.jsonl")
     except FileNotFoundError as error:
         raise ConfigError(f"'{folder}' is not the folder of a run: {error.filename} does not exist") from None
-    finals = [record for record in records if record["kind"] == "final"]
-    if not finals:
+    if not any(record["kind"] == "final" for record in records):
         raise ConfigError(f"the run in '{folder}' has not come to its end; train it again, or wait for it")
     config = structure(resolved["config"])
     return _Run(
@@ -105,7 +103,6 @@ def _read_run(folder: Path) -> _Run:
         count_parameters(config.model),
         {record["step"]: record["loss"] for record in records if record["kind"] == "validation"},
         [(record["step"], record["loss"]) for record in records if record["kind"] == "step"],
-        finals[-1]["seconds"],
     )
 
 
@@ -136,10 +133,8 @@ def _verdict(first: _Run, second: _Run, last: ComparedPoint) -> str:
 def _setting(first: _Run, second: _Run, base: Path, other: Path) -> str:
     def sizes(run: _Run) -> str:
         count = run.parameters
-        return (
-            f"**{run.name}**: {count.total / 1e6:.3f} M parameters, {count.active / 1e6:.3f} M of them active in a "
-            f"token, {run.seconds:.0f} s"
-        )
+        total, active = count.total / 1e6, count.active / 1e6
+        return f"**{run.name}**: {total:.3f} M parameters, {active:.3f} M of them active in a token"
 
     train = first.config.train
     return (
