@@ -9,12 +9,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from ..kernels.compat import HAS_TRITON
-from .bench_table import Column, machine, write_table
 from .config import ConfigError
 from .kernel_problems import GROUPED_OPS, GroupedOperands
 from .kernel_rivals import DENSE_OPS, OURS, POINTERS, STREAMING_OPS, Case, make_case
@@ -26,7 +24,7 @@ __all__ = [
     "KernelTable",
     "TuneBench",
     "bench_kernels",
-    "write_kernel_report",
+    "triton_version",
 ]
 
 Shape = tuple[int, int, int, int]
@@ -45,6 +43,8 @@ _PUBLISHED: tuple[Shape, ...] = (
     (1, 2048, 14336, 4096),
     (1, 2048, 4096, 14336),
     (1, 2048, 2048, 2048),
+    (1, 2048, 1024, 4096),
+    (1, 2048, 6144, 2048),
     (1, 4096, 4096, 4096),
     (1, 8192, 4096, 4096),
     (1, 8192, 14336, 4096),
@@ -291,10 +291,11 @@ def _milliseconds(run: Callable[[], object], measure_ms: int, device: torch.devi
 def _provenance() -> tuple[str, str, str, str]:
     """GPU, torch, Triton, date."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return gpu, torch.__version__, _triton_version(), time.strftime("%Y-%m-%d")
+    return gpu, torch.__version__, triton_version(), time.strftime("%Y-%m-%d")
 
 
-def _triton_version() -> str:
+def triton_version() -> str:
+    """Or "none"."""
     if not HAS_TRITON:
         return "none"
     import triton
@@ -304,42 +305,3 @@ def _triton_version() -> str:
 
 def _named(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
-
-
-def write_kernel_report(table: KernelTable, folder: Path) -> str:
-    """Write ``kernels.csv``, ``kernels.md`` and ``kernels.png`` into ``folder``; returns the table."""
-    from .kernel_plot import draw_kernels
-
-    ceilings = table.ceilings
-    setting = (
-        f"{machine()}, Triton {_triton_version()}. Ceilings measured in the same run: {ceilings.tflops:.3g} TFLOP/s "
-        f"(bf16 product of {ceilings.product_size}^3), {ceilings.gb_per_s:.4g} GB/s (device copy, read and written). "
-        f"E experts, T rows of all of them (uneven splits from a seed), N output and K input features, bf16 operands; "
-        f"weight gradients into fp32. Medians of single runs from a cold L2. Every row was compared with fp64 before "
-        f"it was timed. Made by `maingrad bench kernels`."
-    )
-    columns: list[Column] = [
-        ("operation", lambda row: row.op),
-        ("E, T, N, K", lambda row: ", ".join(map(str, row.shape))),
-        ("", lambda row: f"**{row.contender}**" if row.contender == OURS else row.contender),
-        ("ms", lambda row: f"{row.ms:.3f}"),
-        ("over roofline", lambda row: f"{row.over_roofline:.2f}"),
-        ("bound by", lambda row: row.bound),
-        ("over ours", lambda row: f"{row.over_ours:.2f}"),
-        ("TFLOP/s", lambda row: f"{row.tflops:.0f}" if row.tflops else ""),
-        ("GB/s", lambda row: f"{row.gb_per_s:.0f}"),
-    ]
-    notes = [
-        "![time over roofline](kernels.png)",
-        "",
-        f"`{POINTERS}`: the same kernels without the tensor memory accelerator, as GPUs before sm90 run them. Loops "
-        "over experts are given the split sizes on the host for nothing. `grouped_mm, bf16 result` does less: "
-        "it writes half the bytes, rounded.",
-    ]
-    if table.left_out:
-        notes += ["", "Left out:", "", *(f"- {line}" for line in table.left_out)]
-    draw_kernels(table.rows, folder / "kernels.png", machine())
-    title = "Kernels against their rooflines and rivals"
-    return write_table(
-        folder, "kernels", table.rows, title=title, setting=setting, columns=columns, notes="\n".join(notes)
-    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Column", "machine", "write_table"]
+__all__ = ["Column", "machine", "markdown_table", "write_csv", "write_table"]
 
 Column = tuple[str, Callable[[Any], str]]
 """Heading, and the cell of one row."""
@@ -20,6 +20,24 @@ def machine() -> str:
     """Device, versions and date, for the line under a table's title."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     return f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
+
+
+def write_csv(folder: Path, stem: str, rows: Sequence[Any]) -> None:
+    """Write ``stem.csv``: every field of ``rows``, dataclasses of one class."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{stem}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)
+
+
+def markdown_table(rows: Sequence[Any], columns: Sequence[Column]) -> list[str]:
+    """Its lines."""
+    return [
+        f"| {' | '.join(heading for heading, _ in columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(cell(row) for _, cell in columns)} |" for row in rows),
+    ]
 
 
 def write_table(
@@ -38,19 +56,13 @@ def write_table(
     columns  of the Markdown table
     notes    Markdown below it
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{stem}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(rows[0])])
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)
+    write_csv(folder, stem, rows)
     lines = [
         f"# {title}",
         "",
         setting,
         "",
-        f"| {' | '.join(heading for heading, _ in columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(cell(row) for _, cell in columns)} |" for row in rows),
+        *markdown_table(rows, columns),
         "",
         *([notes, ""] if notes else []),
     ]

@@ -180,7 +180,8 @@ def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callabl
     import torch
     import tyro
 
-    from .bench_kernels import KernelBench, TuneBench, bench_kernels, write_kernel_report
+    from .bench_kernels import KernelBench, TuneBench, bench_kernels
+    from .bench_kernels_report import write_kernel_report
     from .config import ConfigError
 
     on_cuda = torch.cuda.is_available()

@@ -27,12 +27,24 @@ from ..kernels import (
 from ..kernels.scaled_glu_reference import Glu, scaled_glu_backward_reference, scaled_glu_reference
 from .kernel_problems import GROUPED_OPS, GroupedOperands, error_of
 
-__all__ = ["DENSE_OPS", "OURS", "POINTERS", "STREAMING_OPS", "Case", "Contender", "make_case", "product_work"]
+__all__ = [
+    "DENSE_OPS",
+    "DOES_LESS",
+    "OURS",
+    "POINTERS",
+    "STREAMING_OPS",
+    "Case",
+    "Contender",
+    "make_case",
+    "product_work",
+]
 
 DENSE_OPS = ("wgrad_accumulate", "wgrad_overwrite")
 STREAMING_OPS = ("scaled_glu", "scaled_glu_backward", "grouped_bias_grad", "permute_rows", "unpermute_rows")
 """Bound by memory at any shape."""
 OURS, POINTERS = "ours", "ours, pointers"
+DOES_LESS = "grouped_mm, bf16 result"
+"""What autograd leaves in ``.grad``: half the bytes, and rounded."""
 
 _TOP_K = 8
 _CHECKED_ROWS = 256
@@ -144,8 +156,8 @@ def _grouped_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
     if o.x.is_cuda:
         contenders["loop of mm, fp32 out" if once else "loop of addmm"] = Contender(loop, _IN_FP32)
     contenders[f"grouped_mm, then {'copy' if once else 'add'}"] = Contender(then, _ROUNDED)
-    if once:  # what autograd leaves in ``.grad``: half the bytes, and rounded
-        contenders["grouped_mm, bf16 result"] = Contender(lambda: _grouped_mm(o.dy.t(), o.x, offs=ends), _ROUNDED)
+    if once:
+        contenders[DOES_LESS] = Contender(lambda: _grouped_mm(o.dy.t(), o.x, offs=ends), _ROUNDED)
     return contenders
 
 
@@ -264,7 +276,7 @@ def _scaled_glu(o: GroupedOperands) -> Case:
 
     def eager() -> Tensor:
         gate, linear = h.chunk(2, dim=-1)
-        return (F.silu(gate) * linear * probs[:, None]).to(h.dtype)
+        return F.silu(gate) * linear * probs.to(h.dtype)[:, None]
 
     few = slice(0, _CHECKED_ROWS)
     exact = scaled_glu_reference(h[few].double(), probs[few].double(), _SWIGLU)
@@ -280,7 +292,7 @@ def _scaled_glu_backward(o: GroupedOperands) -> Case:
         gate, linear = h.chunk(2, dim=-1)
         sigmoid = torch.sigmoid(gate)
         value = gate * sigmoid
-        scaled = (da * probs[:, None]).to(h.dtype)
+        scaled = da * probs.to(h.dtype)[:, None]
         (da * value * linear).sum(-1, dtype=torch.float32)  # the gradient of probs
         slope = sigmoid * (1 + gate * (1 - sigmoid))
         return torch.cat((scaled * linear * slope, scaled * value), dim=-1)

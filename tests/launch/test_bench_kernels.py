@@ -9,7 +9,8 @@ import torch
 
 from maingrad.kernels import grouped_wgrad_accumulate
 from maingrad.launch import kernel_rivals
-from maingrad.launch.bench_kernels import OPS, Ceilings, KernelBench, bench_kernels, write_kernel_report
+from maingrad.launch.bench_kernels import OPS, Ceilings, KernelBench, bench_kernels
+from maingrad.launch.bench_kernels_report import write_kernel_report
 from maingrad.launch.cli import main
 from maingrad.launch.config import ConfigError
 from maingrad.launch.kernel_rivals import product_work
@@ -49,7 +50,17 @@ def test_every_operation_is_measured_beside_its_rivals(tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     text = (tmp_path / "kernels.md").read_text()
     assert text in out
-    assert "| grouped_linear | 4, 64, 32, 16 | **ours** |" in text
+    for op in OPS:
+        assert f"| {op} |" in text.partition("## ")[0], "its line in the summary"
+    table = text.partition("## grouped_linear\n\n")[2].partition("\n\n")[0].splitlines()
+    assert len(table) == 3, "headings, a rule, a line for the shape"
+    cells = dict(zip(*([cell.strip() for cell in each.split("|")] for each in table[::2]), strict=True))
+    of = {row["contender"]: row for row in rows if row["op"] == "grouped_linear"}
+    assert cells["E, T, N, K"] == "4, 64, 32, 16"
+    assert cells["**ours**"] == f"{float(of['ours']['over_roofline']):.2f}"
+    assert cells["grouped_mm"] == f"{float(of['grouped_mm']['over_roofline']):.2f}"
+    least = min(float(each["over_ours"]) for name, each in of.items() if name != "ours")
+    assert cells["ours over the fastest rival"] == f"{1 / least:.2f}"
     assert "Ceilings measured in the same run" in text
     assert "Left out" not in text
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
@@ -123,6 +134,15 @@ def test_a_wrong_kernel_has_no_row(
     assert bench(tmp_path, "--shapes", GROUPED, "--ops", op) == 1
     assert "ours" not in {row["contender"] for row in measured(tmp_path)}
     assert f"- {op} {GROUPED}, ours: wrong by" in (tmp_path / "kernels.md").read_text()
+
+
+def test_what_does_less_is_no_rival(tmp_path: Path) -> None:
+    assert bench(tmp_path, "--shapes", GROUPED, "--ops", "grouped_wgrad_overwrite") == 0
+    of = {row["contender"]: float(row["over_ours"]) for row in measured(tmp_path)}
+    assert list(of) == ["ours", "grouped_mm, then copy", "grouped_mm, bf16 result"]
+    table = (tmp_path / "kernels.md").read_text().splitlines()
+    last = next(each for each in reversed(table) if each.startswith("| 4, 64, 32, 16 |"))
+    assert last.endswith(f"| {1 / of['grouped_mm, then copy']:.2f} |")
 
 
 def test_a_rival_that_cannot_run_is_said_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
