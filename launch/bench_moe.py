@@ -10,7 +10,7 @@ hook                       torch's ``grouped_mm``; a hook adds each weight gradi
 hook, our activation       the same with our kernel
 
 Rows with fp32 main_grad step with ``DistributedOptimizer`` on fp32 masters, others with torch's fused AdamW in bf16.
-In the rows named autograd the other linear layers accumulate by autograd as well: 7 of 100 parameters.
+In the rows named autograd the other linear layers accumulate by autograd as well: 5 of 100 parameters at default sizes.
 """
 
 import gc
