@@ -14,7 +14,7 @@ import torch
 
 from ..kernels.compat import HAS_TRITON
 from .config import ConfigError
-from .kernel_problems import GROUPED_OPS, GroupedOperands
+from .kernel_problems import GROUPED_OPS, GroupedOperands, Shape, parse_shape
 from .kernel_rivals import DENSE_OPS, OURS, POINTERS, STREAMING_OPS, Case, make_case
 
 __all__ = [
@@ -22,13 +22,9 @@ __all__ = [
     "KernelBench",
     "KernelRow",
     "KernelTable",
-    "TuneBench",
     "bench_kernels",
     "triton_version",
 ]
-
-Shape = tuple[int, int, int, int]
-"""E experts (1: a dense layer), T rows, N output features, K input features."""
 
 _PUBLISHED: tuple[Shape, ...] = (
     (8, 16384, 4096, 4096),
@@ -81,40 +77,7 @@ class KernelBench:
         """The shapes as numbers. Raises ``ConfigError`` for one that is none."""
         if not self.shapes:
             return _PUBLISHED if on_cuda else _SMALL
-        return tuple(_parse_shape(text) for text in self.shapes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuneBench:
-    """What ``maingrad bench tune`` measures; the defaults are the shipped table's."""
-
-    ops: tuple[str, ...] = (*GROUPED_OPS, *DENSE_OPS)
-    """Operations that have a table."""
-    shapes: tuple[str, ...] = ()
-    """EXPERTSxROWSxNxK; one expert: a dense layer. None: the shipped table's."""
-
-    def __post_init__(self) -> None:
-        unknown = [op for op in self.ops if op not in (*GROUPED_OPS, *DENSE_OPS)]
-        if unknown:
-            raise ConfigError(
-                f"--ops: '{unknown[0]}' has no table; choose from {', '.join((*GROUPED_OPS, *DENSE_OPS))}"
-            )
-        self.parsed_shapes()
-
-    def parsed_shapes(self) -> tuple[Shape, ...]:
-        """Those that were given, as numbers. Raises ``ConfigError`` for one that is none."""
-        return tuple(_parse_shape(text) for text in self.shapes)
-
-
-def _parse_shape(text: str) -> Shape:
-    parts = text.split("x")
-    if len(parts) != 4 or not all(part.isdigit() and int(part) for part in parts):
-        raise ConfigError(f"--shapes: '{text}' is not EXPERTSxROWSxNxK, like 64x32768x2048x2048")
-    experts, rows, n, k = (int(part) for part in parts)
-    if rows % 16 or n % 16 or k % 8:
-        # torch's grouped_mm takes rows of experts and features in units of 16 bytes; scaled_glu halves N.
-        raise ConfigError(f"--shapes: '{text}' needs rows and N in multiples of 16, and K of 8, for the rivals' sake")
-    return experts, rows, n, k
+        return tuple(parse_shape(text) for text in self.shapes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

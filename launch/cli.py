@@ -180,7 +180,8 @@ def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callabl
     import torch
     import tyro
 
-    from .bench_kernels import KernelBench, TuneBench, bench_kernels
+    from ..kernels.compat import HAS_TRITON
+    from .bench_kernels import KernelBench, bench_kernels
     from .bench_kernels_report import write_kernel_report
     from .config import ConfigError
 
@@ -191,16 +192,16 @@ def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callabl
         table = bench_kernels(bench, device, log)
         print(write_kernel_report(table, known.out_dir))
         return int(table.wrong)
+    if not HAS_TRITON:
+        raise ConfigError("bench tune chooses between Triton kernels, and Triton is not installed: pip install triton")
+    from .bench_tune import TuneBench, bench_tune, cold_rows, write_cold_report
+
     choice = tyro.cli(TuneBench, args=overrides, prog="maingrad bench tune")
     if not on_cuda:
         raise ConfigError("bench tune measures configurations of kernels on a GPU, and torch sees no CUDA device")
-    from .tune_kernels import DENSE_SHAPES, GROUPED_SHAPES, tune, write_tuning
-
-    shapes = choice.parsed_shapes()
-    grouped = tuple(shape for shape in shapes if shape[0] > 1) if shapes else GROUPED_SHAPES
-    dense = tuple(shape[1:] for shape in shapes if shape[0] == 1) if shapes else DENSE_SHAPES
-    timings = tune(device, log, grouped=grouped, dense=dense, ops=choice.ops)
-    print(f"cold start over tuned:\n{write_tuning(timings, device, known.out_dir)}")
+    rows = cold_rows(bench_tune(choice, device, known.out_dir, log), device)
+    if rows:
+        print(write_cold_report(rows, known.out_dir))
     return 0
 
 

@@ -4,13 +4,18 @@ Legend: E experts, T rows of all of them, N output features, K input features.
 """
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..kernels.tuning import Problem
+from .config import ConfigError
 
-__all__ = ["GROUPED_OPS", "GroupedOperands", "dtype_name", "error_of", "split_sizes"]
+__all__ = ["GROUPED_OPS", "GroupedOperands", "Shape", "dtype_name", "error_of", "parse_shape", "split_sizes"]
+
+Shape: TypeAlias = tuple[int, int, int, int]
+"""E experts (1: a dense layer), T rows, N output features, K input features."""
 
 GROUPED_OPS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad_accumulate", "grouped_wgrad_overwrite")
 _MULTIPLE = 16  # of rows: torch's grouped_mm asks for it
@@ -28,6 +33,18 @@ def split_sizes(experts: int, rows: int, seed: int = 0) -> list[int]:
     drawn = torch.multinomial(weights, max(rows // _MULTIPLE, 1), replacement=True, generator=generator)
     sizes: list[int] = (torch.bincount(drawn, minlength=experts) * _MULTIPLE).tolist()
     return sizes
+
+
+def parse_shape(text: str) -> Shape:
+    """EXPERTSxROWSxNxK. Raises ``ConfigError`` for a text that is no shape, or one that rivals cannot take."""
+    parts = text.split("x")
+    if len(parts) != 4 or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"--shapes: '{text}' is not EXPERTSxROWSxNxK, like 64x32768x2048x2048")
+    experts, rows, n, k = (int(part) for part in parts)
+    if rows % 16 or n % 16 or k % 8:
+        # torch's grouped_mm takes rows of experts and features in units of 16 bytes; scaled_glu halves N.
+        raise ConfigError(f"--shapes: '{text}' needs rows and N in multiples of 16, and K of 8, for the rivals' sake")
+    return experts, rows, n, k
 
 
 class GroupedOperands:

@@ -176,6 +176,7 @@ def test_ours_failing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["kernels", "--ops", "wgrad_accumulate", "--shapes", GROUPED], "leave nothing to measure"),
         (["tune", "--ops", "scaled_glu"], "'scaled_glu' has no table; choose from grouped_linear"),
         (["tune", "--shapes", "4x64"], "'4x64' is not EXPERTSxROWSxNxK"),
+        (["tune", "--shapes", "1x64x32x16", "--ops", "grouped_dgrad"], "leave nothing to tune"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(
