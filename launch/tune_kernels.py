@@ -73,17 +73,23 @@ def tune(
         for op in ops:
             if op in GROUPED_OPS:
                 runs = dict(_grouped_runs(op, operands))
-                for config, run in runs.items():
-                    error = operands.check(op, run)
-                    if not error < _TOLERANCE.get(op, 1e-4):
-                        raise RuntimeError(f"{op} {operands.shape} {config}: relative error {error}")
+                _check_all(op, operands, runs)
                 timings += _time_all(operands.problem(op), runs, log)
     for rows, n, k in dense:
         operands = GroupedOperands(1, rows, n, k, torch.bfloat16, device)
         for op in ops:
             if op in ("wgrad_accumulate", "wgrad_overwrite"):
-                timings += _time_all(operands.problem(op), dict(_dense_runs(op, operands)), log)
+                runs = dict(_dense_runs(op, operands))
+                _check_all(f"grouped_{op}", operands, runs)
+                timings += _time_all(operands.problem(op), runs, log)
     return timings
+
+
+def _check_all(op: str, operands: GroupedOperands, runs: dict[str, Callable[[], None]]) -> None:
+    for config, run in runs.items():
+        error = operands.check(op, run)
+        if not error < _TOLERANCE.get(op, 1e-4):
+            raise RuntimeError(f"{op} {operands.shape} {config}: relative error {error}")
 
 
 def _grouped_runs(op: str, operands: GroupedOperands) -> Iterator[tuple[str, Callable[[], None]]]:

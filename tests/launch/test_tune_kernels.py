@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from maingrad.kernels import grouped_wgrad_accumulate, tuning
 from maingrad.kernels.grouped_gemm_triton import GEMM_CANDIDATES, GemmConfig, default_gemm_config
 from maingrad.kernels.tuning import CUBLAS, Problem, gpu_name, load_tuning_table, tuned_config
 from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
+from maingrad.launch import tune_kernels
 from maingrad.launch.kernel_problems import GroupedOperands, error_of
 from maingrad.launch.tune_kernels import Timing, cold_ratios, describe, fastest, tune, write_tuning
 
@@ -184,3 +186,12 @@ def _parsed(gpu: str, problem: Problem) -> dict[str, int]:
     found = tuned_config(gpu, problem)
     assert isinstance(found, dict)
     return found
+
+
+@pytest.mark.parametrize("problem", [{"grouped": [(4, 64, 32, 16)]}, {"dense": [(64, 32, 16)]}])
+def test_a_wrong_candidate_is_not_timed(monkeypatch: pytest.MonkeyPatch, problem: dict[str, Any]) -> None:
+    monkeypatch.setattr(tune_kernels, "grouped_wgrad_triton", lambda *_: None)
+    monkeypatch.setattr(tune_kernels, "cublas_wgrad", lambda *_, overwrite: None)
+    sizes = {"grouped": (), "dense": ()} | problem
+    with pytest.raises(RuntimeError, match=r"overwrite \(\d, 64, 32, 16\) .*: relative error nan"):
+        tune(CPU, print, ops=("grouped_wgrad_overwrite", "wgrad_overwrite"), **sizes)
