@@ -9,9 +9,14 @@ import torch
 
 pytest.importorskip("triton", reason="tuning chooses between Triton kernels")
 
+from triton.runtime.errors import OutOfResources
+
+from maingrad.kernels import grouped_linear
 from maingrad.kernels.tuning import Problem, parse_table
 from maingrad.launch import bench_tune as module
+from maingrad.launch import tune_kernels
 from maingrad.launch.bench_tune import TuneBench, bench_tune, cold_rows, write_cold_report
+from maingrad.launch.kernel_problems import GroupedOperands
 from maingrad.launch.kernel_rivals import DENSE_OPS
 from maingrad.launch.tune_kernels import DENSE_SHAPES, GROUPED_SHAPES, Timing
 
@@ -53,6 +58,25 @@ def test_a_run_that_is_stopped_leaves_what_it_measured(tmp_path: Path, monkeypat
     assert asked == [(((4, 64, 32, 16),), (), (OP,)), ((), ((128, 32, 16),), ("wgrad_overwrite",))]
     (row,) = parse_table((tmp_path / "tuned.csv").read_text(), "tuned.csv")
     assert (row.problem, row.config, row.ms) == (Problem(OP, "bfloat16", 4, 64, 32, 16), "block_m=98", 1.0)
+
+
+def test_configurations_that_do_not_fit_the_gpu_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large() -> None:
+        raise OutOfResources(196608, 101376, "shared memory")
+
+    def runs(op: str, operands: GroupedOperands) -> Any:
+        yield "block_m=256", too_large
+        yield "block_m=64", lambda: grouped_linear(operands.x, operands.weights, operands.offsets, out=operands.y)
+
+    timed: list[list[str]] = []
+    monkeypatch.setattr(tune_kernels, "_grouped_runs", runs)
+    monkeypatch.setattr(tune_kernels, "_time_all", lambda problem, runs, log: timed.append(list(runs)) or [])
+    tune_kernels.tune(CPU, print, grouped=[(4, 64, 32, 16)], dense=[], ops=(OP,))
+    assert timed == [["block_m=64"]]
+
+    monkeypatch.setattr(tune_kernels, "_grouped_runs", lambda op, operands: [("block_m=256", too_large)])
+    with pytest.raises(RuntimeError, match="no configuration fits"):
+        tune_kernels.tune(CPU, print, grouped=[(4, 64, 32, 16)], dense=[], ops=(OP,))
 
 
 def test_cold_starts_are_listed_with_the_worst_first(tmp_path: Path) -> None:
