@@ -24,7 +24,7 @@ class DelayedWgrad:
     operands  ``dy`` first
     records   those of the weights that our provider has
     backward  the graph task that it belongs to
-    serves    whether it is a gradient of this weight
+    weights   those it serves, as far as they are alive
     """
 
     __slots__ = (
@@ -38,7 +38,7 @@ class DelayedWgrad:
         "bucket_index",
         "pending",
         "sequence",
-        "serves",
+        "weights",
     )
 
     def __init__(
@@ -48,7 +48,7 @@ class DelayedWgrad:
         records: Sequence[GradRecord],
         owner: str,
         backward: int,
-        serves: Callable[[Tensor], bool] = lambda _: False,
+        weights: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         self._write = write
         self._operands: tuple[Tensor, ...] | None = operands
@@ -62,11 +62,15 @@ class DelayedWgrad:
         """Whose it is, and of which microbatch; each of the records has it."""
         self.bucket_index = min([record.bucket_index for record in records], default=0)
         """Place in the launch order of the bucket that waits for it first."""
-        self.serves = serves
+        self.weights = weights
         self.sequence = next(_sequence)
         """Later entries have larger ones, whatever their queue: uses of one weight are added in this order."""
         for record in records:
             record.pending.append(self.pending)
+
+    def serves(self, weight: Tensor) -> bool:
+        """Whether it is a gradient of this weight."""
+        return any(own is weight for own in self.weights())
 
     def is_last_of(self, record: GradRecord | None) -> bool:
         """Whether no other weight gradient of this microbatch is pending there."""

@@ -65,6 +65,11 @@ class WgradTarget:
         """Whether this is ``weight``'s target."""
         return self._weight() is weight
 
+    def alive(self) -> tuple[Tensor, ...]:
+        """The weight, or nothing where it was freed."""
+        weight = self._weight()
+        return () if weight is None else (weight,)
+
     def resolve(self) -> Place:
         """The weight's object, and its checked accumulator where this backward writes one.
 
@@ -92,7 +97,7 @@ class WgradTarget:
         record = record_of(weight)
         if self._queue is not None:
             records = () if record is None else (record,)
-            self._queue.put(DelayedWgrad(self._write, (dy, x), records, self._owner, backward, self.refers_to))
+            self._queue.put(DelayedWgrad(self._write, (dy, x), records, self._owner, backward, self.alive))
         elif main_grad is not None:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, backward))
         return hand_over(weight, record, delayed=self._queue is not None, fused=self._fused)
@@ -171,8 +176,8 @@ class GroupedWgradTarget:
         if self._queue is not None:
             mine = [place is not None for place in places]
             ours = tuple([record for record in records if record is not None])
-            write, serves = partial(self._write, mine), partial(self._serves, mine)
-            self._queue.put(DelayedWgrad(write, (dy, x, offsets), ours, self._owner, backward, serves))
+            write, alive = partial(self._write, mine), partial(self._alive, mine)
+            self._queue.put(DelayedWgrad(write, (dy, x, offsets), ours, self._owner, backward, alive))
         else:
             self._accumulate(places, dy, x, offsets, backward)
         delayed = self._queue is not None
@@ -181,8 +186,9 @@ class GroupedWgradTarget:
             for place, record in zip(places, records, strict=True)
         ]
 
-    def _serves(self, mine: Sequence[bool], weight: Tensor) -> bool:
-        return any(own and target.refers_to(weight) for own, target in zip(mine, self._targets, strict=True))
+    def _alive(self, mine: Sequence[bool]) -> list[Tensor]:
+        targets = [target for own, target in zip(mine, self._targets, strict=True) if own]
+        return [weight for target in targets for weight in target.alive()]
 
     def _write(self, mine: Sequence[bool], entry: DelayedWgrad, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
         """The turn of delayed weight gradients has come."""

@@ -150,9 +150,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> PerExpert:
+    first = tensors[0]
     if packed:
-        return _cast(tensors[0], dtype)
-    return [_cast(tensor, dtype) for tensor in tensors]
+        return _cast(first, dtype)
+    if all(tensor.dtype is dtype for tensor in tensors):
+        return tensors
+    together = first.new_empty(len(tensors), *first.shape, dtype=dtype)  # which kernels find without a table
+    torch._foreach_copy_(together.unbind(), tuple(tensors))
+    return together
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -162,7 +167,8 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 def _written(buffer: Tensor) -> Tensor:
     """An alias for autograd of memory that a kernel wrote: the caller's own tensor gets no history."""
-    torch.autograd.graph.increment_version(buffer)  # kernels go by the address; who saved the old content must notice
+    if not buffer.is_inference():  # which has no version
+        torch.autograd.graph.increment_version(buffer)  # kernels go by the address; who saved the old content must know
     return buffer.detach()
 
 

@@ -100,8 +100,8 @@ class WgradQueue:
 
     def drain_module(self, module: nn.Module) -> None:
         """Compute those of ``module``'s weights, children's included, in the order in which they were queued."""
-        weights = list(module.parameters())
-        self._run(lambda entry: any(map(entry.serves, weights)), key=lambda entry: 0)
+        mine = set(map(id, module.parameters()))
+        self._run(lambda entry: any(id(weight) in mine for weight in entry.weights()), key=lambda entry: 0)
 
     def clear(self) -> None:
         """Give up everything that is pending, in an iteration that is abandoned."""

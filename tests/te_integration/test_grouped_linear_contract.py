@@ -157,8 +157,7 @@ def test_a_group_is_one_entry_that_every_record_waits_for() -> None:
     assert len(set(indices.values())) == 6 and entry.bucket_index == min(indices.values())
     assert all(record.pending == [entry.pending] for record in ddp.records)
     assert {bucket.phase.value for bucket in ddp.buckets} == {"accumulating"}
-    assert all(map(entry.serves, module.parameters()))
-    assert not entry.serves(nn.Parameter(torch.empty(N, K)))
+    assert [*map(id, entry.weights())] == [*map(id, module.parameters())]
     other = make(bias=False)
     queue.drain_module(other)
     assert len(queue) == 1, "not its weights"
