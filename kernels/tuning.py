@@ -31,8 +31,11 @@ COLUMNS = ("gpu", "op", "dtype", "experts", "rows", "n", "k", "config", "ms", "d
 CUBLAS = "cublas"
 """A row's configuration where the library was faster than the kernel."""
 _SHIPPED = "tuned.csv"
-_FARTHEST = 4.0
-"""In powers of two, over all sizes together: a shape farther from every measured one takes the default."""
+_FARTHEST = {"wgrad_accumulate": 0.5, "wgrad_overwrite": 0.5}
+"""In powers of two, over all sizes together: a shape farther from every measured one takes the default; ``_FAR`` for
+other operations. The default of dense products is the library's, which is never far off.
+"""
+_FAR = 4.0
 
 
 class Problem(NamedTuple):
@@ -145,7 +148,7 @@ def nearest(gpu: str, problem: Problem, rows: tuple[TunedRow, ...]) -> TunedRow 
     if not alike:
         return None
     best = min(alike, key=lambda row: row.problem.distance(problem))
-    return best if best.problem.distance(problem) <= _FARTHEST else None
+    return best if best.problem.distance(problem) <= _FARTHEST.get(problem.op, _FAR) else None
 
 
 @functools.cache
