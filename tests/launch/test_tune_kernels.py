@@ -164,13 +164,16 @@ def test_an_element_that_nobody_writes_is_an_error() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("nothing_loaded_stays")
-def test_tuning_times_every_candidate_and_its_table_is_used(tmp_path: Path) -> None:
+def test_tuning_times_the_candidates_and_its_table_is_used(tmp_path: Path) -> None:
     device = torch.device("cuda")
     lines: list[str] = []
     ops = ("grouped_linear", OP, "wgrad_overwrite")
     timings = tune(device, lines.append, grouped=[(4, 1024, 256, 128)], dense=[(512, 256, 128)], ops=ops)
     timed = {op: [timing for timing in timings if timing.problem.op == op] for op in ops}
-    assert [len(timed[op]) for op in ops[:2]] == [len(GEMM_CANDIDATES), len(WGRAD_CANDIDATES)]
+    for op, candidates in zip(ops, (GEMM_CANDIDATES, WGRAD_CANDIDATES), strict=False):
+        # Fewer where a GPU's shared memory is too small for some.
+        assert {timing.config for timing in timed[op]} <= {describe(config) for config in candidates}
+        assert len(timed[op]) > 1
     assert CUBLAS in {timing.config for timing in timed["wgrad_overwrite"]}
     assert len(lines) == len(ops)
     assert all(timing.ms > 0 for timing in timings)
