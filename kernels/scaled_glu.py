@@ -62,7 +62,7 @@ def scaled_glu_backward(
     da      [T, F]   gradient of the output, dtype of ``h``
     h       [T, 2F]  as given to the forward, like ``probs``
     dh      [T, 2F]  dtype of ``h``
-    dprobs  [T]      fp32 (fp64 for fp64), in an order that depends on F alone; None where ``probs`` is
+    dprobs  [T]      fp32 (fp64 for fp64), in an order fixed by F and alignment; None where ``probs`` is
     ======  =======  ===================================================================================
 
     One pass over ``da`` and ``h``: the activation is computed again, so that the forward need not keep it. Where

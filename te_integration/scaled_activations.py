@@ -28,7 +28,7 @@ class ScaledSwiGLU(nn.Module):
     activation_recompute_in_mlp  without effect: backward always computes the activation again, from the input and the
                                  scales, which are all it keeps
 
-    Computed in fp32 and rounded once; the scales' gradient is summed in fp32, in an order that depends on F alone. The
+    Computed in fp32 and rounded once; the scales' gradient is summed in fp32, in a fixed order. The
     module's name and arguments are Transformer Engine's; the scales are not rounded to the input's dtype here.
     """
 
