@@ -140,10 +140,11 @@ def _products(
             x = x_desc.load([row, tile_k * BLOCK_K])  # [BLOCK_T, BLOCK_K]
             acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
         if whole < end:
-            # What follows is the next expert's, or padding with anything in it: zeros in both operands.
+            # What follows is the next expert's, or padding with anything in it: not read, zeros in both operands.
+            rows = (whole + t).to(tl.int64)[:, None]
             inside = (whole + t < end)[:, None]
-            dy = tl.where(inside, dy_desc.load([whole, tile_n * BLOCK_N]), 0.0)
-            x = tl.where(inside, x_desc.load([whole, tile_k * BLOCK_K]), 0.0)
+            dy = tl.load(dy_ptr + rows * stride_dy + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
+            x = tl.load(x_ptr + rows * stride_x + k[None, :], mask=inside & (k < K)[None, :], other=0.0)
             acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
     else:
         for row in tl.range(start, end, BLOCK_T):

@@ -40,6 +40,7 @@ WGRAD_CANDIDATES = (
     WgradConfig(256, 128, 64, 8, 3, tma=True, reduce=True, parts=4, persistent=1),
     WgradConfig(128, 128, 64, 4, 3, tma=True, parts=2, persistent=2),
     WgradConfig(128, 128, 64, 8, 4, tma=True, reduce=True, parts=2, persistent=1),
+    WgradConfig(128, 128, 32, 4, 4, tma=True, parts=1, group=8, max_registers=168),
     WgradConfig(128, 128, 32, 4, 4, tma=True, parts=2, group=8, max_registers=168),
     WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, group=8, max_registers=168),
     WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, group=16, max_registers=168),
