@@ -15,6 +15,12 @@ from ..ddp.demand import Demand, demand
 from ..ddp.wgrad_target import GroupedWgradTarget, Place, fresh_grouped_wgrads
 from ..kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
 from .fused_linear import refuse_split_backward, watch_prehooks
+from .grouped_products import (
+    differentiable_bias_grad,
+    differentiable_dgrad,
+    differentiable_scale_grad,
+    differentiable_wgrad,
+)
 from .wgrad_queue import WgradQueue
 
 __all__ = ["GroupedUse", "fused_grouped_linear"]
@@ -102,7 +108,7 @@ def fused_grouped_linear(
     gradient that backward hands on, are those very memories: before they are filled again, everything that reads y
     must be done, its own backward included, and so must everything that reads dx (the ``.grad`` of a leaf is one).
 
-    ``autograd.grad`` gets ordinary gradients and writes nothing. A second derivative raises ``RuntimeError``.
+    ``autograd.grad`` and a graph of the gradients get ordinary gradients and write nothing.
     """
     dtype, device_type = input.dtype, input.device.type
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
@@ -217,9 +223,8 @@ class _FusedGroupedLinear(torch.autograd.Function):
         wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs)]
         if use.fused and Demand.ACCUMULATE not in wanted:
             refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
-        with torch.no_grad(), _without_autocast(grads[0].device.type):
-            results = _gradients(ctx, grads[0], wanted)
-        return _refuse_second_derivatives(use.owner, results) if torch.is_grad_enabled() else results
+        with _without_autocast(grads[0].device.type):
+            return (_gradients_with_graph if torch.is_grad_enabled() else _gradients)(ctx, grads[0], wanted)
 
 
 _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
@@ -276,13 +281,33 @@ def _weight_grads(
     return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
 
 
-def _refuse_second_derivatives(owner: str, results: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The same gradients, which raise where somebody differentiates them."""
-    tensors = [result.detach().requires_grad_() for result in results if result is not None]
-    message = (
-        f"{owner}: a grouped product has no second derivative here; write it as a loop of Linear over the experts "
-        f"where one is needed"
-    )
-    refusing = torch._C._functions.DelayedError(message.encode(), len(tensors))(*tensors)
-    found = iter(refusing if isinstance(refusing, tuple) else (refusing,))
-    return tuple([None if result is None else next(found) for result in results])
+def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
+    """The same where somebody will differentiate the gradients: nobody's ``main_grad`` is written then."""
+    call: _Call = ctx.call
+    x, offsets, scale, *others = ctx.saved_tensors
+    needs_dx, _, _, *needs = ctx.needs_input_grad
+    needs_db, needs_ds = needs[call.num_weights : -1], needs[-1]
+    weights = others[: call.num_weights] if needs_dx else ()
+    biases = others[len(weights) :]
+
+    def packed(tensors: Sequence[Tensor], are_packed: bool) -> Tensor:
+        return (tensors[0] if are_packed else torch.stack(tuple(tensors))).to(dy.dtype)
+
+    def each(gradient: Tensor, is_packed: bool, needed: Sequence[bool]) -> list[Tensor | None]:
+        parts = (gradient,) if is_packed else gradient.unbind()
+        return [part if need else None for part, need in zip(parts, needed, strict=True)]
+
+    dx = ds = None
+    if needs_dx:
+        dx = differentiable_dgrad(dy, packed(weights, ctx.use.packed), offsets).to(ctx.input_dtype)
+    dws: list[Tensor | None] = [None] * len(wanted)
+    if x is not None:
+        dw = differentiable_wgrad(dy, x.to(dy.dtype), offsets).to(ctx.weight_dtype)
+        dws = each(dw, ctx.use.packed, [want is not Demand.NOTHING for want in wanted])
+    dbs: list[Tensor | None] = [None] * len(needs_db)
+    if True in needs_db:
+        db = differentiable_bias_grad(dy, scale, offsets).to(ctx.bias_dtype)
+        dbs = each(db, call.packed_bias, needs_db)
+    if needs_ds:
+        ds = differentiable_scale_grad(dy, packed(biases, call.packed_bias), offsets).to(ctx.scale_dtype)
+    return (dx, None, None, *dws, *dbs, ds)

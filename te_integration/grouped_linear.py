@@ -34,7 +34,7 @@ class GroupedLinear(GroupedModule):
 
     Each weight has its own flag, its own first write and its own frozen state; a packed weight is one parameter, with
     one ``main_grad`` [E, N, K], and its experts are frozen together. Without a fused or delayed weight gradient
-    autograd gets ordinary gradients from the same kernels. There is no second derivative.
+    autograd gets ordinary gradients from the same kernels.
 
     single_grouped_weight    one packed weight; the state dict of either form loads into the other
     single_grouped_bias      one packed bias, likewise

@@ -417,16 +417,45 @@ def test_19_a_backward_that_is_split_for_inputs_and_weights_is_refused(packed: b
     assert not any(record.num_fused_writes for record in kept.records)
 
 
+@DELAYED_OR_NOT
 @FUSED_OR_NOT
-def test_second_derivatives_are_refused_by_name_and_first_ones_are_not(fuse: bool) -> None:
-    module = make(fuse_wgrad_accumulation=fuse, name="experts.fc1")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("scale_bias", [False, True])
+def test_22_derivatives_of_derivatives_are_right_and_write_nothing(
+    packed: bool, scale_bias: bool, fuse: bool, delay: bool
+) -> None:
+    """Of the input, the scales, every weight and every bias, by finite differences in fp64; two pad rows."""
+    options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, "scale_bias": scale_bias}
+    module = make(3, dtype=torch.float64, single_grouped_weight=packed, single_grouped_bias=packed, **options)
+    ddp = wrap(module)
+    names = [name for name, _ in module.named_parameters()]
+    x, _ = batch(7)
+    inputs = [x.double().requires_grad_(), *(p.detach().clone().requires_grad_() for p in module.parameters())]
+    if scale_bias:
+        inputs.append(torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_())
+
+    def run(x: Tensor, *others: Tensor) -> Tensor:
+        scales = others[len(names) :]
+        parameters = dict(zip(names, others, strict=False))
+        return torch.func.functional_call(module, parameters, (x, torch.tensor([2, 0, 3]), *scales))
+
+    for tensor in inputs[1 : len(names) + 1]:
+        tensor.main_grad = torch.full_like(tensor, torch.nan)
+    assert torch.autograd.gradcheck(run, inputs)
+    assert torch.autograd.gradgradcheck(run, inputs)
+    assert not module.need_backward_dw() and not any(record.view.any() for record in ddp.records)
+    assert all(tensor.main_grad.isnan().all() for tensor in inputs[1 : len(names) + 1])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_backward_that_makes_a_graph_is_refused_by_the_provider() -> None:
+    module = make()
+    kept = wrap(module)
     x, dy = batch()
-    x.requires_grad_()
-    first = torch.autograd.grad(module(x, SPLITS), (x, module.weight0), dy, create_graph=True)
-    plain = torch.autograd.grad(module(x, SPLITS), (x, module.weight0), dy)
-    assert all(torch.equal(one, other) for one, other in zip(first, plain, strict=True))
-    with pytest.raises(RuntimeError, match=r"experts.fc1: a grouped product has no second derivative"):
-        first[0].square().sum().backward()
+    output = module(x.requires_grad_(), SPLITS)
+    with pytest.raises(RuntimeError, match=r"create_graph=True\) asks for a gradient with a graph"):
+        output.backward(dy, create_graph=True)
+    assert kept is not None
 
 
 def test_a_missing_provider_is_named_with_the_weight() -> None:
