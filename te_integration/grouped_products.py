@@ -34,24 +34,28 @@ def differentiable_wgrad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 def differentiable_bias_grad(dy: Tensor, scale: Tensor | None, offsets: Tensor) -> Tensor:
     """``db_e = sum of s[t] dy[t] over the rows of expert e``, [E, N], with derivatives of any order."""
-    dy, scale, expert = _without_padding(dy, scale, offsets)
-    terms = dy if scale is None else dy * scale[:, None].to(dy.dtype)
-    return dy.new_zeros(offsets.shape[0] - 1, dy.shape[1]).index_add(0, expert, terms)
+    members = _members(dy, offsets)
+    terms = _without_padding(dy, offsets)
+    if scale is not None:
+        terms = terms * _without_padding(scale[:, None], offsets).to(dy.dtype)
+    return members @ terms
 
 
 def differentiable_scale_grad(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """``ds[t] = dy[t] . b_e``, [T], with derivatives of any order: bias [E, N]."""
-    dy, _, expert = _without_padding(dy, None, offsets)
-    return (dy * bias[expert]).sum(1)
+    return (_without_padding(dy, offsets) * (_members(dy, offsets).t() @ bias)).sum(1)
 
 
-def _without_padding(dy: Tensor, scale: Tensor | None, offsets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Both with zeros in pad rows, and the expert of each row, the last one's for pad rows."""
+def _members(dy: Tensor, offsets: Tensor) -> Tensor:
+    """[E, T]: ones where row t is of expert e. Sums by a product with it have one order, those of ``index_add`` none."""
     row = torch.arange(dy.shape[0], device=dy.device)
-    filled = row < offsets[-1]
-    expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True).clamp_max(offsets.shape[0] - 2)
-    dy = torch.where(filled[:, None], dy, 0.0)
-    return dy, None if scale is None else torch.where(filled, scale, 0.0), expert
+    return ((row >= offsets[:-1, None]) & (row < offsets[1:, None])).to(dy.dtype)
+
+
+def _without_padding(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Zeros in pad rows, which may hold anything."""
+    filled = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
+    return torch.where(filled[:, None], rows, 0.0)
 
 
 class _Linear(torch.autograd.Function):
