@@ -44,6 +44,7 @@ endif
 # autograd's, where --made-on does not reach.
 ALSO_ON_GPU := ddp/test_contract_faults.py ddp/test_return_table.py te_integration/test_delayed_modules.py \
 	te_integration/test_delayed_wgrad.py te_integration/test_foreign_delayed.py te_integration/test_module_faults.py \
+	te_integration/test_grouped_linear_contract.py \
 	te_integration/test_return_table_modules.py te_integration/test_saved_tensor_hooks.py
 ONLY_ON_CPU := recomputes_itself_inside and not copies_and_materialised
 

@@ -47,7 +47,7 @@ def differentiable_scale_grad(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tens
 
 
 def _members(dy: Tensor, offsets: Tensor) -> Tensor:
-    """[E, T]: ones where row t is of expert e. Sums by a product with it have one order, those of ``index_add`` none."""
+    """[E, T]: ones where row t is of expert e. A sum by a product with it has one order; ``index_add``'s has none."""
     row = torch.arange(dy.shape[0], device=dy.device)
     return ((row >= offsets[:-1, None]) & (row < offsets[1:, None])).to(dy.dtype)
 
