@@ -260,7 +260,7 @@ def _check_accumulator(owner: str, weight: Tensor, main_grad: Tensor, rows_apart
         or not (_rows_fit(main_grad) if rows_apart else main_grad.is_contiguous())
     ):
         raise RuntimeError(
-            f"{owner}: main_grad must {'have adjacent columns' if rows_apart else 'be contiguous'}, and be of the "
+            f"{owner}: main_grad must {'have adjacent columns and be' if rows_apart else 'be contiguous,'} of the "
             f"weight's shape {tuple(weight.shape)} on {weight.device}, fp32 or {weight.dtype}; got shape "
             f"{tuple(main_grad.shape)}, stride {tuple(main_grad.stride())}, {main_grad.dtype} on {main_grad.device}"
         )
