@@ -77,8 +77,8 @@ def grouped_linear(
     Sums over K, the scale and the bias are fp32, and rounded once. Raises ``ValueError`` for shapes that do not fit
     together and ``TypeError`` for operands of different dtypes.
     """
-    features, _ = _check_weights("grouped_linear", x, weights, offsets, contracted=1)
-    _check_per_expert("grouped_linear", "bias", bias, offsets, (features,), x.dtype)
+    features, _ = check_weights("grouped_linear", x, weights, offsets, contracted=1)
+    check_per_expert("grouped_linear", "bias", bias, offsets, (features,), x.dtype)
     _check_rows("grouped_linear", "bias_scale", bias_scale, (x.shape[0],))
     if bias_scale is not None and bias is None:
         raise ValueError("grouped_linear got a bias_scale and no bias")
@@ -100,7 +100,7 @@ def grouped_dgrad(dy: Tensor, weights: PerExpert, offsets: Tensor, *, out: Tenso
     out      [T, K]                      written and returned
     =======  ==========================  ========================
     """
-    _, features = _check_weights("grouped_dgrad", dy, weights, offsets, contracted=0)
+    _, features = check_weights("grouped_dgrad", dy, weights, offsets, contracted=0)
     out = _output("grouped_dgrad", out, dy, features)
     if runs_on_triton("grouped_dgrad", dy):
         _gemm(dy, weights, offsets, out, transposed=False)
@@ -165,7 +165,7 @@ def grouped_bias_grad(
 
 def grouped_scale_grad(dy: Tensor, bias: PerExpert, offsets: Tensor) -> Tensor:
     """``ds[t] = sum over n of dy[t, n] b_e[n]``: dy [T, N], b [E, N] or E x [N] -> ds [T] fp32; pad rows are zero."""
-    _check_per_expert("grouped_scale_grad", "bias", bias, offsets, (dy.shape[1],))
+    check_per_expert("grouped_scale_grad", "bias", bias, offsets, (dy.shape[1],))
     out = dy.new_empty(dy.shape[0], dtype=torch.promote_types(dy.dtype, torch.float32))
     run = grouped_scale_grad_triton if runs_on_triton("grouped_scale_grad", dy) else grouped_scale_grad_reference
     run(dy, bias, offsets, out)
@@ -189,13 +189,13 @@ def _gemm(
     n, k = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
     config = _gemm_config(x.device, x.dtype, op, len(weights), x.shape[0], n, k)
     grouped_gemm_triton(
-        _adjacent_columns(x),
-        _alike(weights),
+        adjacent_columns(x),
+        alike(weights),
         offsets,
         out,
         config,
         transposed=transposed,
-        bias=None if bias is None else _alike(bias),
+        bias=None if bias is None else alike(bias),
         bias_scale=None if bias_scale is None else bias_scale.contiguous(),
     )
 
@@ -210,7 +210,7 @@ def _wgrad(
     adds = not overwrite if isinstance(overwrite, bool) else not all(overwrite)
     op = "grouped_wgrad_accumulate" if adds else "grouped_wgrad_overwrite"
     config = _wgrad_config(dy.device, dy.dtype, op, len(main_grads), dy.shape[0], dy.shape[1], x.shape[1])
-    dy, x = _adjacent_columns(dy), _adjacent_columns(x)
+    dy, x = adjacent_columns(dy), adjacent_columns(x)
     if isinstance(main_grads, Tensor):
         if main_grads.numel():
             grouped_wgrad_triton(dy, x, main_grads, offsets, overwrite, config)
@@ -247,14 +247,14 @@ def _table_name(dtype: torch.dtype) -> str:
     return "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
 
 
-def _adjacent_columns(tensor: Tensor) -> Tensor:
+def adjacent_columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _alike(tensors: PerExpert) -> PerExpert:
+def alike(tensors: PerExpert) -> PerExpert:
     """With adjacent columns, and rows of one stride: copied where they have not."""
     if isinstance(tensors, Tensor):
-        return _adjacent_columns(tensors)
+        return adjacent_columns(tensors)
     strides = {tensor.stride() for tensor in tensors}
     if len(strides) == 1 and next(iter(strides))[-1] == 1:
         return tensors
@@ -264,7 +264,7 @@ def _alike(tensors: PerExpert) -> PerExpert:
 # ---- Arguments. ----
 
 
-def _check_weights(op: str, x: Tensor, weights: PerExpert, offsets: Tensor, *, contracted: int) -> tuple[int, int]:
+def check_weights(op: str, x: Tensor, weights: PerExpert, offsets: Tensor, *, contracted: int) -> tuple[int, int]:
     """N and K; ``contracted`` is the dim of [N, K] that the last dim of ``x`` must match."""
     num_experts = offsets.shape[0] - 1
     shapes = {tuple(weights.shape[1:])} if isinstance(weights, Tensor) else {tuple(each.shape) for each in weights}
@@ -298,7 +298,7 @@ def _check_main_grad(op: str, expert: int, grad: Tensor, dy: Tensor, x: Tensor) 
         )
 
 
-def _check_per_expert(
+def check_per_expert(
     op: str,
     name: str,
     given: PerExpert | None,

@@ -39,8 +39,8 @@ def scaled_glu(
 
     Raises ``ValueError`` for an unknown activation and for shapes that do not fit together, ``TypeError`` for dtypes.
     """
-    glu = _resolve("scaled_glu", activation, limit, alpha, linear_offset)
-    _check("scaled_glu", h, probs)
+    glu = resolve_glu("scaled_glu", activation, limit, alpha, linear_offset)
+    check_halves("scaled_glu", h, probs)
     if not _recorded(h, probs) and runs_on_triton("scaled_glu", h):
         return scaled_glu_triton(h, probs, glu)
     return scaled_glu_reference(h, probs, glu)
@@ -68,8 +68,8 @@ def scaled_glu_backward(
     One pass over ``da`` and ``h``: the activation is computed again, so that the forward need not keep it. Where
     autograd records, for second derivatives, the oracle runs.
     """
-    glu = _resolve("scaled_glu_backward", activation, limit, alpha, linear_offset)
-    _check("scaled_glu_backward", h, probs)
+    glu = resolve_glu("scaled_glu_backward", activation, limit, alpha, linear_offset)
+    check_halves("scaled_glu_backward", h, probs)
     if da.shape != (h.shape[0], h.shape[1] // 2) or da.dtype is not h.dtype or da.device != h.device:
         raise ValueError(
             f"scaled_glu_backward needs da {(h.shape[0], h.shape[1] // 2)}, {h.dtype} on {h.device}; got "
@@ -84,7 +84,7 @@ def _recorded(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _resolve(op: str, activation: str, limit: float, alpha: float, linear_offset: float) -> Glu:
+def resolve_glu(op: str, activation: str, limit: float, alpha: float, linear_offset: float) -> Glu:
     if activation not in GLU_ACTIVATIONS:
         raise ValueError(f"{op} knows no activation '{activation}': it has {', '.join(GLU_ACTIVATIONS)}")
     function, own_alpha = GLU_ACTIVATIONS[activation]
@@ -95,7 +95,7 @@ def _resolve(op: str, activation: str, limit: float, alpha: float, linear_offset
     return Glu(function, alpha, limit, linear_offset)
 
 
-def _check(op: str, h: Tensor, probs: Tensor | None) -> None:
+def check_halves(op: str, h: Tensor, probs: Tensor | None) -> None:
     if h.dim() != 2 or h.shape[1] % 2:
         raise ValueError(f"{op} needs h [rows, 2 features], got {tuple(h.shape)}")
     if not h.is_floating_point() or not (probs is None or probs.is_floating_point()):

@@ -11,7 +11,13 @@ from torch import Tensor
 from .compat import device_of
 from .scaled_glu_reference import GELU_CUBE, GELU_SLOPE, Glu
 
-__all__ = ["scaled_glu_backward_triton", "scaled_glu_triton"]
+__all__ = [
+    "glu_gradients",
+    "glu_numbers",
+    "glu_value",
+    "scaled_glu_backward_triton",
+    "scaled_glu_triton",
+]
 
 _TILE = 2048
 """Elements of each half in a program's step: with 4 warps, 16 to a thread, two loads of 16 bytes in bf16."""
@@ -47,18 +53,47 @@ def _value_and_slope(gate: tl.tensor, alpha: tl.tensor, FUNCTION: tl.constexpr) 
 
 
 @triton.jit
-def _load_halves(
-    at: tl.tensor, F: tl.tensor, limit: tl.tensor, offset: tl.tensor, mask: tl.tensor, CLAMPED: tl.constexpr
+def _clamped(
+    gate: tl.tensor, linear: tl.tensor, limit: tl.tensor, offset: tl.tensor, CLAMPED: tl.constexpr
 ) -> tl.tensor:
     """g and l as the activation sees them, and where they were not clamped; comparisons let NaN through."""
-    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-    linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
     gate_free = gate <= limit
     linear_free = tl.abs(linear) <= limit
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
         linear = tl.where(linear > limit, limit, tl.where(linear < -limit, -limit, linear)) + offset
     return gate, linear, gate_free, linear_free
+
+
+@triton.jit
+def glu_value(
+    gate: tl.tensor, linear: tl.tensor, alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
+    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """``act(g) l`` of fp32 halves."""
+    gate, linear, _, _ = _clamped(gate, linear, limit, offset, CLAMPED)
+    value, _ = _value_and_slope(gate, alpha, FUNCTION)
+    return value * linear
+
+
+@triton.jit
+def glu_gradients(
+    upstream: tl.tensor, p: tl.tensor, gate: tl.tensor, linear: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
+    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Of fp32 halves: dg, dl, and the terms of dp, ``da act(g) l``; p [rows, 1] is read where SCALED."""
+    gate, linear, gate_free, linear_free = _clamped(gate, linear, limit, offset, CLAMPED)
+    value, slope = _value_and_slope(gate, alpha, FUNCTION)
+    terms = upstream * value * linear
+    if SCALED:
+        upstream = upstream * p
+    dgate = upstream * linear * slope
+    dlinear = upstream * value
+    if CLAMPED:
+        dgate = tl.where(gate_free | (gate != gate), dgate, 0.0)
+        dlinear = tl.where(linear_free | (linear != linear), dlinear, 0.0)
+    return dgate, dlinear, terms
 
 
 @triton.jit
@@ -72,9 +107,9 @@ def _scaled_glu_kernel(
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (row < T)[:, None] & (column < F)[None, :]
     at = h + row[:, None] * stride_h + column[None, :]
-    gate, linear, _, _ = _load_halves(at, F, limit, offset, mask, CLAMPED)
-    value, _ = _value_and_slope(gate, alpha, FUNCTION)
-    value = value * linear
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+    linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+    value = glu_value(gate, linear, alpha, limit, offset, FUNCTION, CLAMPED)
     if SCALED:
         value = value * tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
@@ -89,6 +124,7 @@ def _scaled_glu_backward_kernel(
 ) -> None:  # fmt: skip
     """BLOCK_T whole rows, so that the sum over features stays in registers."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    p = 1.0
     if SCALED:
         p = tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]  # [BLOCK_T, 1]
         sums = tl.zeros((BLOCK_T, BLOCK_F), dtype=tl.float32)
@@ -97,16 +133,13 @@ def _scaled_glu_backward_kernel(
         mask = (row < T)[:, None] & (column < F)[None, :]
         upstream = tl.load(da + row[:, None] * stride_da + column[None, :], mask=mask, other=0.0).to(tl.float32)
         at = h + row[:, None] * stride_h + column[None, :]
-        gate, linear, gate_free, linear_free = _load_halves(at, F, limit, offset, mask, CLAMPED)
-        value, slope = _value_and_slope(gate, alpha, FUNCTION)
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+        linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+        dgate, dlinear, terms = glu_gradients(
+            upstream, p, gate, linear, alpha, limit, offset, FUNCTION, CLAMPED, SCALED
+        )
         if SCALED:
-            sums += upstream * value * linear
-            upstream = upstream * p
-        dgate = upstream * linear * slope
-        dlinear = upstream * value
-        if CLAMPED:
-            dgate = tl.where(gate_free | (gate != gate), dgate, 0.0)
-            dlinear = tl.where(linear_free | (linear != linear), dlinear, 0.0)
+            sums += terms
         to = dh + row[:, None] * (2 * F) + column[None, :]
         tl.store(to, dgate.to(dh.dtype.element_ty), mask=mask)
         tl.store(to + F, dlinear.to(dh.dtype.element_ty), mask=mask)
@@ -124,7 +157,7 @@ def scaled_glu_triton(h: Tensor, probs: Tensor | None, glu: Glu) -> Tensor:
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_kernel[(triton.cdiv(rows, block_t), triton.cdiv(features, block_f))](
-            h, probs, out, rows, features, h.stride(0), *_numbers(glu),
+            h, probs, out, rows, features, h.stride(0), *glu_numbers(glu),
             FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
             BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -142,7 +175,7 @@ def scaled_glu_backward_triton(da: Tensor, h: Tensor, probs: Tensor | None, glu:
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_backward_kernel[(triton.cdiv(rows, block_t),)](
-            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *_numbers(glu),
+            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *glu_numbers(glu),
             FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
             BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -158,7 +191,8 @@ def _tile(features: int) -> tuple[int, int]:
     return max(1, _TILE // max(block_f, 64)), block_f
 
 
-def _numbers(glu: Glu) -> tuple[float, float, float]:
+def glu_numbers(glu: Glu) -> tuple[float, float, float]:
+    """alpha, limit and offset, as kernels take them."""
     return glu.alpha, 0.0 if glu.limit is None else glu.limit, glu.offset
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES, LAUNCHER_DTYPES, nan_filled_memory, rounding
 
 from maingrad.kernels import scaled_glu, scaled_glu_backward
-from maingrad.kernels.scaled_glu import _resolve
+from maingrad.kernels.scaled_glu import resolve_glu
 from maingrad.kernels.scaled_glu_reference import GLU_ACTIVATIONS
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
@@ -25,7 +25,7 @@ SIZES = [(1, 1), (7, 33), (130, 96), (3, 1409), (40, 8)]
 
 
 def launched(da: Tensor, h: Tensor, probs: Tensor | None, activation: str, **numbers: float) -> tuple[Tensor, ...]:
-    glu = _resolve("test", activation, **{"limit": 7.0, "alpha": 1.702, "linear_offset": 1.0, **numbers})
+    glu = resolve_glu("test", activation, **{"limit": 7.0, "alpha": 1.702, "linear_offset": 1.0, **numbers})
     with nan_filled_memory():
         return scaled_glu_triton(h, probs, glu), *scaled_glu_backward_triton(da, h, probs, glu)
 
