@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,13 +22,9 @@ class WgradQueueLike(Protocol):
         """Append one."""
 
 
-class Place(NamedTuple):
-    """Where the gradient of one weight goes, looked up before any product of a backward."""
-
-    weight: Tensor
-    """The object that carries the contract's attributes."""
-    accumulator: Tensor | None
-    """Its checked accumulator, where this backward writes it."""
+Place: TypeAlias = tuple[Tensor, Tensor | None]
+"""Where a weight's gradient goes, looked up before any product of a backward: the object that carries the contract's
+attributes, and its checked accumulator where this backward writes it. A plain tuple: every product makes one."""
 
 
 class WgradTarget:
@@ -81,12 +77,12 @@ class WgradTarget:
         weight = self._alive_weight()
         if self._fused:
             check_provided(weight, self._owner)
-        return Place(weight, None)  # a lazy provider's memory is taken when a delayed gradient is written, not before
+        return weight, None  # a lazy provider's memory is taken when a delayed gradient is written, not before
 
     def resolve_for_write(self) -> Place:
         """The same where the gradient is written at once: a delayed one's turn has come."""
         weight = self._alive_weight()
-        return Place(weight, accumulator_of(weight, self._owner, rows_apart=self._rows_apart) if self._fused else None)
+        return weight, accumulator_of(weight, self._owner, rows_apart=self._rows_apart) if self._fused else None
 
     def deliver(self, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor, backward: int) -> Tensor | None:
         """In backward: ``main_grad (+)= dy^T x``, now or later, and the flag; returns what autograd must be handed.
@@ -172,7 +168,7 @@ class GroupedWgradTarget:
         offsets  [E + 1]  the rows of each expert, on the device
         =======  =======  =============================================================
         """
-        records = [None if place is None else record_of(place.weight) for place in places]
+        records = [None if place is None else record_of(place[0]) for place in places]
         if self._queue is not None:
             mine = [place is not None for place in places]
             ours = tuple([record for record in records if record is not None])
@@ -182,7 +178,7 @@ class GroupedWgradTarget:
             self._accumulate(places, dy, x, offsets, backward)
         delayed = self._queue is not None
         return [
-            None if place is None else hand_over(place.weight, record, delayed=delayed, fused=self._fused)
+            None if place is None else hand_over(place[0], record, delayed=delayed, fused=self._fused)
             for place, record in zip(places, records, strict=True)
         ]
 
@@ -196,20 +192,18 @@ class GroupedWgradTarget:
         if self._fused:
             self._accumulate(places, dy, x, offsets, entry.backward)
             return
-        dtype = next(place.weight.dtype for place in places if place is not None)
+        dtype = next(place[0].dtype for place in places if place is not None)
         gradients = fresh_grouped_wgrads(dy, x, offsets, mine, dtype, packed=self._packed)
         for place, gradient in zip(places, gradients, strict=True):
             if place is not None and gradient is not None:
-                record = record_of(place.weight)
-                add_to_grad(place.weight, gradient, record, last=entry.is_last_of(record))
+                record = record_of(place[0])
+                add_to_grad(place[0], gradient, record, last=entry.is_last_of(record))
 
     def _accumulate(
         self, places: Sequence[Place | None], dy: Tensor, x: Tensor, offsets: Tensor, backward: int
     ) -> None:
-        main_grads = [None if place is None else place.accumulator for place in places]
-        overwrite = [
-            place is not None and open_for_write(place.weight, record_of(place.weight), backward) for place in places
-        ]
+        main_grads = [None if place is None else place[1] for place in places]
+        overwrite = [place is not None and open_for_write(place[0], record_of(place[0]), backward) for place in places]
         if self._packed:
             (packed,) = main_grads
             assert packed is not None, "a packed weight whose gradient is not wanted has no place"
