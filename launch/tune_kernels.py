@@ -6,7 +6,7 @@ over that of its own.
 
 import csv
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,10 @@ DENSE_SHAPES = tuple(
 _TOLERANCE = {"grouped_linear": 4e-3, "grouped_dgrad": 4e-3}  # bf16 results; fp32 accumulators are far closer
 _WORTH = 0.98
 """A kernel takes a dense product over from the library where it needs at most this share of its time."""
+
+
+_NOISE = 1.01
+"""Times of one configuration differ by as much between two calls."""
 
 
 class Timing(NamedTuple):
@@ -160,16 +164,27 @@ def _time_all(problem: Problem, runs: dict[str, Callable[[], None]], log: Callab
 
 
 def fastest(timings: Sequence[Timing]) -> dict[Problem, Timing]:
-    """The best of each problem. A dense one stays the library's where no kernel is clearly faster."""
+    """The best of each problem. A dense one stays the library's where no kernel is clearly faster.
+
+    Of those as fast as the best but for ``_NOISE`` it is the one that is as fast at most other problems of its op: a
+    shape that was not measured gets the configuration of a near one.
+    """
     by_problem: defaultdict[Problem, dict[str, Timing]] = defaultdict(dict)
     for timing in timings:
         by_problem[timing.problem][timing.config] = timing
+    good = {problem: _as_fast_as_the_best(found) for problem, found in by_problem.items()}
+    liked = Counter((problem.op, timing.config) for problem, found in good.items() for timing in found)
     chosen = {}
-    for problem, found in by_problem.items():
-        best = min(found.values(), key=lambda timing: timing.ms)
-        library = found.get(CUBLAS)
+    for problem, found in good.items():
+        best = max(found, key=lambda timing: (liked[problem.op, timing.config], -timing.ms))
+        library = by_problem[problem].get(CUBLAS)
         chosen[problem] = library if library is not None and best.ms > _WORTH * library.ms else best
     return chosen
+
+
+def _as_fast_as_the_best(found: dict[str, Timing]) -> list[Timing]:
+    best = min(timing.ms for timing in found.values())
+    return [timing for timing in found.values() if timing.ms <= _NOISE * best]
 
 
 def cold_ratios(timings: Sequence[Timing], device: torch.device) -> dict[Problem, float]:
