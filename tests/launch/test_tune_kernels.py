@@ -60,8 +60,13 @@ def test_defaults_are_candidates(rows: float) -> None:
 
 
 def test_the_fastest_of_each_problem_is_chosen() -> None:
-    timings = [Timing(SMALL, ONE, 1.0), Timing(SMALL, OTHER, 0.999), Timing(LARGE, ONE, 2.0), Timing(LARGE, OTHER, 3.0)]
+    timings = [Timing(SMALL, ONE, 1.0), Timing(SMALL, OTHER, 0.98), Timing(LARGE, ONE, 2.0), Timing(LARGE, OTHER, 3.0)]
     assert fastest(timings) == {SMALL: timings[1], LARGE: timings[2]}
+
+
+def test_of_two_that_are_as_fast_the_one_that_other_shapes_like_is_chosen() -> None:
+    timings = [Timing(SMALL, ONE, 1.0), Timing(SMALL, OTHER, 0.999), Timing(LARGE, ONE, 2.0), Timing(LARGE, OTHER, 3.0)]
+    assert fastest(timings) == {SMALL: timings[0], LARGE: timings[2]}
 
 
 @pytest.mark.parametrize(
