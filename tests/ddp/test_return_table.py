@@ -214,7 +214,9 @@ def test_row_frozen(provider: Callable[[nn.Module], object]) -> None:
 @pytest.fixture
 def gemm_does_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     called: list[tuple[int, ...]] = []
-    monkeypatch.setattr("maingrad.ddp.wgrad_target.wgrad_accumulate", lambda dy, x, grad, **_: called.append(grad.shape))
+    monkeypatch.setattr(
+        "maingrad.ddp.wgrad_target.wgrad_accumulate", lambda dy, x, grad, **_: called.append(grad.shape)
+    )
     return called
 
 
