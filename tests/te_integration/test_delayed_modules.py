@@ -18,7 +18,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])  # one is within three
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_delayed_is_bitwise_undelayed(kind: str, microbatches: int, fuse: bool, variant: dict[str, bool]) -> None:
