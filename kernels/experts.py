@@ -69,8 +69,8 @@ def _is_aligned(spaced: Experts, tensors: Tensor | Sequence[Tensor | None]) -> b
 
 class _Table(NamedTuple):
     values: Tensor
-    filled: "torch.cuda.Event | None"
-    stream: "torch.cuda.Stream | None"
+    filled: torch.cuda.Event
+    stream: torch.cuda.Stream
 
 
 def device_table(values: tuple[int, ...], device: torch.device) -> Tensor:
@@ -84,7 +84,7 @@ def device_table(values: tuple[int, ...], device: torch.device) -> Tensor:
     table = _cuda_table(values, device)
     stream = torch.cuda.current_stream(device)
     # A capture is entered through a synchronisation, and must not wait for events from outside.
-    if stream != table.stream and table.filled is not None and not torch.cuda.is_current_stream_capturing():
+    if stream != table.stream and not torch.cuda.is_current_stream_capturing():
         stream.wait_event(table.filled)
         table.values.record_stream(stream)
     return table.values

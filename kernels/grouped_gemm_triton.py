@@ -202,27 +202,12 @@ def _grouped_gemm_kernel(
                 weight_ptr, weight_table, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED
             )
             place = first + step * expert
+            # fmt: off
             acc = products(
-                x_ptr,
-                x_desc,
-                stride_x,
-                weight,
-                weight_desc,
-                stride_weight,
-                place,
-                row,
-                end,
-                tile_f * BLOCK_F,
-                F,
-                C,
-                BLOCK_M,
-                BLOCK_F,
-                BLOCK_C,
-                TRANSPOSED,
-                TMA_X,
-                TMA_WEIGHT,
-                PRECISION,
+                x_ptr, x_desc, stride_x, weight, weight_desc, stride_weight, place, row, end, tile_f * BLOCK_F, F, C,
+                BLOCK_M, BLOCK_F, BLOCK_C, TRANSPOSED, TMA_X, TMA_WEIGHT, PRECISION
             )
+            # fmt: on
             if BIAS:
                 bias = expert_pointer(
                     bias_ptr, bias_table, expert, bias_first, bias_step, stride_bias, DTYPE, BIAS_SCATTERED, False

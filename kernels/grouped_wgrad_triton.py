@@ -220,27 +220,12 @@ def _one_tile(
             # The address is kept inside the matrix: a prefetch outside an allocation faults nothing, but fetches.
             at = tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_grad + tl.minimum(line, K - 1)[None, :]
             prefetch_to_l2(grad + at)
+        # fmt: off
         acc = _products(
-            dy_ptr,
-            dy_desc,
-            stride_dy,
-            x_ptr,
-            x_desc,
-            stride_x,
-            start,
-            end,
-            n,
-            k,
-            N,
-            K,
-            tile_n,
-            tile_k,
-            BLOCK_N,
-            BLOCK_K,
-            BLOCK_T,
-            TMA,
-            PRECISION,
+            dy_ptr, dy_desc, stride_dy, x_ptr, x_desc, stride_x, start, end, n, k, N, K, tile_n, tile_k,
+            BLOCK_N, BLOCK_K, BLOCK_T, TMA, PRECISION
         )
+        # fmt: on
         # With REDUCE a place in the descriptor, without it an address.
         place = first + step * expert if REDUCE else 0
         row = tile_n * BLOCK_N
