@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_operands import DTYPES, NUM_PAD_ROWS, SPLITS, forms, offsets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,8 +17,6 @@ from maingrad.kernels.grouped_gemm_triton import GEMM_CANDIDATES, GemmConfig, de
 from maingrad.kernels.grouped_wgrad_triton import grouped_wgrad_triton
 from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
 
-# The interpreter's tl.dot multiplies the bit patterns of bf16, and takes 10 ms for a tile.
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
 CASES = {
     "cpu": [(torch.float16, 33, 40), (torch.float32, 7, 15)],
     "cuda": [
@@ -28,13 +27,6 @@ CASES = {
         (torch.float32, 7, 15),
     ],
 }
-SPLITS = {
-    "uneven": [0, 37, 33, 1, 49],
-    "all to one": [0, 0, 80, 0, 0],
-    "whole tiles": [32, 64, 32, 32, 32],
-    "nobody": [0, 0, 0, 0, 0],
-}
-NUM_PAD_ROWS = 20
 GEMMS = {
     "tma": GemmConfig(32, 32, 16, 4, 2, tma=True),
     "pointer": GemmConfig(32, 64, 32, 4, 2, group=1),
@@ -51,10 +43,6 @@ WGRADS = {
 def rows_of(splits: Sequence[int]) -> list[slice]:
     ends = [0, *itertools.accumulate(splits)]
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
-
-
-def offsets_of(splits: Sequence[int], device: str) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(splits)], device=device)
 
 
 def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
@@ -81,16 +69,6 @@ def assert_rows_close(actual: Tensor, a: Tensor, b: Tensor, splits: Sequence[int
         bound = tolerance(terms, a.shape[1], actual.dtype) + torch.finfo(actual.dtype).eps * exact.abs() + 1e-7
         assert ((actual[rows].double() - exact).abs() <= bound).all()
     assert (actual[sum(splits) :] == 0).all(), "rows behind the last expert"
-
-
-def forms(packed: Tensor, form: str) -> Any:
-    """The same matrices, lying otherwise."""
-    if form == "packed":
-        return packed
-    if form == "backwards":
-        flipped = packed.flip(0)
-        return [flipped[len(packed) - 1 - e] for e in range(len(packed))]
-    return [each.clone() for each in packed]
 
 
 @pytest.mark.parametrize("form", ["packed", "discrete", "backwards"])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from expert_operands import DTYPES, NUM_PAD_ROWS, SPLITS, forms, offsets_of
 from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
 
@@ -38,14 +39,6 @@ from maingrad.kernels.grouped_glu_triton import (
 )
 from maingrad.kernels.scaled_glu_triton import scaled_glu_backward_triton, scaled_glu_triton
 
-DTYPES = {"cpu": [torch.float32, torch.float16], "cuda": [torch.float32, torch.float16, torch.bfloat16]}
-SPLITS = {
-    "uneven": [0, 37, 33, 1, 49],
-    "all to one": [0, 0, 80, 0, 0],
-    "whole tiles": [32, 64, 32, 32, 32],
-    "nobody": [0, 0, 0, 0, 0],
-}
-NUM_PAD_ROWS = 20
 # Columns of the first cut an odd number of features, its second half and all; the second computes gradients in parts.
 CONFIGS = {
     "tma": GemmConfig(32, 32, 16, 4, 2, tma=True),
@@ -92,18 +85,8 @@ def draw(splits: Sequence[int], features: int, contracted: int, dtype: torch.dty
         random(experts, contracted, features) * size,
         2 * rows(2 * features),
         probs.to(device),
-        torch.tensor([0, *itertools.accumulate(splits)], device=device),
+        offsets_of(splits, device),
     )
-
-
-def forms(packed: Tensor, form: str) -> Any:
-    """The same matrices, lying otherwise."""
-    if form == "packed":
-        return packed
-    if form == "backwards":
-        flipped = packed.flip(0)
-        return [flipped[len(packed) - 1 - e] for e in range(len(packed))]
-    return [each.clone() for each in packed]
 
 
 def forward(
