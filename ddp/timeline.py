@@ -1,4 +1,4 @@
-"""Recorded times of backwards and of bucket collectives: what really overlapped, not what was meant to.
+"""Recorded times of forwards, backwards and collectives: what really overlapped, not what was meant to.
 
 On a CPU the clock is the host's, and a collective ends when the thread that waits for it says so. On CUDA the marks are
 events on the communication and compute streams, resolved once at the end.
@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from .collectives import InFlight
 
-__all__ = ["BackwardSpan", "BucketSpan", "Mark", "PhaseSpan", "Timeline"]
+__all__ = ["BackwardSpan", "BucketSpan", "ForwardSpan", "GatherSpan", "Mark", "PhaseSpan", "Timeline", "WaitSpan"]
 
 
 class BackwardSpan(NamedTuple):
@@ -26,8 +27,15 @@ class BackwardSpan(NamedTuple):
     """Whether gradients were reduced with it (outside ``no_sync``)."""
 
 
+class ForwardSpan(NamedTuple):
+    """One forward pass through the wrapper, in seconds since the recording began."""
+
+    start: float
+    end: float
+
+
 class BucketSpan(NamedTuple):
-    """One bucket's collective, in seconds since the recording began."""
+    """One reduction of a bucket's gradients, in seconds since the recording began."""
 
     bucket: str
     collective: str
@@ -36,6 +44,26 @@ class BucketSpan(NamedTuple):
     ready: float
     launched: float
     finished: float
+
+
+class GatherSpan(NamedTuple):
+    """One gather of a bucket's parameters, in seconds since the recording began."""
+
+    bucket: str
+    collective: str
+    """``all_gather``, or ``none`` in a world of one."""
+    nbytes: int
+    """Of the whole bucket, all ranks' shards."""
+    launched: float
+    finished: float
+
+
+class WaitSpan(NamedTuple):
+    """A stretch in which the compute stream (CUDA) or the caller (CPU) stood still for a bucket's collective."""
+
+    bucket: str
+    start: float
+    end: float
 
 
 class PhaseSpan(NamedTuple):
@@ -65,21 +93,31 @@ class Mark:
 class Timeline:
     """Collects spans while ``DistributedDataParallel.record_timeline()`` is active; readable after it.
 
+    forwards   one span for each forward
     backwards  one span for each backward
-    buckets    one span for each collective, in launch order
+    buckets    one span for each reduction, in launch order
+    gathers    one span for each gather of parameters, in launch order
+    waits      one span for each wait for a collective; what it hid is what ran and did not wait
     phases     one span for each ``phase`` block
     """
 
     def __init__(self, device: torch.device, *, collectives_have_threads: bool) -> None:
+        self.forwards: list[ForwardSpan] = []
         self.backwards: list[BackwardSpan] = []
         self.buckets: list[BucketSpan] = []
+        self.gathers: list[GatherSpan] = []
+        self.waits: list[WaitSpan] = []
         self.phases: list[PhaseSpan] = []
         self._device = device
         self._origin = Mark(device)
+        self._forwards: list[tuple[Mark, Mark]] = []
         self._backwards: list[tuple[Mark, Mark, bool]] = []
-        self._buckets: list[tuple[str, str, int, Mark, Mark, Callable[[], Mark]]] = []
+        self._collectives: list[_Collective] = []
+        self._waits: list[tuple[str, Mark, Mark]] = []
         self._phases: list[tuple[str, Mark, Mark]] = []
+        self._forward_starts: list[Mark] = []  # of the forwards that run now, one inside the other
         self._backward_start: Mark | None = None
+        self._closed = False
         # Waits for collectives in launch order, since gloo's work objects cannot say when they ended. Where collectives
         # run on the ranks' own threads (simulated ranks) they end when somebody waits.
         self._watcher = ThreadPoolExecutor(max_workers=1) if collectives_have_threads else None
@@ -87,6 +125,17 @@ class Timeline:
     def mark(self) -> Mark:
         """Now."""
         return Mark(self._device)
+
+    def forward_started(self) -> None:
+        """A forward of the wrapper begins; the outermost one counts."""
+        self._forward_starts.append(self.mark())
+
+    def forward_ended(self) -> None:
+        """That forward ended, or failed."""
+        if self._forward_starts:
+            start = self._forward_starts.pop()
+            if not self._forward_starts:
+                self._forwards.append((start, self.mark()))
 
     def backward_started(self) -> None:
         """The outermost backward reached the wrapper's outputs."""
@@ -108,39 +157,92 @@ class Timeline:
     def watch(
         self, bucket: str, collective: str, nbytes: int, ready: Mark, launched: Mark, flight: InFlight
     ) -> InFlight:
-        """Record one launched collective; the handle to wait for is the one returned."""
+        """Record one launched collective; the handle to wait for is the one returned.
+
+        collective  ``all_gather`` is a gather of parameters; any other one reduces gradients
+        nbytes      of the bucket's parameters or gradients
+        ready       when the bucket could have been launched; a gather has no use for it
+        """
         if flight.work is None:
-            self._buckets.append((bucket, "none", nbytes, ready, launched, lambda: launched))
+            self._collectives.append(
+                _Collective(bucket, collective, True, nbytes, ready, launched, partial(_given, launched))
+            )
             return flight
+        work: Any = flight.work
         if self._device.type == "cuda":
             flight.work.wait()  # orders the communication stream, which is current here, not the host
-            finished = self.mark()
-            self._buckets.append((bucket, collective, nbytes, ready, launched, lambda: finished))
-            return flight
-        waited = _WaitedWork(flight.work, self.mark, self._watcher)
-        self._buckets.append((bucket, collective, nbytes, ready, launched, waited.finished))
-        return InFlight(waited, flight.tensors)
+            finished = partial(_given, self.mark())
+        else:
+            work = _WaitedWork(flight.work, self.mark, self._watcher)
+            finished = work.finished
+        self._collectives.append(_Collective(bucket, collective, False, nbytes, ready, launched, finished))
+        return InFlight(_NotedWork(work, bucket, self), flight.tensors)
+
+    def note_wait(self, bucket: str, start: Mark) -> None:
+        """From ``start`` until now compute stood still for a collective of ``bucket``."""
+        if not self._closed:
+            self._waits.append((bucket, start, self.mark()))
 
     def close(self) -> None:
-        """Turn marks into seconds."""
+        """Turn marks into seconds. A collective that is still under way is waited for."""
+        self._closed = True
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._watcher is not None:
             self._watcher.shutdown(wait=True)
-        for start, end, synced in self._backwards:
-            self.backwards.append(BackwardSpan(start.since(self._origin), end.since(self._origin), synced))
-        for name, start, end in self._phases:
-            self.phases.append(PhaseSpan(name, start.since(self._origin), end.since(self._origin)))
-        for bucket, collective, nbytes, ready, launched, finished in self._buckets:
-            times = (mark.since(self._origin) for mark in (ready, launched, finished()))
-            self.buckets.append(BucketSpan(bucket, collective, nbytes, *times))
-        self._backwards.clear()
-        self._phases.clear()
-        self._buckets.clear()
+        since = self._since_origin
+        self.forwards += [ForwardSpan(since(start), since(end)) for start, end in self._forwards]
+        self.backwards += [BackwardSpan(since(start), since(end), synced) for start, end, synced in self._backwards]
+        self.waits += [WaitSpan(bucket, since(start), since(end)) for bucket, start, end in self._waits]
+        self.phases += [PhaseSpan(name, since(start), since(end)) for name, start, end in self._phases]
+        for one in self._collectives:
+            name, launched, finished = (
+                "none" if one.alone else one.collective,
+                since(one.launched),
+                since(one.finished()),
+            )
+            if one.collective == "all_gather":
+                self.gathers.append(GatherSpan(one.bucket, name, one.nbytes, launched, finished))
+            else:
+                self.buckets.append(BucketSpan(one.bucket, name, one.nbytes, since(one.ready), launched, finished))
+        for marks in (self._forwards, self._backwards, self._collectives, self._waits, self._phases):
+            marks.clear()
+
+    def _since_origin(self, mark: Mark) -> float:
+        return mark.since(self._origin)
+
+
+class _Collective(NamedTuple):
+    bucket: str
+    collective: str
+    alone: bool
+    """Nothing was launched: a world of one."""
+    nbytes: int
+    ready: Mark
+    launched: Mark
+    finished: Callable[[], Mark]
+
+
+def _given(mark: Mark) -> Mark:
+    return mark
+
+
+class _NotedWork:
+    """A work object that notes who waited for it, and how long."""
+
+    def __init__(self, work: Any, bucket: str, timeline: Timeline) -> None:
+        self._work = work
+        self._bucket = bucket
+        self._timeline = timeline
+
+    def wait(self) -> None:
+        start = self._timeline.mark()
+        self._work.wait()
+        self._timeline.note_wait(self._bucket, start)
 
 
 class _WaitedWork:
-    """A work object that notes when its wait ended: in the watcher's thread, or in the first caller's."""
+    """A work object that notes when it ended: in the watcher's thread, or in the first caller's."""
 
     def __init__(self, work: Any, mark: Callable[[], Mark], watcher: ThreadPoolExecutor | None) -> None:
         self._work = work
