@@ -12,16 +12,26 @@ One buffer (parameters of one dtype, gradients of one dtype, dense or expert), f
 
 Parameters start at multiples of 64 elements, buckets end at multiples of lcm(degree, 128), and a parameter is never
 split between buckets. Within a buffer parameters lie in the order in which backward reaches them.
+
+Matrix optimizers (Muon) need whole parameters on one rank. With ``keep_params_whole`` no shard border goes through a
+parameter: shards are as long as the fullest one, and what the others lack is padding::
+
+    offset 0          64              128           192           256
+           |  head.weight  |  up.weight  |  norm.weight  |  padding  |
+           |------ rank 0's shard -------|------ rank 1's shard -----|
 """
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from .layout_cut import bucket_numel_for, cut, deal, round_up
 
 __all__ = ["BucketLayout", "BufferLayout", "GradPlan", "ParamSlot", "ParamSpec", "plan_gradients"]
 
@@ -87,7 +97,9 @@ class BucketLayout:
     shard_degree: int
     """Number of equal shards."""
     slots: tuple[ParamSlot, ...]
-    """Parameters, in the order in which backward reaches them."""
+    """Parameters, in the order in which backward reaches them; they lie in this order unless they are kept whole."""
+    keeps_params_whole: bool = False
+    """Every parameter lies in one shard."""
 
     def __post_init__(self) -> None:
         if not self.slots:
@@ -96,8 +108,18 @@ class BucketLayout:
             raise ValueError(
                 f"bucket {self.index}: {self.numel} elements do not divide into {self.shard_degree} shards"
             )
-        if self.slots[0].start != self.start or self.slots[-1].end > self.end:
-            raise ValueError(f"bucket {self.index}: parameters reach outside [{self.start}, {self.end})")
+        position = self.start
+        for slot in sorted(self.slots, key=lambda slot: (slot.start, slot.end)):
+            if slot.start < self.start or slot.end > self.end:
+                raise ValueError(
+                    f"bucket {self.index}: parameter '{slot.spec.name}' reaches outside [{self.start}, {self.end})"
+                )
+            if slot.start < position:
+                raise ValueError(f"bucket {self.index}: parameter '{slot.spec.name}' overlaps the one before it")
+            position = slot.end
+        if self.keeps_params_whole:
+            for slot in self.slots:
+                self._check_whole(slot)
 
     @property
     def numel(self) -> int:
@@ -114,10 +136,20 @@ class BucketLayout:
         """Whether its weight gradients come after the main backward."""
         return self.slots[0].spec.delayed
 
+    @property
+    def group(self) -> str:
+        """Dense or expert: over which ranks it is reduced."""
+        return self.slots[0].spec.group
+
     def shard(self, rank: int) -> tuple[int, int]:
         """[start, end) of one rank's shard, relative to the bucket's own start."""
         size = self.numel // self.shard_degree
         return rank * size, (rank + 1) * size
+
+    def _check_whole(self, slot: ParamSlot) -> None:
+        size = self.numel // self.shard_degree
+        if slot.spec.numel and (slot.start - self.start) // size != (slot.end - 1 - self.start) // size:
+            raise ValueError(f"bucket {self.index}: parameter '{slot.spec.name}' is split between shards of {size}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,18 +207,29 @@ def plan_gradients(
     *,
     shard_degree: int | Mapping[str, int] = 1,
     bucket_numel: int | None = None,
+    num_buckets: int | None = None,
     pad_for_bus_bandwidth: bool = False,
+    keep_params_whole: bool = False,
 ) -> GradPlan:
     """Lay out the gradients of ``specs``, which come **in the order in which backward reaches them**.
 
     shard_degree           ranks that a bucket is divided between; one number, or one for each group
     bucket_numel           a bucket is closed once it holds this many elements; None: max(40M, 1M x degree)
+    num_buckets            instead: buckets of each buffer. Its bucket size is the smallest at which at most so many
+                           come out, counting those with ``own_bucket``. Delayed and undelayed parameters need a bucket
+                           each, so that more may be needed: then it is as few as can be
     pad_for_bus_bandwidth  ends every bucket at a multiple of 2^16 elements as well
+    keep_params_whole      every parameter lies in one rank's shard, at a multiple of 64 elements from its start.
+                           Parameters are dealt so that the shards of a bucket are about equally full, and over all
+                           buckets the ranks. A bucket is closed only once it also holds ``shard_degree`` times its
+                           largest parameter, and the last one takes in others until it does: padding then is less
+                           than what it holds (alignment aside), unless the buffer as a whole holds less than that: a
+                           parameter larger than its buffer / ``shard_degree`` makes every shard as long as itself
 
     Undelayed buckets launch first, ordered by the parameter that backward reaches last in each; then delayed ones.
     Raises ``ValueError`` for duplicate names, no parameters, and impossible sizes.
     """
-    _check_specs(specs, bucket_numel)
+    _check_specs(specs, bucket_numel, num_buckets)
     degrees = {s.group: shard_degree if isinstance(shard_degree, int) else shard_degree[s.group] for s in specs}
     for group, degree in degrees.items():
         if degree < 1:
@@ -195,24 +238,35 @@ def plan_gradients(
     by_buffer: dict[tuple[torch.dtype, torch.dtype, str], list[ParamSpec]] = {}
     for spec in specs:
         by_buffer.setdefault((spec.param_dtype, spec.grad_dtype, spec.group), []).append(spec)
-    runs = {
-        key: _cut(members, bucket_numel or default_bucket_numel(degrees[key[2]])) for key, members in by_buffer.items()
-    }
+    runs = {}
+    for key, members in by_buffer.items():
+        degree = degrees[key[2]]
+        numel = bucket_numel or default_bucket_numel(degree)
+        if num_buckets is not None:
+            numel = _bucket_numel_for(members, num_buckets)
+        runs[key] = _cut(members, numel, degree if keep_params_whole else 1)
     launch_index = _launch_order(specs, (run for buffer_runs in runs.values() for run in buffer_runs))
 
     buffers = []
+    loads = {group: [0] * degree for group, degree in degrees.items()}
     for (param_dtype, grad_dtype, group), buffer_runs in runs.items():
         alignment = math.lcm(degrees[group], BUSBW_ALIGNMENT if pad_for_bus_bandwidth else BUCKET_ALIGNMENT)
-        buckets, position = [], 0
+        buckets: list[BucketLayout] = []
         for run in buffer_runs:
-            slots, start = [], position
-            for spec in run:
-                slots.append(ParamSlot(spec=spec, start=_round_up(position, PARAM_ALIGNMENT)))
-                position = slots[-1].end
-            position = start + max(_round_up(position - start, alignment), alignment)
-            index = launch_index[run[0].name]
+            start = buckets[-1].end if buckets else 0
+            if keep_params_whole:
+                slots, numel = _place_whole(run, start, alignment, loads[group])
+            else:
+                slots, numel = _place_in_order(run, start, alignment)
             buckets.append(
-                BucketLayout(index=index, start=start, end=position, shard_degree=degrees[group], slots=tuple(slots))
+                BucketLayout(
+                    index=launch_index[run[0].name],
+                    start=start,
+                    end=start + numel,
+                    shard_degree=degrees[group],
+                    slots=slots,
+                    keeps_params_whole=keep_params_whole,
+                )
             )
         buffers.append(
             BufferLayout(param_dtype=param_dtype, grad_dtype=grad_dtype, group=group, buckets=tuple(buckets))
@@ -225,11 +279,17 @@ def default_bucket_numel(shard_degree: int) -> int:
     return max(MIN_DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK * shard_degree)
 
 
-def _check_specs(specs: Sequence[ParamSpec], bucket_numel: int | None) -> None:
+def _check_specs(specs: Sequence[ParamSpec], bucket_numel: int | None, num_buckets: int | None) -> None:
     if not specs:
         raise ValueError("there is no parameter that requires a gradient: nothing to lay out")
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_numel}")
+    if num_buckets is not None and num_buckets < 1:
+        raise ValueError(f"num_buckets must be at least 1, got {num_buckets}")
+    if num_buckets is not None and bucket_numel is not None:
+        raise ValueError(
+            f"bucket_size={bucket_numel} and num_buckets={num_buckets} both say where buckets end: give one of them"
+        )
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
@@ -237,24 +297,56 @@ def _check_specs(specs: Sequence[ParamSpec], bucket_numel: int | None) -> None:
         seen.add(spec.name)
 
 
-def _cut(specs: Sequence[ParamSpec], bucket_numel: int) -> list[list[ParamSpec]]:
-    """Cut one buffer's parameters into buckets: undelayed ones first, a bucket closed once it is large enough."""
+def _bucket_numel_for(specs: Sequence[ParamSpec], num_buckets: int) -> int:
+    """The bucket size of one buffer for ``num_buckets`` of them; those of their own are there already."""
+    shared = [[s.numel for s in specs if s.delayed is delayed and not s.own_bucket] for delayed in (False, True)]
+    return bucket_numel_for(shared, num_buckets - sum(spec.own_bucket for spec in specs))
+
+
+def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int) -> list[list[ParamSpec]]:
+    """Cut one buffer's parameters into buckets, undelayed ones first; they lie in memory as they are completed."""
+    reached = {spec.name: position for position, spec in enumerate(specs)}
     runs: list[list[ParamSpec]] = []
     for delayed in (False, True):
-        current: list[ParamSpec] = []
-        held = 0
-        for spec in (spec for spec in specs if spec.delayed is delayed):
-            if spec.own_bucket:
-                runs.append([spec])
-                continue
-            current.append(spec)
-            held += spec.numel
-            if held >= bucket_numel:
-                runs.append(current)
-                current, held = [], 0
-        if current:
-            runs.append(current)
+        alone = [[spec] for spec in specs if spec.delayed is delayed and spec.own_bucket]
+        shared = [spec for spec in specs if spec.delayed is delayed and not spec.own_bucket]
+        counts = cut([spec.numel for spec in shared], bucket_numel, degree)
+        remaining = iter(shared)
+        together = [list(itertools.islice(remaining, count)) for count in counts]
+        runs += sorted(alone + together, key=lambda run: reached[run[-1].name])
     return runs
+
+
+def _place_in_order(run: Sequence[ParamSpec], start: int, alignment: int) -> tuple[tuple[ParamSlot, ...], int]:
+    """One parameter behind the other; returns their places and the bucket's elements."""
+    slots, position = [], start
+    for spec in run:
+        slots.append(ParamSlot(spec=spec, start=round_up(position, PARAM_ALIGNMENT)))
+        position = slots[-1].end
+    return tuple(slots), max(round_up(position - start, alignment), alignment)
+
+
+def _place_whole(
+    run: Sequence[ParamSpec], start: int, alignment: int, loads: list[int]
+) -> tuple[tuple[ParamSlot, ...], int]:
+    """Each parameter in one shard; returns their places and the bucket's elements. Adds to the ranks' ``loads``."""
+    sizes = [round_up(spec.numel, PARAM_ALIGNMENT) for spec in run]
+    shards = deal(sizes, loads)
+    fill = [0] * len(loads)
+    offsets = []
+    for size, shard in zip(sizes, shards, strict=True):
+        offsets.append(fill[shard])
+        fill[shard] += size
+    # Shards start where parameters may start, and together they end where a bucket may end.
+    shard_alignment = math.lcm(PARAM_ALIGNMENT, alignment // math.gcd(alignment, len(loads)))
+    shard_numel = max(round_up(max(fill), shard_alignment), shard_alignment)
+    for shard, size in enumerate(fill):
+        loads[shard] += size
+    slots = (
+        ParamSlot(spec=spec, start=start + shard * shard_numel + offset)
+        for spec, shard, offset in zip(run, shards, offsets, strict=True)
+    )
+    return tuple(slots), shard_numel * len(loads)
 
 
 def _launch_order(specs: Sequence[ParamSpec], runs: Iterable[Sequence[ParamSpec]]) -> dict[str, int]:
@@ -262,7 +354,3 @@ def _launch_order(specs: Sequence[ParamSpec], runs: Iterable[Sequence[ParamSpec]
     reached = {spec.name: position for position, spec in enumerate(specs)}
     ordered = sorted(runs, key=lambda run: (run[0].delayed, max(reached[spec.name] for spec in run)))
     return {run[0].name: index for index, run in enumerate(ordered)}
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -167,7 +167,23 @@ def test_degrees_by_group() -> None:
             lambda: BucketLayout(
                 index=3, start=0, end=4, shard_degree=1, slots=(ParamSlot(spec=spec("a", 8), start=0),)
             ),
-            "reach outside",
+            r"bucket 3: parameter 'a' reaches outside \[0, 4\)",
+        ),
+        (
+            lambda: BucketLayout(
+                index=3, start=8, end=24, shard_degree=1, slots=(ParamSlot(spec=spec("a", 8), start=0),)
+            ),
+            r"bucket 3: parameter 'a' reaches outside \[8, 24\)",
+        ),
+        (
+            lambda: BucketLayout(
+                index=3,
+                start=0,
+                end=16,
+                shard_degree=1,
+                slots=(ParamSlot(spec=spec("b", 8), start=8), ParamSlot(spec=spec("a", 9), start=0)),
+            ),
+            "bucket 3: parameter 'b' overlaps the one before it",
         ),
     ],
 )
