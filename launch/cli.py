@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure on this machine", epilog="Sizes: --dim 1024 --num-layers 4 ...")
     bench.add_argument(
         "what",
-        choices=["accumulation", "delayed", "host", "kernels", "moe", "tune"],
-        help="fused, hook and autograd accumulation; reductions under delayed weight gradients (torchrun, GPUs); "
+        choices=["accumulation", "data-parallel", "delayed", "host", "kernels", "moe", "tune"],
+        help="fused, hook and autograd accumulation; data parallelism, ours and others' (torchrun, GPUs); reductions "
+        "under delayed weight gradients (torchrun, GPUs); "
         "host time of one layer; kernels against their rooflines and rivals; a training step of a mixture of experts; "
         "the kernels' configurations by shape (GPU)",
     )
@@ -150,6 +151,8 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
         return 0
     if known.what in ("kernels", "tune"):
         return _bench_kernels(known, overrides, log)
+    if known.what == "data-parallel":
+        return _bench_data_parallel(known, overrides, log)
     if known.what == "moe":
         from .bench_moe import MoEBench, bench_moe, write_moe_report
 
@@ -173,6 +176,43 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
         else:
             print(write_accumulation_report(bench_accumulation(bench, device, log), bench, known.out_dir))
     return 0
+
+
+def _bench_data_parallel(known: argparse.Namespace, overrides: list[str], log: Callable[[str], None]) -> int:
+    """Status 1: a row's loss is not the others', which the table says."""
+    import tyro
+
+    from .bench_data_parallel import DataParallelBench, Measurement, bench_data_parallel, choose_rows, choose_settings
+    from .bench_table import machine
+    from .data_parallel_ranks import Ranks
+    from .data_parallel_report import read_measurements, sections_of, write_data_parallel_report
+
+    bench = tyro.cli(DataParallelBench, args=overrides, prog="maingrad bench data-parallel")
+    choose_settings(bench.settings)
+    choose_rows(bench)
+    out_dir: Path = known.out_dir
+    if bench.redraw:
+        measured = read_measurements(out_dir / "data_parallel.csv")
+        is_main = True
+    else:
+        ranks = Ranks.from_env(bench.timeout)
+        is_main = ranks.rank == 0
+
+        def save(rows: list[Measurement]) -> None:
+            if is_main:
+                write_data_parallel_report(rows, out_dir)
+
+        measured = bench_data_parallel(bench, ranks, out_dir, machine=machine(), log=log, save=save)
+    if not is_main:
+        return 0
+    print(write_data_parallel_report(measured, out_dir))
+    try:
+        from .data_parallel_plot import draw_data_parallel
+    except ImportError as error:
+        print(f"no picture: {error}; `maingrad bench data-parallel --redraw` makes it from the CSV elsewhere")
+    else:
+        print(draw_data_parallel(read_measurements(out_dir / "data_parallel.csv"), out_dir / "data_parallel.png"))
+    return int(any(section.odd_losses() for section in sections_of(measured)))
 
 
 def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callable[[str], None]) -> int:

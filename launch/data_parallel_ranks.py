@@ -1,0 +1,157 @@
+"""Ranks that measure one thing after another, agree on how each went, and go on after a failure.
+
+Each measurement gets process groups of its own. A rank that fails says so in a store that no group owns; the others,
+which may wait for it inside a collective, see it there, abort their groups and fail as well.
+"""
+
+import gc
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+__all__ = ["AnyRankFailed", "Ranks"]
+
+_POLL_SECONDS = 0.25
+
+
+class AnyRankFailed(RuntimeError):
+    """Some rank could not do its part; the message names the first one and its error."""
+
+
+class Ranks:
+    """This process among those that torchrun started; alone without torchrun.
+
+    timeout  seconds after which a collective, or another rank's answer, is given up
+    """
+
+    def __init__(self, store: c10d.Store, rank: int, size: int, device: torch.device, timeout: float = 120.0) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.timeout = timedelta(seconds=timeout)
+        self._store = store
+        self._num_exchanges = 0
+        self._num_groups = 0
+
+    @classmethod
+    def from_env(cls, timeout: float = 120.0) -> "Ranks":
+        """By torchrun's variables: NCCL and ``LOCAL_RANK``'s GPU where torch sees one, gloo and the CPU elsewhere."""
+        if "RANK" in os.environ:
+            store, rank, size = next(iter(rendezvous("env://")))
+        else:
+            store, rank, size = c10d.HashStore(), 0, 1  # type: ignore[attr-defined]
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        return cls(store, rank, size, device, timeout)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank. All ranks call it in the same order; it waits for the slowest."""
+        number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
+        keys = [f"exchange {number} of rank {rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(value).hex())
+        # Polled: a blocking wait would hold the store's lock for its whole time.
+        deadline = time.monotonic() + 2 * self.timeout.total_seconds()
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {self.rank}: another rank gave no answer within {2 * self.timeout}")
+            time.sleep(0.005)
+        return [pickle.loads(bytes.fromhex(self._store.get(key).decode())) for key in keys]
+
+    @contextmanager
+    def attempt(self, *, with_groups: bool) -> Iterator[None]:
+        """One thing that all ranks do together, in a default process group of its own if ``with_groups``.
+
+        Raises ``AnyRankFailed`` on every rank, with the first failure's text, if it raised on any; groups that the
+        block made are gone in either case. ``KeyboardInterrupt`` and the like are not held up.
+        """
+        number, self._num_groups = self._num_groups, self._num_groups + 1
+        failure: str | None = None
+        try:
+            with _Watch(self._store, f"failure {number}") as watch:
+                try:
+                    if with_groups:
+                        self._join(number)
+                    yield
+                    if self.device.type == "cuda":
+                        torch.cuda.synchronize(self.device)
+                except Exception as error:
+                    failure = f"{type(error).__name__}: {error}"
+                    if not watch.has_aborted:
+                        print(f"rank {self.rank}:\n{traceback.format_exc(limit=-6)}", file=sys.stderr, flush=True)
+                    watch.report()
+                    _abort()
+        finally:
+            _destroy()
+        told = self.exchange((failure, time.time(), watch.has_aborted))
+        # A rank that was aborted fails in consequence, though its clock may be ahead.
+        failures = sorted((aborted, when, rank, text) for rank, (text, when, aborted) in enumerate(told) if text)
+        if failures:
+            _, _, rank, text = failures[0]
+            where = "" if self.size == 1 else f"rank {rank}: "
+            raise AnyRankFailed(f"{where}{text}")
+
+    def _join(self, number: int) -> None:
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            store=c10d.PrefixStore(f"group {number}", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self.timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+
+
+class _Watch:
+    """Aborts this process's groups when another rank reports a failure: a stuck collective would never return."""
+
+    def __init__(self, store: c10d.Store, key: str) -> None:
+        self.has_aborted = False
+        self._store = store
+        # A connection of its own: the other one may be blocked.
+        self._eyes: c10d.Store = store.clone()  # type: ignore[attr-defined]
+        self._key = key
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="failure watch", daemon=True)
+
+    def report(self) -> None:
+        """Tell the others; this rank aborts by itself."""
+        self._over.set()
+        self._store.set(self._key, "failed")
+
+    def _look(self) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            if self._eyes.check([self._key]):
+                self.has_aborted = True
+                _abort()
+                return
+
+    def __enter__(self) -> "_Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _abort() -> None:
+    if dist.is_initialized():
+        c10d._abort_process_group()
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # gloo's threads end with the last reference to the group

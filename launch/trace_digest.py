@@ -1,0 +1,206 @@
+"""A profiler's trace of some training steps, and its digest: where a GPU's time went, in one page of text.
+
+Everything that is not NCCL's counts as computing, copies and memsets included. Communication is *exposed* while none
+of that runs, and the GPU is *idle* while nothing runs at all. A gap is a stretch without computing; what ended it was
+either launched before the gap began and waited for something (``waited``), or came late from the host (``host late``).
+"""
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["Activity", "digest", "digest_trace", "load_trace", "record_trace"]
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_HOST = ("cuda_runtime", "cuda_driver")
+_NAME_LENGTH = 90
+
+
+class Activity(NamedTuple):
+    """One kernel, copy or memset; times in microseconds."""
+
+    name: str
+    stream: int
+    start: float
+    end: float
+    launched: float | None
+    """When the host asked for it; None where the trace does not say."""
+
+    @property
+    def is_nccl(self) -> bool:
+        """Whether it belongs to a collective."""
+        return "nccl" in self.name.lower()
+
+
+Interval = tuple[float, float]
+
+
+def record_trace(step: Callable[[], Any], num_steps: int, path: Path | None) -> None:
+    """Run ``num_steps`` steps (and one before them, unrecorded) under the profiler; write ``path`` if given."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities):  # the first use starts the profiler's own machinery
+        step()
+        _synchronize()
+    with profile(activities=activities) as trace:
+        for _ in range(num_steps):
+            step()
+        _synchronize()
+    if path is not None:
+        trace.export_chrome_trace(str(path))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def load_trace(path: Path) -> list[Activity]:
+    """The device's activities in a Chrome trace (``.json`` or ``.json.gz``), by start."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events = json.loads(text)["traceEvents"]
+    asked = {
+        event["args"]["correlation"]: float(event["ts"])
+        for event in events
+        if event.get("cat") in _ON_HOST and "correlation" in event.get("args", {})
+    }
+    activities = []
+    for event in events:
+        if event.get("cat") in _ON_DEVICE and event.get("ph") == "X":
+            arguments, start = event.get("args", {}), float(event["ts"])
+            activities.append(
+                Activity(
+                    name=event["name"],
+                    stream=int(arguments.get("stream", -1)),
+                    start=start,
+                    end=start + float(event["dur"]),
+                    launched=asked.get(arguments.get("correlation")),
+                )
+            )
+    return sorted(activities, key=lambda activity: activity.start)
+
+
+def digest_trace(path: Path, num_steps: int) -> str:
+    """The digest of a trace of ``num_steps`` steps."""
+    return digest(load_trace(path), num_steps)
+
+
+def digest(activities: Sequence[Activity], num_steps: int, *, num_gaps: int = 15, num_kernels: int = 30) -> str:
+    """One page: totals, streams, the longest gaps, the kernels that took most. Milliseconds."""
+    if not activities:
+        return "No activity of a GPU in this trace.\n"
+    first, last = activities[0].start, max(each.end for each in activities)
+    computing = _union((each.start, each.end) for each in activities if not each.is_nccl)
+    nccl = _union((each.start, each.end) for each in activities if each.is_nccl)
+    busy = _union([*computing, *nccl])
+    hidden = _length(computing) + _length(nccl) - _length(busy)
+    lines = [
+        f"{num_steps} steps, {(last - first) / 1e3:.2f} ms from the first to the last activity of the GPU",
+        "",
+        f"{'':28s}{'ms':>10s}{'ms a step':>12s}{'share':>9s}",
+    ]
+    for label, microseconds in (
+        ("computing", _length(computing)),
+        ("NCCL", _length(nccl)),
+        ("NCCL under computing", hidden),
+        ("exposed communication", _length(nccl) - hidden),
+        ("idle", last - first - _length(busy)),
+    ):
+        share = microseconds / (last - first) if last > first else 0.0
+        lines.append(f"{label:28s}{microseconds / 1e3:10.2f}{microseconds / 1e3 / num_steps:12.2f}{share:9.1%}")
+    lines += ["", "Streams", *_streams(activities, num_steps)]
+    lines += ["", "Longest gaps in computing", *_gaps(activities, computing, nccl, num_gaps)]
+    lines += ["", "Kernels", *_kernels(activities, num_steps, num_kernels)]
+    return "\n".join(lines) + "\n"
+
+
+def _streams(activities: Sequence[Activity], num_steps: int) -> list[str]:
+    lines = [f"{'stream':>8s}{'busy ms a step':>16s}{'of it NCCL':>12s}{'activities':>12s}"]
+    for stream in sorted({each.stream for each in activities}):
+        mine = [each for each in activities if each.stream == stream]
+        busy = _length(_union((each.start, each.end) for each in mine)) / 1e3 / num_steps
+        nccl = _length(_union((each.start, each.end) for each in mine if each.is_nccl)) / 1e3 / num_steps
+        lines.append(f"{stream:8d}{busy:16.2f}{nccl:12.2f}{len(mine):12d}")
+    return lines
+
+
+def _gaps(
+    activities: Sequence[Activity], computing: Sequence[Interval], nccl: Sequence[Interval], count: int
+) -> list[str]:
+    """Each with its time from the start, the part of it under NCCL, its neighbours, and why it lasted."""
+    begins = {each.start: each for each in reversed(activities) if not each.is_nccl}
+    ends = {each.end: each for each in activities if not each.is_nccl}
+    origin = activities[0].start
+    # Before the first and after the last computing there may be communication alone.
+    spans = list(zip([origin, *(end for _, end in computing)], [*(start for start, _ in computing)], strict=False))
+    spans.append((computing[-1][1] if computing else origin, max(each.end for each in activities)))
+    gaps = sorted((span for span in spans if span[1] > span[0]), key=lambda span: span[0] - span[1])
+    total = sum(end - start for start, end in gaps)
+    lines = [
+        f"{len(gaps)} gaps, {total / 1e3:.2f} ms together",
+        f"{'at ms':>10s}{'ms':>9s}{'NCCL ms':>9s}  ended by",
+    ]
+    for start, end in gaps[:count]:
+        under = _length(_clip(nccl, start, end))
+        after, before = begins.get(end), ends.get(start)
+        lines.append(
+            f"{(start - origin) / 1e3:10.2f}{(end - start) / 1e3:9.3f}{under / 1e3:9.3f}  "
+            f"{_why(after, start)} {_short(after)}  after {_short(before)}"
+        )
+    return lines
+
+
+def _why(after: Activity | None, gap_start: float) -> str:
+    if after is None:
+        return "(end)"
+    if after.launched is None:
+        return "(?)"
+    late = after.launched - gap_start
+    return f"(host late by {late / 1e3:.3f})" if late > 0 else "(waited)"
+
+
+def _kernels(activities: Sequence[Activity], num_steps: int, count: int) -> list[str]:
+    totals: dict[str, list[float]] = defaultdict(list)
+    for each in activities:
+        totals[each.name].append(each.end - each.start)
+    ranking = sorted(totals.items(), key=lambda item: -sum(item[1]))
+    lines = [f"{'ms a step':>10s}{'count a step':>14s}{'mean us':>10s}  name"]
+    for name, durations in ranking[:count]:
+        total = sum(durations)
+        lines.append(
+            f"{total / 1e3 / num_steps:10.2f}{len(durations) / num_steps:14.1f}{total / len(durations):10.1f}  "
+            f"{name[:_NAME_LENGTH]}"
+        )
+    if len(ranking) > count:
+        rest = sum(sum(durations) for _, durations in ranking[count:])
+        lines.append(f"{rest / 1e3 / num_steps:10.2f}  in {len(ranking) - count} others")
+    return lines
+
+
+def _short(activity: Activity | None) -> str:
+    return "the start" if activity is None else activity.name[:48]
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
