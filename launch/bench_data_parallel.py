@@ -134,7 +134,7 @@ def bench_data_parallel(
         for name in choose_rows(bench, rows):
             trace = _Trace(out_dir, f"{setting.name}_{name}", bench.keep_traces) if name in traced else None
             traced.discard(name)  # once, where a row comes twice
-            done.append(_measure(bench, case, name, rows[name], ranks, machine, trace))
+            done.append(_measure(bench, case, name, rows[name], ranks, machine, trace, log))
             log(_line(done[-1]))
             save(done)
     return done
@@ -150,7 +150,14 @@ class _Trace:
 
 
 def _measure(
-    bench: DataParallelBench, case: Case, name: str, row: Row, ranks: Ranks, machine: str, trace: _Trace | None
+    bench: DataParallelBench,
+    case: Case,
+    name: str,
+    row: Row,
+    ranks: Ranks,
+    machine: str,
+    trace: _Trace | None,
+    log: Callable[[str], None],
 ) -> Measurement:
     about: dict[str, Any] = {
         "setting": case.setting.name,
@@ -168,6 +175,7 @@ def _measure(
                 mine = _time_row(bench, case, row, trace)
         except AnyRankFailed as failure:
             problem = str(failure)
+            log(failure.details)
     # What failed left its frames behind, and with them a model.
     gc.collect()
     if case.device.type == "cuda":

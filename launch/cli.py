@@ -113,7 +113,6 @@ def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) ->
 def _report(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
     from .compare import compare_runs
     from .config import ConfigError
-    from .report import draw_report
 
     if overrides or not (known.runs or known.compare):
         raise ConfigError(
@@ -122,8 +121,7 @@ def _report(known: argparse.Namespace, overrides: list[str], stop: StopRequest) 
     for run in known.runs:
         if not (run / "metrics.jsonl").exists():
             raise ConfigError(f"'{run}' is not the folder of a run: it has no metrics.jsonl")
-        for path in draw_report(run):
-            print(path)
+        _draw(run)
     if known.compare:
         base, other = known.compare
         print(compare_runs(base, other, known.out_dir, known.stem))
@@ -258,11 +256,19 @@ def _finish(out_dir: Path, *, is_main: bool, interrupted: bool) -> int:
     if interrupted:
         return EXIT_INTERRUPTED
     if is_main:
-        from .report import draw_report
-
-        for path in draw_report(out_dir):
-            print(path, flush=True)
+        _draw(out_dir)
     return 0
+
+
+def _draw(out_dir: Path) -> None:
+    """The pictures of a run, and what its recorded step says of overlap."""
+    from .overlap import overlap_lines
+    from .report import draw_report, last_timeline
+
+    for line in overlap_lines(last_timeline(out_dir)):
+        print(line)
+    for path in draw_report(out_dir):
+        print(path, flush=True)
 
 
 def _positive(text: str) -> int:

@@ -7,6 +7,7 @@ installed refuses with that reason.
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -141,7 +142,7 @@ def _close_megatron() -> None:
 
 
 def _megatron_fsdp(case: Case, *, fused: bool, stage: int) -> Step:
-    package = importlib.import_module("megatron_fsdp")
+    package = _megatron_fsdp_alone()
     mesh = init_device_mesh(case.device.type, (case.num_ranks, 1), mesh_dim_names=("dp", "tp"))
     linear: LinearFactory = AddmmLinear.make if fused else plain_linear
     module = make_model(case.setting, linear, torch.bfloat16, case.device)
@@ -153,6 +154,7 @@ def _megatron_fsdp(case: Case, *, fused: bool, stage: int) -> Step:
         tp_dim="tp",
         fsdp_unit_modules=[Block],
         zero_dp_strategy=stage,
+        device=case.device,
         sync_model_each_microbatch=False,
     )
     tokens = case.tokens()
@@ -164,6 +166,25 @@ def _megatron_fsdp(case: Case, *, fused: bool, stage: int) -> Step:
         return loss
 
     return step
+
+
+def _megatron_fsdp_alone() -> Any:
+    """The package as it is without Megatron-core.
+
+    It takes Megatron-core's configuration class where that is installed, and Megatron-core 0.16's does not know all
+    fields that Megatron-FSDP 0.6 sets.
+    """
+    if "megatron_fsdp" not in sys.modules:
+        core = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
+        for name in core:
+            del sys.modules[name]
+        sys.modules["megatron"] = None  # type: ignore[assignment]  # importing it raises ImportError
+        try:
+            importlib.import_module("megatron_fsdp")
+        finally:
+            del sys.modules["megatron"]
+            sys.modules.update(core)
+    return sys.modules["megatron_fsdp"]
 
 
 # ---- The table of them. ----

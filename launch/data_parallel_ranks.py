@@ -7,7 +7,6 @@ which may wait for it inside a collective, see it there, abort their groups and 
 import gc
 import os
 import pickle
-import sys
 import threading
 import time
 import traceback
@@ -27,7 +26,14 @@ _POLL_SECONDS = 0.25
 
 
 class AnyRankFailed(RuntimeError):
-    """Some rank could not do its part; the message names the first one and its error."""
+    """Some rank could not do its part; the message names the first one and its error.
+
+    details  the end of that rank's traceback
+    """
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
 
 
 class Ranks:
@@ -78,6 +84,7 @@ class Ranks:
         """
         number, self._num_groups = self._num_groups, self._num_groups + 1
         failure: str | None = None
+        details, failed_at = "", 0.0
         try:
             with _Watch(self._store, f"failure {number}") as watch:
                 try:
@@ -88,19 +95,18 @@ class Ranks:
                         torch.cuda.synchronize(self.device)
                 except Exception as error:
                     failure = f"{type(error).__name__}: {error}"
-                    if not watch.has_aborted:
-                        print(f"rank {self.rank}:\n{traceback.format_exc(limit=-6)}", file=sys.stderr, flush=True)
+                    failed_at = time.time()
+                    details = traceback.format_exc(limit=-4)
                     watch.report()
                     _abort()
         finally:
             _destroy()
-        told = self.exchange((failure, time.time(), watch.has_aborted))
-        # A rank that was aborted fails in consequence, though its clock may be ahead.
-        failures = sorted((aborted, when, rank, text) for rank, (text, when, aborted) in enumerate(told) if text)
+        # A rank that was aborted fails in consequence, whatever its clock says.
+        told = self.exchange((watch.has_aborted, failed_at, self.rank, failure, details))
+        failures = sorted(each for each in told if each[3] is not None)
         if failures:
-            _, _, rank, text = failures[0]
-            where = "" if self.size == 1 else f"rank {rank}: "
-            raise AnyRankFailed(f"{where}{text}")
+            _, _, rank, text, details = failures[0]
+            raise AnyRankFailed(text if self.size == 1 else f"rank {rank}: {text}", details)
 
     def _join(self, number: int) -> None:
         dist.init_process_group(
