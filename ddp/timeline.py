@@ -62,6 +62,7 @@ class WaitSpan(NamedTuple):
     """A stretch in which the compute stream (CUDA) or the caller (CPU) stood still for a bucket's collective."""
 
     bucket: str
+    collective: str
     start: float
     end: float
 
@@ -113,7 +114,7 @@ class Timeline:
         self._forwards: list[tuple[Mark, Mark]] = []
         self._backwards: list[tuple[Mark, Mark, bool]] = []
         self._collectives: list[_Collective] = []
-        self._waits: list[tuple[str, Mark, Mark]] = []
+        self._waits: list[tuple[str, str, Mark, Mark]] = []
         self._phases: list[tuple[str, Mark, Mark]] = []
         self._forward_starts: list[Mark] = []  # of the forwards that run now, one inside the other
         self._backward_start: Mark | None = None
@@ -168,20 +169,25 @@ class Timeline:
                 _Collective(bucket, collective, True, nbytes, ready, launched, partial(_given, launched))
             )
             return flight
-        work: Any = flight.work
+        finished: Callable[[], Mark]
         if self._device.type == "cuda":
             flight.work.wait()  # orders the communication stream, which is current here, not the host
             finished = partial(_given, self.mark())
+            watched = flight
         else:
             work = _WaitedWork(flight.work, self.mark, self._watcher)
             finished = work.finished
+            watched = InFlight(_NotedWork(work, bucket, collective, self), flight.tensors)
         self._collectives.append(_Collective(bucket, collective, False, nbytes, ready, launched, finished))
-        return InFlight(_NotedWork(work, bucket, self), flight.tensors)
+        return watched
 
-    def note_wait(self, bucket: str, start: Mark) -> None:
-        """From ``start`` until now compute stood still for a collective of ``bucket``."""
+    def note_wait(self, bucket: str, collective: str, start: Mark) -> None:
+        """From ``start`` until now compute stood still for that collective of ``bucket``.
+
+        On the CPU the handle that ``watch`` returned does this by itself.
+        """
         if not self._closed:
-            self._waits.append((bucket, start, self.mark()))
+            self._waits.append((bucket, collective, start, self.mark()))
 
     def close(self) -> None:
         """Turn marks into seconds. A collective that is still under way is waited for."""
@@ -193,7 +199,7 @@ class Timeline:
         since = self._since_origin
         self.forwards += [ForwardSpan(since(start), since(end)) for start, end in self._forwards]
         self.backwards += [BackwardSpan(since(start), since(end), synced) for start, end, synced in self._backwards]
-        self.waits += [WaitSpan(bucket, since(start), since(end)) for bucket, start, end in self._waits]
+        self.waits += [WaitSpan(name, kind, since(start), since(end)) for name, kind, start, end in self._waits]
         self.phases += [PhaseSpan(name, since(start), since(end)) for name, start, end in self._phases]
         for one in self._collectives:
             name, launched, finished = (
@@ -230,15 +236,16 @@ def _given(mark: Mark) -> Mark:
 class _NotedWork:
     """A work object that notes who waited for it, and how long."""
 
-    def __init__(self, work: Any, bucket: str, timeline: Timeline) -> None:
+    def __init__(self, work: Any, bucket: str, collective: str, timeline: Timeline) -> None:
         self._work = work
         self._bucket = bucket
+        self._collective = collective
         self._timeline = timeline
 
     def wait(self) -> None:
         start = self._timeline.mark()
         self._work.wait()
-        self._timeline.note_wait(self._bucket, start)
+        self._timeline.note_wait(self._bucket, self._collective, start)
 
 
 class _WaitedWork:

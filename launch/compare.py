@@ -4,6 +4,7 @@ Reads ``metrics.jsonl`` and ``resolved_config.json``, which ``maingrad train`` l
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,15 +148,18 @@ def _setting(first: _Run, second: _Run, base: Path, other: Path) -> str:
 
 def _notes(first: _Run, second: _Run, stem: str) -> str:
     """The picture, and every key by which the runs differ."""
-    one, two = config_to_dict(first.config), config_to_dict(second.config)
-    lines = [
-        f"| {section}.{key} | {one[section][key]} | {two[section][key]} |"
-        for section in one
-        for key in one[section]
-        if one[section][key] != two[section][key] and key != "out_dir"
-    ]
+    one, two = _flat(config_to_dict(first.config)), _flat(config_to_dict(second.config))
+    lines = [f"| {key} | {one[key]} | {two[key]} |" for key in one if one[key] != two[key] and key != "train.out_dir"]
     head = [f"| key | {first.name} | {second.name} |", "|---|---|---|"]
     return "\n".join([f"![Both validation losses over steps]({stem}.png)", "", *head, *lines])
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"model": {"dim": 3}}`` -> ``{"model.dim": 3}``."""
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def _draw(first: _Run, second: _Run, title: str, path: Path) -> None:

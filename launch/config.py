@@ -1,201 +1,31 @@
 """What a run is made of: a TOML file, with any value overridden from the command line.
 
-    [model]      -> ModelConfig       [optimizer] -> OptimizerConfig
-    [data]       -> DataConfig        [ddp]       -> maingrad.ddp.DistributedDataParallelConfig itself
-    [train]      -> TrainConfig
+    parallel    -> "ddp", "zero1" or "hybrid"
+    [model]     -> ModelConfig       [optimizer] -> OptimizerConfig
+    [data]      -> DataConfig        [ddp]       -> DdpConfig
+    [train]     -> TrainConfig
 
 Impossible values are refused at construction, with the key and what it may be. ``config_file.py`` reads the file.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from ..ddp import DistributedDataParallelConfig
+from .config_error import ConfigError, require
+from .ddp_config import DdpConfig, Parallel
+from .model_config import ModelConfig
 
 __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DdpConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "Parallel",
     "TrainConfig",
 ]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be run; the message names the key and the remedy."""
-
-
-def _require(condition: bool, key: str, value: object, remedy: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key} = {value!r}: {remedy}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Shape of the GPT in ``model.py``."""
-
-    vocab_size: int = 256
-    """Number of token ids; 256 for bytes."""
-    dim: int = 256
-    """Width of the residual stream."""
-    num_layers: int = 4
-    """Number of blocks."""
-    num_heads: int = 4
-    """Query heads; divides ``dim`` into heads of even width."""
-    num_kv_heads: int = 2
-    """Key and value heads; divides ``num_heads``. Equal to it: ordinary multi-head attention."""
-    ffn_dim: int = 704
-    """Width of the SwiGLU feed-forward; of the dense blocks, where ``num_experts`` is set."""
-    context_length: int = 256
-    """Longest sequence, in tokens."""
-    dropout: float = 0.0
-    """Dropout on attention weights, on the embedding and on both residual branches, in [0, 1)."""
-    tie_embeddings: bool = False
-    """The head's matrix is the embedding's."""
-    rotary_base: float = 10_000.0
-    """Base of the rotary frequencies."""
-    init_std: float = 0.02
-    """Standard deviation of the initial weights, before the scaling of residual projections."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the parameters; their ``main_grad`` follows ``ddp.grad_reduce_in_fp32``."""
-    fuse_wgrad_accumulation: bool = True
-    """Weight-gradient GEMMs write straight into ``main_grad``."""
-    delay_wgrad_layers: int = 0
-    """The head and the last so many blocks compute their weight gradients after each backward, in bucket order, while
-    buckets reduce; ``num_layers``: all of them, so that backward computes input gradients only. 0: none."""
-    num_experts: int = 0
-    """Experts of a mixture-of-experts block (``moe.py``); 0: every block is dense, and no key below may be set."""
-    top_k: int = 0
-    """Experts that each token is sent to."""
-    expert_ffn_dim: int = 0
-    """Width of each expert's SwiGLU feed-forward."""
-    shared_expert_ffn_dim: int = 0
-    """Width of a dense SwiGLU feed-forward beside the experts, whose output is added to theirs; 0: none."""
-    moe_layer_freq: int = 1
-    """Every so many blocks have experts, the first one among them; 1: all."""
-    normalize_top_k: bool = False
-    """The probabilities of the chosen experts are divided by their sum."""
-    top_k_scaling_factor: float = 1.0
-    """The probabilities of the chosen experts are multiplied by this: ``top_k``, after ``normalize_top_k``, makes an
-    untrained block's output as large as that of a dense one as wide as the chosen experts together."""
-    aux_loss_coefficient: float = 0.01
-    """Factor of each router's load-balancing loss in the training loss."""
-    router_z_loss_coefficient: float = 0.0
-    """Factor of the mean square of each router's log partition function in the training loss."""
-    router_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the router's weight and product: fp32, or that of the other parameters."""
-    single_grouped_weight: bool = True
-    """Experts' weights are one packed parameter [experts, out, in] for each product, and not one for each expert."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context_length"):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
-        _require(
-            self.dim % (2 * self.num_heads) == 0,
-            "model.dim",
-            self.dim,
-            f"must be a multiple of 2 * model.num_heads = {2 * self.num_heads} (rotary positions turn pairs)",
-        )
-        _require(
-            self.num_heads % self.num_kv_heads == 0,
-            "model.num_kv_heads",
-            self.num_kv_heads,
-            f"must divide model.num_heads = {self.num_heads}",
-        )
-        _require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must lie in [0, 1)")
-        _require(
-            0 <= self.delay_wgrad_layers <= self.num_layers,
-            "model.delay_wgrad_layers",
-            self.delay_wgrad_layers,
-            f"must lie between 0 and model.num_layers = {self.num_layers}",
-        )
-        _require(self.rotary_base > 1.0, "model.rotary_base", self.rotary_base, "must be greater than 1")
-        _require(self.init_std > 0.0, "model.init_std", self.init_std, "must be positive")
-        if self.num_experts:
-            self._check_experts()
-        else:
-            for name, neutral in _EXPERT_KEYS.items():
-                value = getattr(self, name)
-                _require(value == neutral, f"model.{name}", value, "has no effect without model.num_experts")
-
-    def _check_experts(self) -> None:
-        for name in ("num_experts", "top_k", "expert_ffn_dim", "moe_layer_freq"):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
-        for name in ("shared_expert_ffn_dim", "aux_loss_coefficient", "router_z_loss_coefficient"):
-            _require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), "must not be negative")
-        _require(
-            self.top_k <= self.num_experts,
-            "model.top_k",
-            self.top_k,
-            f"must be at most model.num_experts = {self.num_experts}",
-        )
-        _require(
-            not (self.normalize_top_k and self.top_k == 1),
-            "model.normalize_top_k",
-            self.normalize_top_k,
-            "makes the one probability 1 under model.top_k = 1, and the router learns nothing from the experts",
-        )
-        _require(
-            self.top_k_scaling_factor > 0.0,
-            "model.top_k_scaling_factor",
-            self.top_k_scaling_factor,
-            "must be positive",
-        )
-        _require(
-            self.moe_layer_freq <= self.num_layers,
-            "model.moe_layer_freq",
-            self.moe_layer_freq,
-            f"must be at most model.num_layers = {self.num_layers}",
-        )
-        _require(
-            self.router_dtype in ("float32", self.param_dtype),
-            "model.router_dtype",
-            self.router_dtype,
-            f'must be "float32" or model.param_dtype = "{self.param_dtype}"',
-        )
-
-    def has_experts(self, block: int) -> bool:
-        """Whether that block, counted from 0, is a mixture of experts."""
-        return self.num_experts > 0 and block % self.moe_layer_freq == 0
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.dim // self.num_heads
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """``param_dtype`` as torch knows it."""
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.param_dtype]
-
-    @property
-    def torch_router_dtype(self) -> torch.dtype:
-        """``router_dtype`` as torch knows it."""
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.router_dtype]
-
-
-_EXPERT_KEYS = {
-    field.name: field.default
-    for field in dataclasses.fields(ModelConfig)
-    if field.name
-    in (
-        "top_k",
-        "expert_ffn_dim",
-        "shared_expert_ffn_dim",
-        "moe_layer_freq",
-        "normalize_top_k",
-        "top_k_scaling_factor",
-        "aux_loss_coefficient",
-        "router_z_loss_coefficient",
-        "router_dtype",
-        "single_grouped_weight",
-    )
-}
-"""Keys that say how experts are, with the values they have where there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,22 +49,22 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.source == "stdlib":
-            _require(not self.paths, "data.paths", self.paths, 'source = "stdlib" finds its files itself; set "text"')
-            _require(
+            require(not self.paths, "data.paths", self.paths, 'source = "stdlib" finds its files itself; set "text"')
+            require(
                 not self.validation_paths,
                 "data.validation_paths",
                 self.validation_paths,
                 'need source = "text"/"tokens"',
             )
         else:
-            _require(bool(self.paths), "data.paths", self.paths, f'source = "{self.source}" needs at least one file')
-        _require(
+            require(bool(self.paths), "data.paths", self.paths, f'source = "{self.source}" needs at least one file')
+        require(
             0.0 < self.validation_fraction < 1.0,
             "data.validation_fraction",
             self.validation_fraction,
             "must lie between 0 and 1: the validation loss needs data of its own",
         )
-        _require(
+        require(
             self.max_tokens is None or self.max_tokens >= 1, "data.max_tokens", self.max_tokens, "must be at least 1"
         )
 
@@ -255,17 +85,19 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
+    decay_vectors: bool = True
+    """Weight decay on parameters of fewer than two dims too: norms, biases and scalars. False: on matrices only."""
     max_grad_norm: float | None = 1.0
     """Clip the global gradient norm to this; None: never."""
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0.0, "optimizer.lr", self.lr, "must be positive")
-        _require(0.0 <= self.min_lr_ratio <= 1.0, "optimizer.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
-        _require(all(0.0 <= beta < 1.0 for beta in self.betas), "optimizer.betas", self.betas, "must lie in [0, 1)")
-        _require(self.eps > 0.0, "optimizer.eps", self.eps, "must be positive")
-        _require(self.weight_decay >= 0.0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
-        _require(
+        require(self.lr > 0.0, "optimizer.lr", self.lr, "must be positive")
+        require(0.0 <= self.min_lr_ratio <= 1.0, "optimizer.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
+        require(all(0.0 <= beta < 1.0 for beta in self.betas), "optimizer.betas", self.betas, "must lie in [0, 1)")
+        require(self.eps > 0.0, "optimizer.eps", self.eps, "must be positive")
+        require(self.weight_decay >= 0.0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
+        require(
             self.max_grad_norm is None or self.max_grad_norm > 0.0,
             "optimizer.max_grad_norm",
             self.max_grad_norm,
@@ -311,15 +143,15 @@ class TrainConfig:
             "eval_sequences",
             "log_every",
         ):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
-        _require(
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
+        require(
             self.max_seconds is None or self.max_seconds > 0.0,
             "train.max_seconds",
             self.max_seconds,
             "must be positive",
         )
-        _require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
-        _require(
+        require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
+        require(
             self.global_batch_size % self.num_microbatches == 0,
             "train.global_batch_size",
             self.global_batch_size,
@@ -329,7 +161,7 @@ class TrainConfig:
     def sequences_per_microbatch(self, world_size: int) -> int:
         """Sequences of one microbatch on one rank; ``ConfigError`` where the batch does not divide."""
         parts = self.num_microbatches * world_size
-        _require(
+        require(
             self.global_batch_size % parts == 0,
             "train.global_batch_size",
             self.global_batch_size,
@@ -342,6 +174,9 @@ class TrainConfig:
 class Config:
     """One run."""
 
+    parallel: Parallel = "zero1"
+    """What ranks share: ``ddp`` nothing, ``zero1`` the optimizer's state, ``hybrid`` the same inside each of
+    ``ddp.num_distributed_optimizer_instances`` instances. What is trained stays the same."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape of the model."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -350,25 +185,42 @@ class Config:
     """Length and batch."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its schedule."""
-    ddp: DistributedDataParallelConfig = field(default_factory=DistributedDataParallelConfig)
-    """Gradient buckets and their reduction."""
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    """Gradient buckets, their reduction and gathers."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.train.sequence_length <= self.model.context_length,
             "train.sequence_length",
             self.train.sequence_length,
             f"must be at most model.context_length = {self.model.context_length}",
         )
-        _require(
+        require(
             self.optimizer.warmup_steps < self.train.steps,
             "optimizer.warmup_steps",
             self.optimizer.warmup_steps,
             f"must be less than train.steps = {self.train.steps}",
         )
-        _require(
+        require(
             self.data.source == "tokens" or self.model.vocab_size >= 256,
             "model.vocab_size",
             self.model.vocab_size,
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
+        )
+        self.ddp.wrapper_config(self.parallel)  # raises where the two contradict
+
+    @property
+    def wrapper_config(self) -> DistributedDataParallelConfig:
+        """The configuration of the model's ``DistributedDataParallel``."""
+        return self.ddp.wrapper_config(self.parallel)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ``ConfigError`` where batch or instances do not divide between so many ranks."""
+        self.train.sequences_per_microbatch(world_size)
+        instances = self.wrapper_config.num_distributed_optimizer_instances
+        require(
+            world_size % instances == 0,
+            "ddp.num_distributed_optimizer_instances",
+            instances,
+            f'must divide the {world_size} rank(s), under parallel = "hybrid"',
         )

@@ -20,6 +20,16 @@ from .config import Config, ConfigError
 
 __all__ = ["config_to_dict", "load_config", "override", "structure"]
 
+_PARALLEL = 'parallel = "ddp", "zero1" or "hybrid" stands at the top of the file, before the first table'
+_ELSEWHERE = {
+    "ddp.use_distributed_optimizer": _PARALLEL,
+    "ddp.parallel": _PARALLEL,
+    "train.parallel": _PARALLEL,
+    "optimizer.parallel": _PARALLEL,
+    "ddp.calculate_per_token_loss": "maingrad train averages over sequences of one length; set it in your own loop",
+}
+"""Keys that a user may look for, and where the thing is said."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file; then apply ``overrides``, command-line arguments such as ``["--train.steps", "10"]``.
@@ -50,7 +60,7 @@ def structure(document: Mapping[str, Any]) -> Config:
 
 
 def override(config: Config, arguments: Sequence[str]) -> Config:
-    """Apply command-line arguments (``--section.key value``) on top of ``config``."""
+    """Apply command-line arguments (``--parallel ddp``, ``--section.key value``) on top of ``config``."""
     if not arguments:
         return config
     return tyro.cli(Config, default=config, args=list(arguments), prog="maingrad COMMAND CONFIG.toml")
@@ -69,16 +79,26 @@ def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
         if key not in valid:
             near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
             remedy = f"did you mean '{prefix}{near[0]}'?" if near else f"valid keys: {', '.join(sorted(valid))}"
-            raise ConfigError(f"unknown key '{prefix}{key}': {remedy}")
+            raise ConfigError(f"unknown key '{prefix}{key}': {_ELSEWHERE.get(prefix + key, remedy)}")
         if dataclasses.is_dataclass(hints[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{prefix}{key} = {value!r}: must be a table, [{prefix}{key}]")
             _check(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
         elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
             raise ConfigError(f"{prefix}{key} = {value!r}: must be a list, [{value!r}]")
-        elif typing.get_origin(hints[key]) is typing.Literal and value not in typing.get_args(hints[key]):
-            choices = ", ".join(map(repr, typing.get_args(hints[key])))
-            raise ConfigError(f"{prefix}{key} = {value!r}: must be one of {choices}")
+        elif (choices := _choices(hints[key])) and value not in choices:
+            named = ", ".join(repr(choice) for choice in choices if choice is not None)
+            raise ConfigError(f"{prefix}{key} = {value!r}: must be one of {named}")
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values of a ``Literal``, or of one that may be None; () for other types."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    members = typing.get_args(hint)
+    if len(members) == 2 and members[1] is type(None) and typing.get_origin(members[0]) is typing.Literal:
+        return (*typing.get_args(members[0]), None)
+    return ()
 
 
 def _converter() -> cattrs.Converter:
@@ -87,6 +107,7 @@ def _converter() -> cattrs.Converter:
     for cls, accepted in ((bool, (bool,)), (int, (int,)), (float, (int, float)), (str, (str,))):
         converter.register_structure_hook(cls, _strict(cls, accepted))
     # Optional scalars: None means "leave out", which TOML has no word for, but the resolved configuration does.
+    converter.register_structure_hook(typing.cast(type, bool | None), _optional(_strict(bool, (bool,))))
     converter.register_structure_hook(typing.cast(type, int | None), _optional(_strict(int, (int,))))
     converter.register_structure_hook(typing.cast(type, float | None), _optional(_strict(float, (int, float))))
     return converter

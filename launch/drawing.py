@@ -9,12 +9,30 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["BACKWARD", "DRAIN", "EXPOSED", "HIDDEN", "INK", "QUIET", "READY", "TRAIN", "dress", "plt", "save"]
+__all__ = [
+    "BACKWARD",
+    "DRAIN",
+    "EXPOSED",
+    "FORWARD",
+    "HIDDEN",
+    "INK",
+    "OPTIMIZER",
+    "QUIET",
+    "READY",
+    "TRAIN",
+    "WAITING",
+    "dress",
+    "plt",
+    "save",
+]
 
 INK = "#22303c"
 QUIET = "#8a97a3"
 BACKWARD = "#dfe6ec"
+FORWARD = "#dcebdc"
 DRAIN = "#efe3c8"
+OPTIMIZER = "#e2dbee"
+WAITING = "#f6cdb4"
 HIDDEN = "#1f77a4"
 EXPOSED = "#e07b39"
 READY = "#2a9d5c"

@@ -2,7 +2,8 @@
 
 kind            when                    what
 ``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives
-``timeline``    once                    times of one step's backwards and collectives, from which overlap.png is drawn
+``timeline``    once                    times of one step's forwards, backwards and collectives, and of the forward
+                                        after it, under which parameters arrive: overlap.png is drawn from them
 ``step``        every log_every steps   loss (nats per token), lr, grad_norm, tokens per second, seconds per step; of a
                                         model with experts also its routers' load_balancing_loss and router_z_loss (not
                                         in loss) and max_expert_load, the fullest expert's over an even share
@@ -18,26 +19,28 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..ddp import DistributedDataParallel
-from ..ddp.timeline import Timeline
+from ..ddp.timeline import BucketSpan, GatherSpan, Timeline
 from .runtime import Runtime, versions
 
 __all__ = ["MetricsWriter", "observed_facts", "read_metrics", "timeline_record"]
 
 
 class MetricsWriter:
-    """Appends records to a file; on ranks without a file it does nothing."""
+    """Writes records to a file, begun anew with the first one; on ranks without a file it does nothing."""
 
     def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._file: TextIO | None = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("w", encoding="utf-8")
 
     def write(self, kind: str, **fields: Any) -> None:
         """One record. NaN and infinity are written as null: they are not JSON."""
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
-            self._file.flush()
+        if self._path is None:
+            return
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w", encoding="utf-8")
+        self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -70,22 +73,28 @@ def observed_facts(model: DistributedDataParallel, timeline: Timeline, runtime: 
         "microbatches_no_sync": synced[False],
         "microbatches_synced": synced[True],
         "num_buckets": len(timeline.buckets),
-        "collectives": _counts(span.collective for span in timeline.buckets),
-        "buckets": [
-            {"bucket": span.bucket, "collective": span.collective, "nbytes": span.nbytes} for span in timeline.buckets
-        ],
+        "collectives": _counts([*(b.collective for b in timeline.buckets), *(g.collective for g in timeline.gathers)]),
+        "buckets": [_sent(span) for span in timeline.buckets],
+        "gathers": [_sent(span) for span in timeline.gathers],
         "versions": versions(),
     }
 
 
 def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
-    """Spans of one step in seconds, as ``report.py`` reads them back."""
+    """Spans of one step and of the forward after it, in seconds, as ``report.py`` reads them back."""
     return {
         "step": step,
+        "forwards": [span._asdict() for span in timeline.forwards],
         "backwards": [span._asdict() for span in timeline.backwards],
         "buckets": [span._asdict() for span in timeline.buckets],
+        "gathers": [span._asdict() for span in timeline.gathers],
+        "waits": [span._asdict() for span in timeline.waits],
         "phases": [span._asdict() for span in timeline.phases],
     }
+
+
+def _sent(span: BucketSpan | GatherSpan) -> dict[str, Any]:
+    return {"bucket": span.bucket, "collective": span.collective, "nbytes": span.nbytes}
 
 
 def _dtype_name(tensor: Any) -> str:

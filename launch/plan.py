@@ -77,8 +77,8 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     """
     config.train.sequences_per_microbatch(ranks)
     model = GPT(config.model, torch.device("meta"))
-    plan = plan_model(find_owned_params(model), config.ddp, shard_degree=ranks)
-    return RunPlan(plan, ranks, _count(model), config.ddp.use_distributed_optimizer, config.model)
+    plan = plan_model(find_owned_params(model), config.wrapper_config, shard_degree=ranks)
+    return RunPlan(plan, ranks, _count(model), config.parallel != "ddp", config.model)
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:

@@ -3,10 +3,8 @@
 Every rank runs :func:`train`, in its own process or as a simulated rank; rank 0 writes files and speaks.
 """
 
-import dataclasses
 import hashlib
 import json
-import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -20,19 +18,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..ddp import DistributedDataParallel, DistributedOptimizer
 from ..te_integration.wgrad_queue import drain_modules
 from .bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
-from .config import Config, OptimizerConfig
+from .config import Config
 from .config_file import config_to_dict
 from .data import Batch, load_corpus, sample_batch, validation_windows
-from .metrics import MetricsWriter, observed_facts, timeline_record
+from .metrics import MetricsWriter
 from .model import build_model
+from .pace import Pace, cosine_with_warmup
 from .progress import Display, Status, format_rate, make_display
+from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
 from .runtime import Runtime, current_runtime, versions
 from .signals import StopRequest
 
-__all__ = ["TrainResult", "cosine_with_warmup", "train"]
+__all__ = ["TrainResult", "train"]
 
 _ROUTER_FIELDS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
-_TIMELINE_STEP = 10  # late enough for allocations and connections to have settled
 
 
 class TrainResult(NamedTuple):
@@ -65,52 +64,29 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     runtime = current_runtime(config.train.device)
     is_main = runtime.rank == 0
     out_dir = Path(config.train.out_dir)
-    trainer = _Trainer(config, runtime, stop or StopRequest(), display or make_display(is_main=is_main))
+    metrics = MetricsWriter(out_dir / "metrics.jsonl" if is_main else None)
+    trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display or make_display(is_main=is_main))
     if is_main:
         out_dir.mkdir(parents=True, exist_ok=True)
         resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": runtime.world_size}
         (out_dir / "resolved_config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
-    metrics = MetricsWriter(out_dir / "metrics.jsonl" if is_main else None)
     try:
-        return trainer.run(metrics)
+        return trainer.run()
     finally:
+        trainer.recorder.close()
         trainer.display.close()
         metrics.close()
-
-
-def cosine_with_warmup(config: OptimizerConfig, step: int, fraction: float) -> float:
-    """Factor on the learning rate: linear over the warmup steps, and along a cosine from 1 to ``min_lr_ratio``.
-
-    step      optimizer steps taken so far
-    fraction  part of the whole run that is over, in [0, 1]
-    """
-    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
-    return warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
-
-
-@dataclasses.dataclass
-class _Pace:
-    """How far the run is. Ranks agree on it, so that they end together and use one learning rate."""
-
-    steps: int
-    max_seconds: float | None
-    step: int = 0
-    seconds: float = 0.0
-
-    @property
-    def fraction(self) -> float:
-        """Part of the run that is over: of its steps or of its time, whichever is further."""
-        by_time = 0.0 if self.max_seconds is None else self.seconds / self.max_seconds
-        return min(1.0, max(self.step / self.steps, by_time))
 
 
 class _Trainer:
     """One rank's state of a run."""
 
-    def __init__(self, config: Config, runtime: Runtime, stop: StopRequest, display: Display) -> None:
-        self.config, self.runtime, self.stop, self.display = config, runtime, stop, display
+    def __init__(
+        self, config: Config, runtime: Runtime, metrics: MetricsWriter, stop: StopRequest, display: Display
+    ) -> None:
+        self.config, self.runtime, self.metrics, self.stop, self.display = config, runtime, metrics, stop, display
         settings = config.train
+        config.check_ranks(runtime.world_size)
         self.rows = settings.sequences_per_microbatch(runtime.world_size)
 
         # Data: the same validation set on every rank.
@@ -123,7 +99,7 @@ class _Trainer:
 
         # Model: weights from the seed alone, dropout from the seed and the rank.
         self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
-        self.model = DistributedDataParallel(self.module, config.ddp)
+        self.model = DistributedDataParallel(self.module, config.wrapper_config)
         self.optimizer = DistributedOptimizer(
             self.model,
             lr=config.optimizer.lr,
@@ -131,18 +107,22 @@ class _Trainer:
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
             max_grad_norm=config.optimizer.max_grad_norm,
+            param_groups=[] if config.optimizer.decay_vectors else [{"params": _is_vector, "weight_decay": 0.0}],
         )
         torch.manual_seed(settings.seed * 1_000_003 + 1 + runtime.rank)
         self.router_sums: Tensor | None = None
         """Of a model with experts: sums over microbatches since the last record, in the order of ``_ROUTER_FIELDS``."""
         if config.model.num_experts:
             self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
-        self.pace = pace = _Pace(settings.steps, settings.max_seconds)
+        self.pace = pace = Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(
             self.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
         )
+        self.recorder = StepRecorder(
+            self.model, runtime, metrics, first_step=0, num_steps=settings.steps, unit=self.unit
+        )
 
-    def run(self, metrics: MetricsWriter) -> TrainResult:
+    def run(self) -> TrainResult:
         """All steps, validations and records."""
         settings, pace = self.config.train, self.pace
         self._introduce()
@@ -155,7 +135,7 @@ class _Trainer:
         log_start = start
         while pace.fraction < 1.0 and not interrupted:
             lr = float(self.scheduler.get_last_lr()[0])
-            loss_sum += self._step(pace.step, metrics)
+            loss_sum += self._step(pace.step)
             pace.step += 1
             since_log += 1
             if since_log == settings.log_every or pace.step == settings.steps:
@@ -169,16 +149,17 @@ class _Trainer:
                 interrupted = stops > 0.0
                 losses.append(mean_loss)
                 routers = dict(zip(_ROUTER_FIELDS, means[3:], strict=False))
-                self._log(metrics, mean_loss, lr, since_log, time.monotonic() - log_start, routers)
+                self._log(mean_loss, lr, since_log, time.monotonic() - log_start, routers)
                 since_log, log_start = 0, time.monotonic()
                 loss_sum.zero_()
             self.scheduler.step()
             over = pace.fraction >= 1.0
             if not interrupted and (over or pace.step % settings.eval_every == 0):
-                validation_loss = self._validate(metrics)
+                validation_loss = self._validate()
                 log_start = time.monotonic()
         seconds = time.monotonic() - start
-        self._conclude(metrics, validation_loss, bigram_loss, seconds, interrupted=interrupted)
+        self.recorder.close()
+        self._conclude(validation_loss, bigram_loss, seconds, interrupted=interrupted)
         return TrainResult(
             tuple(losses),
             validation_loss,
@@ -190,30 +171,27 @@ class _Trainer:
             self.module,
         )
 
-    def _step(self, step: int, metrics: MetricsWriter) -> Tensor:
+    def _step(self, step: int) -> Tensor:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
-        settings, model = self.config.train, self.model
-        is_timeline_step = step == min(_TIMELINE_STEP, settings.steps - 1)
-        timed = step == 0 or is_timeline_step
+        settings, model, recorder = self.config.train, self.model, self.recorder
+        recorder.step_begins(step)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        with model.record_timeline() if timed else nullcontext() as timeline:
-            for microbatch in range(settings.num_microbatches):
-                is_last = microbatch == settings.num_microbatches - 1
-                inputs, targets = self._batch(step, microbatch)
-                with nullcontext() if is_last else model.no_sync():
-                    loss = model(inputs, targets)
-                    (loss / settings.num_microbatches).backward()
-                    if self.config.model.delay_wgrad_layers:
-                        with nullcontext() if timeline is None else timeline.phase("weight gradients"):
-                            drain_modules(self.module)
-                total += self._own_loss(loss.detach())
-            model.finish_grad_sync()
-        self.optimizer.step()
+        for microbatch in range(settings.num_microbatches):
+            is_last = microbatch == settings.num_microbatches - 1
+            inputs, targets = self._batch(step, microbatch)
+            with nullcontext() if is_last else model.no_sync():
+                loss = model(inputs, targets)
+                recorder.forward_ended()
+                (loss / settings.num_microbatches).backward()
+                if self.config.model.delay_wgrad_layers:
+                    with recorder.phase(WGRAD_PHASE):
+                        drain_modules(self.module)
+            total += self._own_loss(loss.detach())
+        model.finish_grad_sync()
+        with recorder.phase(OPTIMIZER_PHASE):
+            self.optimizer.step()
         model.zero_grad_buffer()
-        if timeline is not None and step == 0:
-            metrics.write("observed", **observed_facts(model, timeline, self.runtime), unit=self.unit)
-        if timeline is not None and is_timeline_step:
-            metrics.write("timeline", **timeline_record(timeline, step))
+        recorder.step_ended()
         return total / settings.num_microbatches
 
     def _own_loss(self, loss: Tensor) -> Tensor:
@@ -250,7 +228,7 @@ class _Trainer:
         return Batch(batch.inputs.to(device), batch.targets.to(device))
 
     @torch.no_grad()
-    def _validate(self, metrics: MetricsWriter) -> float:
+    def _validate(self) -> float:
         """Mean loss over the fixed validation set, its rows dealt out to the ranks; the same number on each of them."""
         began = time.monotonic()
         self.model.eval()
@@ -260,16 +238,16 @@ class _Trainer:
         for first in range(0, len(inputs), self.rows):
             rows = slice(first, first + self.rows)
             total += float(self.model(inputs[rows], targets[rows])) * len(inputs[rows])
+            self.recorder.forward_ended()
         self.model.train()
         loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
         loss = loss_sum / count
-        metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
+        self.metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
         self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per {self.unit}")
         return loss
 
     def _log(
         self,
-        metrics: MetricsWriter,
         loss: float,
         lr: float,
         num_steps: int,
@@ -279,7 +257,7 @@ class _Trainer:
         settings = self.config.train
         rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
         norm = self.optimizer.grad_norm
-        metrics.write(
+        self.metrics.write(
             "step",
             step=self.pace.step,
             loss=loss,
@@ -313,17 +291,15 @@ class _Trainer:
         self.display.message(f"{self.unit}-bigram model on the same data: {loss:.4f} nats per {self.unit}")
         return loss
 
-    def _conclude(
-        self, metrics: MetricsWriter, loss: float | None, bigram: float | None, seconds: float, *, interrupted: bool
-    ) -> None:
+    def _conclude(self, loss: float | None, bigram: float | None, seconds: float, *, interrupted: bool) -> None:
         common = {"step": self.pace.step, "seconds": seconds, "validation_loss": loss, "bigram_loss": bigram}
         if interrupted:
-            metrics.write("interrupted", **common, signal=self.stop.signal_name or "another rank's")
+            self.metrics.write("interrupted", **common, signal=self.stop.signal_name or "another rank's")
             self.display.message(f"interrupted after step {self.pace.step}; records are in {self.config.train.out_dir}")
             return
         below = None if loss is None or bigram is None else bigram - loss
         peak = torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else None
-        metrics.write(
+        self.metrics.write(
             "final",
             **common,
             nats_below_bigram=below,
@@ -335,6 +311,11 @@ class _Trainer:
                 f"validation loss {loss:.4f} nats per {self.unit} after {self.pace.step} steps in {seconds:.0f} s: "
                 f"{abs(below):.4f} {'below' if below >= 0 else 'above'} the {self.unit}-bigram model's {bigram:.4f}"
             )
+
+
+def _is_vector(name: str, parameter: Tensor) -> bool:
+    """Norms, biases and scalars: an expert's matrices are parameters of three dims."""
+    return parameter.ndim < 2
 
 
 def _digest(module: nn.Module) -> str:

@@ -54,7 +54,8 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     observed = found["observed"]
     assert (observed["world_size"], observed["backend"]) == (2, "gloo")
     assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (3, 1)
-    assert observed["collectives"] == {"reduce_scatter": observed["num_buckets"]}
+    num_buckets = observed["num_buckets"]
+    assert observed["collectives"] == {"all_gather": num_buckets, "reduce_scatter": num_buckets}
     assert observed["main_grad_dtypes"] == {"float32": 15}
     assert found["timeline"]["buckets"][0]["finished"] >= found["timeline"]["buckets"][0]["launched"]
     assert done.stdout.count("validation loss") == 3, "rank 0 alone speaks"

@@ -87,4 +87,5 @@ def test_pictures_are_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     out_dir = run(tmp_path, "run")
     capsys.readouterr()
     assert main(["report", str(out_dir)]) == 0
-    assert capsys.readouterr().out.split() == [str(out_dir / "loss.png"), str(out_dir / "overlap.png")]
+    out = capsys.readouterr().out
+    assert out.split() == [str(out_dir / "loss.png"), str(out_dir / "overlap.png")], "one rank sends nothing"

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import tiny_config, tiny_toml
 
 from maingrad.ddp import DistributedDataParallelConfig
-from maingrad.launch.config import Config, ConfigError, ModelConfig
+from maingrad.launch.config import Config, ConfigError, DdpConfig, ModelConfig
 from maingrad.launch.config_file import config_to_dict, load_config, override, structure
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "launch" / "configs").glob("*.toml"))
@@ -34,8 +35,8 @@ def test_shipped_files_are_there():
 def test_file_and_overrides(tmp_path: Path):
     path = tiny_toml(tmp_path, model={"param_dtype": "bfloat16"})
     config = load_config(path, ["--ddp.bucket-size", "65536", "--train.steps=9", "--optimizer.betas", "0.8", "0.9"])
-    assert config.ddp == DistributedDataParallelConfig(
-        overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=65536
+    assert config.wrapper_config == DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True, bucket_size=65536
     )
     assert (config.train.steps, config.optimizer.betas) == (9, (0.8, 0.9))
     assert config.model == load_config(path).model, "what is not overridden stays as the file says"
@@ -53,7 +54,9 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
         override(Config(), ["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    for section in dataclasses.fields(Config):
+    sections = [field for field in dataclasses.fields(Config) if field.name != "parallel"]
+    assert "--parallel {ddp,zero1,hybrid}" in text
+    for section in sections:
         for field in dataclasses.fields(getattr(Config(), section.name)):
             assert f"--{section.name}.{field.name.replace('_', '-')}" in text
     assert "Elements at which a bucket is closed" in text, "field docstrings are the help"
@@ -80,6 +83,14 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1: must be float, not str"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: "),
         ({"data": {"source": "text", "paths": "a.txt"}}, "data.paths = 'a.txt': must be a list, ['a.txt']"),
+        ({"parallel": "zero2"}, "parallel = 'zero2': must be one of 'ddp', 'zero1', 'hybrid'"),
+        (
+            {"train": {"parallel": "ddp"}},
+            'unknown key \'train.parallel\': parallel = "ddp", "zero1" or "hybrid" stands at',
+        ),
+        ({"ddp": {"use_distributed_optimizer": True}}, "unknown key 'ddp.use_distributed_optimizer': parallel = "),
+        ({"ddp": {"overlap_param_gather": 1}}, "ddp.overlap_param_gather: must be bool, not int"),
+        ({"ddp": {"grad_reduce_wire_dtype": "fp8"}}, "'fp8': must be one of 'bfloat16', 'float16'"),
         ({"model": {"param_dtype": "fp8"}}, "model.param_dtype = 'fp8': must be one of 'float32', 'bfloat16'"),
     ],
 )
@@ -127,6 +138,86 @@ def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message:
 )
 def test_refuses_impossible_values(document: dict[str, Any], message: str):
     refused(document, message)
+
+
+ONE_COPY = 'contradicts parallel = "ddp", under which nothing is sharded'
+INSTANCES = "ddp.num_distributed_optimizer_instances"
+
+
+@pytest.mark.parametrize(
+    "parallel, ddp, message",
+    [
+        ("ddp", {"overlap_param_gather": True}, f"ddp.overlap_param_gather = True: {ONE_COPY}"),
+        ("ddp", {"keep_params_whole": True}, f"ddp.keep_params_whole = True: {ONE_COPY}"),
+        ("ddp", {"grad_reduce_wire_dtype": "bfloat16"}, f"ddp.grad_reduce_wire_dtype = 'bfloat16': {ONE_COPY}"),
+        ("ddp", {"num_distributed_optimizer_instances": 2}, f'{INSTANCES} = 2: contradicts parallel = "ddp"'),
+        ("zero1", {"num_distributed_optimizer_instances": 2}, 'parallel = "zero1"; set parallel = "hybrid"'),
+        ("hybrid", {"num_distributed_optimizer_instances": 1}, f'{INSTANCES} = 1: contradicts parallel = "hybrid"'),
+        ("zero1", {"num_buckets": 3, "bucket_size": 9}, "ddp: bucket_size and num_buckets both say where buckets end"),
+    ],
+)
+def test_contradictions_are_refused_by_name(parallel: str, ddp: dict[str, Any], message: str):
+    refused({"parallel": parallel, "ddp": ddp}, message)
+
+
+@pytest.mark.parametrize(
+    "parallel, ddp, sharded, gathers_overlap, instances",
+    [
+        ("ddp", {"overlap_grad_reduce": True}, False, False, 1),
+        ("zero1", {}, True, False, 1),
+        ("zero1", {"overlap_grad_reduce": True}, True, True, 1),
+        ("zero1", {"overlap_grad_reduce": True, "overlap_param_gather": False}, True, False, 1),
+        ("zero1", {"overlap_param_gather": True}, True, True, 1),
+        ("hybrid", {}, True, False, 2),
+        ("hybrid", {"num_distributed_optimizer_instances": 3}, True, False, 3),
+    ],
+)
+def test_parallel_decides_the_rest(
+    parallel: str, ddp: dict[str, Any], sharded: bool, gathers_overlap: bool, instances: int
+):
+    config = structure({"parallel": parallel, "ddp": ddp})
+    wrapper = config.wrapper_config
+    assert wrapper.use_distributed_optimizer is sharded
+    assert wrapper.overlap_param_gather is gathers_overlap
+    assert wrapper.num_distributed_optimizer_instances == instances
+    assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_dtypes_are_words():
+    config = structure({"ddp": {"grad_reduce_wire_dtype": "bfloat16"}})
+    assert config.wrapper_config.grad_reduce_wire_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid"])
+def test_parallel_from_the_command_line(tmp_path: Path, parallel: str):
+    config = load_config(tiny_toml(tmp_path), ["--parallel", parallel])
+    assert config == tiny_config(tmp_path, parallel=parallel)
+
+
+def test_contradiction_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        load_config(tiny_toml(tmp_path), ["--parallel", "ddp", "--ddp.overlap-param-gather", "True"])
+    assert end.value.code == 2
+    assert "ddp.overlap_param_gather = True: contradicts parallel" in capsys.readouterr().err
+
+
+def test_ddp_section_has_every_field_of_the_wrapper():
+    """A new field of the wrapper is an option of the program, or the program says why not."""
+    wrapper = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    section = {field.name for field in dataclasses.fields(DdpConfig)}
+    assert section <= wrapper
+    assert wrapper - section == {"use_distributed_optimizer", "calculate_per_token_loss"}
+    for name in wrapper - section:
+        with pytest.raises(ConfigError, match=f"unknown key 'ddp.{name}': (?!did you mean|valid keys)"):
+            structure({"ddp": {name: True}})
+
+
+@pytest.mark.parametrize("ranks, instances", [(1, 2), (4, 3), (6, 4)])
+def test_instances_that_do_not_divide_the_ranks(tmp_path: Path, ranks: int, instances: int):
+    config = tiny_config(tmp_path, parallel="hybrid", ddp={"num_distributed_optimizer_instances": instances})
+    with pytest.raises(ConfigError, match=rf"instances = {instances}: must divide the {ranks} rank\(s\)"):
+        config.check_ranks(ranks)
+    config.check_ranks(instances * (1 + (instances == 2)))
 
 
 def test_integers_are_numbers_where_floats_are_wanted():

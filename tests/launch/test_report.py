@@ -10,19 +10,24 @@ import pytest
 from rich.console import Console
 from tiny_run import tiny_config
 
-from maingrad.launch import report
+from maingrad.launch import overlap_plot, report
 from maingrad.launch.metrics import MetricsWriter, read_metrics
+from maingrad.launch.overlap import computing, overlap_lines, overlap_share
+from maingrad.launch.overlap_plot import draw_overlap
 from maingrad.launch.progress import Status, format_duration, format_rate, make_display
 from maingrad.launch.train import train
 
 
 def timeline(*collectives: tuple[float, float]) -> dict[str, Any]:
-    """A microbatch under no_sync from 0 to 1 s, the final one's backward from 2 to 4 s, and collectives."""
+    """A microbatch under no_sync from 0 to 1 s, the final one's backward from 2 to 4 s, and reductions."""
     return {
         "kind": "timeline",
         "step": 3,
         "backwards": [{"start": 0.0, "end": 1.0, "synced": False}, {"start": 2.0, "end": 4.0, "synced": True}],
+        "forwards": [],
         "phases": [],
+        "waits": [],
+        "gathers": [],
         "buckets": [
             {
                 "bucket": f"bucket {i} (a.weight .. b.weight)",
@@ -55,10 +60,76 @@ def test_writer_without_a_file_is_silent():
 
 def test_overlap_share_from_intervals():
     spans = timeline((2.0, 3.0), (3.5, 4.5), (4.0, 5.0))
-    share = report.overlap_share(spans)
+    share = overlap_share(spans)
     assert (share.collective_seconds, share.hidden_seconds) == (3.0, 1.5)
-    assert report.overlap_share(spans, leave_out_last=True).fraction == 0.75
-    assert report.overlap_share(timeline()).fraction == 0.0
+    assert overlap_share(spans, leave_out_last=True).fraction == 0.75
+    assert overlap_share(timeline()).fraction == 0.0
+
+
+def gathered(*gathers: tuple[float, float], waits: tuple[tuple[float, float], ...] = ()) -> dict[str, Any]:
+    """The same step with an optimizer's step from 5 to 6 s, a forward from 6.5 to 9 s, and gathers and waits."""
+    spans = timeline((2.0, 3.0), (3.5, 4.5))
+    spans["forwards"] = [{"start": 1.0, "end": 2.0}, {"start": 6.5, "end": 9.0}]
+    spans["phases"] = [{"name": "optimizer", "start": 5.0, "end": 6.0}]
+    spans["gathers"] = [
+        {
+            "bucket": f"bucket {1 - i} (a.weight .. b.weight)",
+            "collective": "all_gather",
+            "nbytes": 2048,
+            "launched": launched,
+            "finished": finished,
+        }
+        for i, (launched, finished) in enumerate(gathers)
+    ]
+    spans["waits"] = [
+        {"bucket": "bucket 1 (a.weight .. b.weight)", "collective": "all_gather", "start": start, "end": end}
+        for start, end in waits
+    ]
+    return spans
+
+
+def test_gathers_are_hidden_where_nobody_waits_for_them():
+    spans = gathered((5.5, 7.0), (5.5, 7.5), waits=((6.5, 7.0),))
+    assert computing(spans) == [(0.0, 4.0), (5.0, 6.0), (7.0, 9.0)]
+    share = overlap_share(spans, "gathers")
+    assert (share.collective_seconds, share.hidden_seconds) == (3.5, 0.5 + 0.5 + 0.5)
+    assert overlap_share(gathered((5.5, 7.5)), "gathers").hidden_seconds == 0.5 + 1.0
+
+
+def test_waits_that_follow_each_other_leave_what_lies_between():
+    spans = gathered((6.0, 9.0), waits=((6.0, 6.6), (7.0, 7.25), (7.25, 7.5), (8.5, 12.0)))
+    assert computing(spans)[-2:] == [(6.6, 7.0), (7.5, 8.5)]
+    assert overlap_share(spans, "gathers").hidden_seconds == pytest.approx(1.4)
+
+
+def test_overlap_in_words():
+    lines = overlap_lines(gathered((5.5, 7.0), (5.5, 7.5), waits=((6.5, 7.0),)))
+    assert lines == [
+        "step 3: 2 reductions of gradients, 0.0 MiB, 2000.0 ms in flight, 75% of it under computation, "
+        "which waited 0.0 ms for them",
+        "step 3: 2 gathers of parameters, 0.0 MiB, 3500.0 ms in flight, 43% of it under computation, "
+        "which waited 500.0 ms for them",
+    ]
+    alone = timeline((3.9, 3.9))
+    alone["buckets"][0]["collective"] = "none"
+    assert overlap_lines(alone) == overlap_lines(None) == []
+
+
+def test_overlap_picture_of_gathers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = drawn(monkeypatch)
+    path = draw_overlap(gathered((5.5, 7.0), (5.5, 7.5), waits=((6.5, 7.0),)), tmp_path / "overlap.png")
+    said = texts(figures[0]).splitlines()
+    assert (
+        "75% of the reductions' time lies under computation, 100% of all buckets' but the last; of the gathers' 43%"
+        in said
+    )
+    assert {"next forward", "step", "forward waits", "2000.0 ms", "1500.0 ms"} <= set(said)
+    assert "reduce-scatter or all-gather, exposed" in said
+    whole, reductions, gathers = figures[0].axes
+    assert [label.get_text() for label in whole.get_yticklabels()] == ["computation", "collectives"]
+    assert reductions.get_ylim() == gathers.get_ylim(), "a bucket has one row"
+    assert gathers.get_xlim()[0] <= -1000.0, "from the first launch on, a second before the forward"
+    assert matplotlib.image.imread(path).shape[1] > 1200
 
 
 def texts(figure: Any) -> str:
@@ -69,15 +140,16 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Figures that are saved from here on, kept for inspection."""
     figures: list[Any] = []
     save = report.save
-    monkeypatch.setattr(report, "save", lambda figure, path: (figures.append(figure), save(figure, path))[1])
+    for module in (report, overlap_plot):
+        monkeypatch.setattr(module, "save", lambda figure, path: (figures.append(figure), save(figure, path))[1])
     return figures
 
 
 def test_overlap_picture_says_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     figures = drawn(monkeypatch)
-    path = report.draw_overlap(timeline((2.0, 3.0), (3.5, 4.5), (4.0, 5.0)), tmp_path / "overlap.png")
+    path = draw_overlap(timeline((2.0, 3.0), (3.5, 4.5), (4.0, 5.0)), tmp_path / "overlap.png")
     said = texts(figures[0])
-    assert "50% of collective time lies under the backward, 75% of all buckets' but the last" in said
+    assert "50% of collective time lies under computation, 75% of all buckets' but the last" in said
     assert "bucket 1, 0.0 MiB\na .. b" in said
     assert "1000.0 ms" in said
     assert "reduce-scatter, exposed" in said
@@ -90,7 +162,7 @@ def test_overlap_picture_of_delayed_weight_gradients(tmp_path: Path, monkeypatch
     figures = drawn(monkeypatch)
     spans = timeline((3.9, 4.4), (4.2, 4.8), (4.9, 5.1))
     spans["phases"] = [{"name": "weight gradients", "start": 4.0, "end": 5.0}]
-    report.draw_overlap(spans, tmp_path / "overlap.png")
+    draw_overlap(spans, tmp_path / "overlap.png")
     said = texts(figures[0])
     assert "92% of collective time lies under computation, 100% of all buckets' but the last" in said
     assert "backward: input gradients" in said
@@ -101,14 +173,14 @@ def test_overlap_picture_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyP
     figures = drawn(monkeypatch)
     spans = timeline((3.9, 3.9))
     spans["buckets"][0]["collective"] = "none"
-    report.draw_overlap(spans, tmp_path / "overlap.png")
+    draw_overlap(spans, tmp_path / "overlap.png")
     assert "One rank: buckets become ready, and there is nothing to reduce" in texts(figures[0])
 
 
 def test_one_bucket_and_no_microbatches_before(tmp_path: Path):
     spans = timeline((3.9, 4.2))
     spans["backwards"] = spans["backwards"][1:]
-    assert report.draw_overlap(spans, tmp_path / "overlap.png").stat().st_size > 10_000
+    assert draw_overlap(spans, tmp_path / "overlap.png").stat().st_size > 10_000
 
 
 def test_loss_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

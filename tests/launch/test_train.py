@@ -17,9 +17,10 @@ from maingrad.launch import simulate
 from maingrad.launch.config import Config, ConfigError, OptimizerConfig
 from maingrad.launch.config_file import load_config, structure
 from maingrad.launch.metrics import read_metrics
+from maingrad.launch.pace import cosine_with_warmup
 from maingrad.launch.runtime import Runtime
 from maingrad.launch.signals import StopRequest
-from maingrad.launch.train import TrainResult, cosine_with_warmup, train
+from maingrad.launch.train import TrainResult, train
 
 STDLIB = Path(__file__).resolve().parents[2] / "launch" / "configs" / "stdlib.toml"
 
@@ -47,7 +48,10 @@ def test_one_process_leaves_what_it_observed(tmp_path: Path):
     assert not result.interrupted
 
     kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert kinds == ["observed", *["step"] * 4, "validation", "step", "timeline", "step", "validation", "final"]
+    assert kinds == [
+        *("step", "observed", "step", "step", "step", "validation"),  # recorded into the second step's first forward
+        *("step", "timeline", "step", "validation", "final"),
+    ]
     (observed,) = records(config, "observed")
     assert observed["parameter_dtypes"] == {"bfloat16": 15}
     assert observed["main_grad_dtypes"] == {"float32": 15}
@@ -66,7 +70,8 @@ def test_records_say_what_the_settings_do(tmp_path: Path):
         tmp_path,
         model={"fuse_wgrad_accumulation": False},
         train={"num_microbatches": 1},
-        ddp={"use_distributed_optimizer": False, "bucket_size": 10**6},
+        ddp={"bucket_size": 10**6},
+        parallel="ddp",
     )
     simulate(train, 2, config)
     (observed,) = records(config, "observed")
@@ -141,8 +146,8 @@ def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: i
     assert all(torch.equal(weights[name], delayed_weights[name]) for name in weights)
     (observed,), (timeline,) = records(later, "observed"), records(later, "timeline")
     assert observed["delayed_weights"] == 4 * layers + 1
-    assert [span["name"] for span in timeline["phases"]] == ["weight gradients"] * 2
-    for backward, phase in zip(timeline["backwards"], timeline["phases"], strict=True):
+    assert [span["name"] for span in timeline["phases"]] == ["weight gradients"] * 2 + ["optimizer"]
+    for backward, phase in zip(timeline["backwards"], timeline["phases"][:2], strict=True):
         assert backward["end"] <= phase["start"] < phase["end"]
 
 

@@ -21,10 +21,10 @@ _TRAIN = {
     "device": "cpu",
 }
 _OPTIMIZER = {"lr": 3e-3, "warmup_steps": 2}
-_DDP = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "bucket_size": 6000}
+_DDP = {"overlap_grad_reduce": True, "bucket_size": 6000}
 
 
-def tiny_document(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def tiny_document(folder: Path, *, parallel: str = "zero1", **sections: dict[str, Any]) -> dict[str, Any]:
     """The configuration as TOML gives it, with values replaced by ``sections``; its text file lies in ``folder``."""
     text = folder / "text.py"
     if not text.exists():
@@ -36,18 +36,19 @@ def tiny_document(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
         "optimizer": _OPTIMIZER,
         "ddp": _DDP,
     }
-    return {name: values | sections.get(name, {}) for name, values in document.items()}
+    return {"parallel": parallel} | {name: values | sections.get(name, {}) for name, values in document.items()}
 
 
-def tiny_config(folder: Path, **sections: dict[str, Any]) -> Config:
+def tiny_config(folder: Path, *, parallel: str = "zero1", **sections: dict[str, Any]) -> Config:
     """``tiny_document``, read."""
-    return structure(tiny_document(folder, **sections))
+    return structure(tiny_document(folder, parallel=parallel, **sections))
 
 
-def tiny_toml(folder: Path, **sections: dict[str, Any]) -> Path:
+def tiny_toml(folder: Path, *, parallel: str = "zero1", **sections: dict[str, Any]) -> Path:
     """``tiny_document`` as a file."""
-    lines = []
-    for section, values in tiny_document(folder, **sections).items():
+    document = tiny_document(folder, parallel=parallel, **sections)
+    lines = [f"parallel = {_toml(document.pop('parallel'))}"]
+    for section, values in document.items():
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
     path = folder / "tiny.toml"
