@@ -1,0 +1,154 @@
+"""What of a model goes into a checkpoint, under which names, and whether a checkpoint fits a model.
+
+Everything is by parameter: where a bucket begins and which rank holds which shard shows in the `Piece`s that a rank
+offers and asks for, and nowhere in the file::
+
+    model.NAME                   parameters and buffers, in their own dtypes
+    master.NAME                  fp32 masters of parameters in half precision; others are their own masters
+    optimizer.state.NAME.KEY     moments
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor
+from .checkpoint_planner import Piece
+from .wiring import kind_of
+
+__all__ = ["ModelTensors", "Notes", "StoredNames", "check_model", "make_manifest", "model_tensors", "pieces_of_model"]
+
+
+class StoredNames(NamedTuple):
+    """Names in the file: the model's own, but for experts that not all ranks have."""
+
+    expert_set: int = 0
+    num_expert_sets: int = 1
+
+    def of(self, name: str, tensor: Tensor) -> str:
+        """Under which name ``tensor``, called ``name`` in the model, is stored."""
+        if self.num_expert_sets == 1 or kind_of(tensor) == "dense":
+            return name
+        return name + self._suffix(self.expert_set)
+
+    def elsewhere(self, stored: str) -> bool:
+        """Whether a stored parameter is an expert that other ranks have."""
+        others = (self._suffix(index) for index in range(self.num_expert_sets) if index != self.expert_set)
+        return self.num_expert_sets > 1 and stored.endswith(tuple(others))
+
+    def _suffix(self, expert_set: int) -> str:
+        return f"@expert_set_{expert_set}_of_{self.num_expert_sets}"
+
+
+class ModelTensors(NamedTuple):
+    """What a module consists of, each tensor once, under its first name."""
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    """The persistent ones: those in ``state_dict``."""
+    tied: dict[str, str]
+    """Further names of parameters -> their first name."""
+
+
+def model_tensors(module: nn.Module) -> ModelTensors:
+    """Parameters and persistent buffers of a module that is not wrapped."""
+    first: dict[nn.Parameter, str] = {}
+    tied = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(param, name) != name:
+            tied[name] = first[param]
+    persistent = {
+        f"{prefix}.{local}" if prefix else local
+        for prefix, owner in module.named_modules()
+        for local in owner._buffers
+        if local not in owner._non_persistent_buffers_set
+    }
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
+
+
+def pieces_of_model(
+    tensors: ModelTensors, names: StoredNames, *, without: Iterable[str] = (), buffers: bool = True
+) -> list[Piece]:
+    """Whole parameters but for those ``without``, and the buffers: views of the model itself."""
+    left_out = set(without)
+    whole: dict[str, Tensor] = {
+        names.of(name, param): param for name, param in tensors.parameters.items() if name not in left_out
+    }
+    return [
+        Piece(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor.detach())
+        for stored, tensor in (whole | (tensors.buffers if buffers else {})).items()
+    ]
+
+
+class Notes(NamedTuple):
+    """What a rank tells the one that writes the manifest, by stored names."""
+
+    parameters: dict[str, SavedTensor]
+    tied: dict[str, str]
+
+    @classmethod
+    def of(cls, tensors: ModelTensors, names: StoredNames, optimizer: Mapping[str, Mapping[str, Any]]) -> "Notes":
+        """optimizer: fields of ``SavedTensor`` by parameter"""
+        params = tensors.parameters
+        entries = {
+            names.of(name, param): SavedTensor.of(param, **optimizer.get(name, {})) for name, param in params.items()
+        }
+        tied = {names.of(alias, params[first]): names.of(first, params[first]) for alias, first in tensors.tied.items()}
+        return cls(entries, tied)
+
+
+def make_manifest(
+    all_notes: Iterable[Notes],
+    tensors: ModelTensors,
+    names: StoredNames,
+    optimizer: SavedOptimizer | None,
+    extra: Any,
+) -> Manifest:
+    """The manifest of what all ranks have. Raises ``ValueError`` where they contradict each other."""
+    parameters: dict[str, SavedTensor] = {}
+    tied: dict[str, str] = {}
+    for notes in all_notes:
+        tied |= notes.tied
+        for name, entry in notes.parameters.items():
+            known = parameters.get(name, entry)
+            # A rank without an element of a parameter knows nothing of its state.
+            both = known if known.state or known.scalars else entry
+            knows = bool(entry.state or entry.scalars)
+            if (knows and entry != both) or (entry.kind, entry.group) != (both.kind, both.group):
+                raise ValueError(f"ranks disagree on parameter '{name}': one has {both}, another {entry}")
+            parameters[name] = both
+    buffers = {name: SavedTensor.of(buffer) for name, buffer in tensors.buffers.items()}
+    return Manifest(parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
+
+
+def check_model(manifest: Manifest, tensors: ModelTensors, names: StoredNames) -> None:
+    """Raise ``ValueError`` with the first parameter or buffer in which the model differs from the checkpoint."""
+    if manifest.num_expert_sets != names.num_expert_sets:
+        raise ValueError(
+            f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
+            f"ranks have {names.num_expert_sets}: experts do not move between ranks"
+        )
+    present = {names.of(name, param): param for name, param in tensors.parameters.items()}
+    saved = {name: entry for name, entry in manifest.parameters.items() if not names.elsewhere(name)}
+    _check_same("parameter", saved, present)
+    _check_same("buffer", manifest.buffers, tensors.buffers)
+
+
+def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[str, Tensor]) -> None:
+    missing = [name for name in present if name not in saved]
+    unknown = [name for name in saved if name not in present]
+    if missing or unknown:
+        sides = [f"the model's {what} {_in_words(missing)} is not in the checkpoint"] if missing else []
+        sides += [f"the checkpoint's {what} {_in_words(unknown)} is not in the model"] if unknown else []
+        raise ValueError("; ".join(sides))
+    for name, tensor in present.items():
+        kind = SavedTensor.of(tensor).kind
+        if kind != saved[name].kind:
+            raise ValueError(f"{what} '{name}' is {kind} in the model and {saved[name].kind} in the checkpoint")
+
+
+def _in_words(names: list[str]) -> str:
+    few = ", ".join(f"'{name}'" for name in names[:3])
+    return few if len(names) <= 3 else f"{few} (and {len(names) - 3} more)"

@@ -1,0 +1,165 @@
+"""The JSON file of a checkpoint: what was saved, in the names and shapes of the model, beside the tensors' own files.
+
+It is written last, so that a folder with it is complete, and read first, so that a model that does not fit is refused
+before any tensor has been touched. What is not a tensor is in it too: no data file holds a pickled object.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "MANIFEST_FILE",
+    "Manifest",
+    "SavedOptimizer",
+    "SavedTensor",
+    "dtype_named",
+    "from_json",
+    "to_json",
+]
+
+MANIFEST_FILE = "maingrad.json"
+FORMAT = "maingrad.checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A parameter or buffer, and what an optimizer knows of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Without ``torch.``: "bfloat16"."""
+    group: int | None = None
+    """Its parameter group; None without an optimizer, and for buffers and frozen parameters."""
+    has_master: bool = False
+    """There is a master apart from the parameter: it is in half precision."""
+    state: Mapping[str, str] = field(default_factory=dict)
+    """Elementwise state: name -> dtype. Empty before the first step."""
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    """The rest of its state, such as the number of steps, as ``to_json`` makes it."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, **optimizer: Any) -> "SavedTensor":
+        """The entry of ``tensor``."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), **optimizer)
+
+    @property
+    def kind(self) -> str:
+        """Dtype and shape, in words."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """An optimizer, but for what it knows of each parameter."""
+
+    optimizer_class: str
+    groups: tuple[Mapping[str, Any], ...]
+    """Hyperparameters of each group, as ``to_json`` makes them."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything but the tensors."""
+
+    parameters: Mapping[str, SavedTensor]
+    buffers: Mapping[str, SavedTensor]
+    tied: Mapping[str, str]
+    """Further names of parameters -> the name under which they are stored."""
+    num_expert_sets: int
+    """Ranks with different experts name theirs apart: so many of them."""
+    optimizer: SavedOptimizer | None
+    extra: Any
+
+    def write(self, folder: Path) -> None:
+        """Write the file, and have its bytes on the disk."""
+        content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **dataclasses.asdict(self)}
+        with (folder / MANIFEST_FILE).open("w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the file. Raises ``ValueError`` where it is not ours, damaged, or of another version."""
+        path = folder / MANIFEST_FILE
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise ValueError(
+                f"'{folder}' is no complete checkpoint of maingrad: it has no {MANIFEST_FILE}, which is written last"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"'{path}' is truncated or damaged ({error})") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
+        version = content.get("version")
+        if version != VERSION:
+            raise ValueError(f"'{path}' has version {version} of the format, and this maingrad reads version {VERSION}")
+        try:
+            return cls._parse(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def _parse(cls, content: Mapping[str, Any]) -> "Manifest":
+        optimizer = content["optimizer"]
+        if optimizer is not None:
+            groups = tuple(dict(group) for group in optimizer["groups"])
+            optimizer = SavedOptimizer(str(optimizer["optimizer_class"]), groups)
+        parameters, buffers = (
+            {name: _parse_tensor(entry) for name, entry in content[kind].items()} for kind in ("parameters", "buffers")
+        )
+        num_expert_sets = int(content["num_expert_sets"])
+        return cls(parameters, buffers, dict(content["tied"]), num_expert_sets, optimizer, content["extra"])
+
+
+def _parse_tensor(entry: Mapping[str, Any]) -> SavedTensor:
+    dtype_named(entry["dtype"])
+    return SavedTensor(
+        shape=tuple(int(size) for size in entry["shape"]),
+        dtype=entry["dtype"],
+        group=None if entry["group"] is None else int(entry["group"]),
+        has_master=bool(entry["has_master"]),
+        state={key: str(dtype_named(dtype)).removeprefix("torch.") for key, dtype in entry["state"].items()},
+        scalars=dict(entry["scalars"]),
+    )
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of this name; raises ``ValueError`` where there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"'{name}' is no dtype")
+    return dtype
+
+
+def to_json(value: Any, what: str) -> Any:
+    """A hyperparameter or scalar state as JSON holds it: a 0-dim tensor becomes its value and its dtype, exactly.
+
+    Raises ``ValueError`` that says ``what`` it is, for anything else than tensors, numbers, strings and sequences.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [to_json(each, what) for each in value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint cannot hold as JSON")
+
+
+def from_json(value: Any) -> Any:
+    """What ``to_json`` was given, tensors on the CPU; sequences come back as tuples."""
+    if isinstance(value, list):
+        return tuple(from_json(each) for each in value)
+    if isinstance(value, dict):
+        return torch.tensor(value["tensor"], dtype=dtype_named(value["dtype"]))
+    return value

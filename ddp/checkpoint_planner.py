@@ -1,0 +1,254 @@
+"""Plans for torch.distributed.checkpoint (DCP): which rank writes and reads which elements of which tensor.
+
+A rank offers `Piece`s, each a flat range of a tensor in that tensor's own coordinates. What several ranks hold alike is
+written by one of them, the one with the least to write so far. Readers fetch what overlaps their own pieces, however
+the file was cut.
+"""
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
+
+from .checkpoint_boxes import Box, boxes_of_range, check_tiling
+
+__all__ = ["Piece", "PieceReader", "PieceWriter", "PiecesLoadPlanner", "PiecesSavePlanner"]
+
+
+class Piece(NamedTuple):
+    """Elements [start, end) of a stored tensor, as this rank holds them."""
+
+    path: tuple[str, ...]
+    """Where the tensor stands in the nested dict that DCP's tools read: ("model", "0.weight")."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: int
+    end: int
+    data: Tensor
+    """The elements: [end - start], or, where they are all, of the tensor's shape."""
+
+    @property
+    def key(self) -> str:
+        """The name in the file, which DCP makes of ``path``."""
+        return ".".join(self.path)
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """Each box with its view of ``data``, in the box's sizes."""
+        for box in boxes_of_range(self.shape, self.start, self.end):
+            if self.data.shape == box.sizes:
+                yield box, self.data
+            else:
+                yield box, self.data[box.start - self.start : box.end - self.start].view(box.sizes)
+
+
+def _views(pieces: Iterable[Piece]) -> dict[MetadataIndex, Tensor]:
+    return {MetadataIndex(piece.key, box.offsets): view for piece in pieces for box, view in piece.boxes()}
+
+
+class PiecesSavePlanner(SavePlanner):
+    """Plans the writing of every rank's pieces.
+
+    notes  what this rank has to say to the coordinator: anything that can be pickled
+    """
+
+    def __init__(self, pieces: Sequence[Piece], notes: Any = None) -> None:
+        self._pieces = pieces
+        self._notes = notes
+        self._views = _views(pieces)
+        self.all_notes: list[Any] = []
+        """On the coordinator, once the plan is made: every rank's notes."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing to set up: the pieces say it all."""
+
+    def create_local_plan(self) -> SavePlan:
+        """All of this rank's boxes, whether or not others hold them as well."""
+        items = []
+        for piece in self._pieces:
+            properties = TensorProperties(dtype=piece.data.dtype)
+            for box, _ in piece.boxes():
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                written = TensorWriteData(chunk, properties, torch.Size(piece.shape))
+                index = MetadataIndex(piece.key, box.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
+        paths = {piece.key: piece.path for piece in self._pieces}
+        return SavePlan(items, planner_data=(paths, self._notes))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each box to one of the ranks that hold it. Raises ``ValueError`` for elements that no rank holds."""
+        writers: dict[MetadataIndex, list[int]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                writers.setdefault(item.index, []).append(rank)
+        mine: list[list[WriteItem]] = [[] for _ in all_plans]
+        nbytes = [0] * len(all_plans)
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for plan in all_plans:
+            for item in plan.items:
+                written = item.tensor_data
+                ranks = writers.pop(item.index, None)
+                if ranks is None or written is None:
+                    continue  # dealt out already
+                rank = min(ranks, key=nbytes.__getitem__)
+                mine[rank].append(item)
+                nbytes[rank] += math.prod(written.chunk.sizes) * written.properties.dtype.itemsize
+                tensor = tensors.setdefault(item.index.fqn, TensorStorageMetadata(written.properties, written.size, []))
+                tensor.chunks.append(written.chunk)
+        paths = {key: path for plan in all_plans for key, path in plan.planner_data[0].items()}
+        _check_complete(paths, tensors)
+        self.all_notes = [plan.planner_data[1] for plan in all_plans]
+        return [SavePlan(items) for items in mine], Metadata({**tensors}, planner_data=paths)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The coordinator's word is final."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The elements of one box."""
+        return self._views[write_item.index].detach()
+
+
+def _check_complete(paths: Mapping[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> None:
+    for key in paths:
+        if key not in tensors:
+            raise ValueError(f"no rank holds an element of '{key}'")
+        size, chunks = tensors[key].size, tensors[key].chunks
+        try:
+            check_tiling(size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
+        except ValueError as error:
+            raise ValueError(f"'{key}' of shape {list(size)} is not held by all ranks together: {error}") from None
+
+
+class PiecesLoadPlanner(LoadPlanner):
+    """Plans the reading of this rank's pieces, in place."""
+
+    def __init__(self, pieces: Sequence[Piece], metadata: Metadata) -> None:
+        self._pieces = pieces
+        self._metadata = metadata
+        self._views = _views(pieces)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing to set up: the pieces say it all."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Whatever overlaps this rank's pieces."""
+        items = []
+        for piece in self._pieces:
+            wanted = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b, _ in piece.boxes()]
+            stored = self._metadata.state_dict_metadata[piece.key]
+            assert isinstance(stored, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(piece.key, stored, wanted)
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Ranks read independently."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """As planned."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Never called: there are only tensors."""
+        raise ValueError(f"'{read_item.storage_index.fqn}' is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The view that the elements go to."""
+        view = self._views[read_item.dest_index]
+        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        return view.detach()
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do: ``tensor`` is a view of where it belongs."""
+
+
+class PieceWriter(FileSystemWriter):
+    """DCP's writer of one file for each rank. The metadata does not say on which machine's path it was written."""
+
+    def storage_meta(self) -> StorageMeta:
+        """The id of this save, without the path."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class PieceReader(FileSystemReader):
+    """DCP's reader, with metadata that has been checked. It reads each stored chunk once, and names it in errors."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata given; nothing is unpickled."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the plan's items. Raises ``ValueError`` where the file does not hold what the metadata says."""
+        by_chunk: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in plan.items:
+            assert item.type is LoadItemType.TENSOR
+            by_chunk.setdefault(item.storage_index, []).append(item)
+        for index, items in by_chunk.items():
+            chunk = self._read_chunk(index)
+            for item in items:
+                part = chunk
+                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    part = part.narrow(dim, offset, length)
+                target = planner.resolve_tensor(item)
+                target.copy_(part)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_chunk(self, index: MetadataIndex) -> Tensor:
+        stored, extent = self._metadata.state_dict_metadata[index.fqn], self._metadata.storage_data[index]
+        assert isinstance(stored, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
+        path = Path(self.path) / extent.relative_path
+        with path.open("rb") as file:
+            file.seek(extent.offset)
+            data = file.read(extent.length)
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged bytes raise nearly anything
+            raise ValueError(
+                f"'{path}' is damaged where '{index.fqn}' lies ({type(error).__name__}: {error})"
+            ) from error
+        if not isinstance(tensor, Tensor) or tensor.shape != sizes or tensor.dtype != stored.properties.dtype:
+            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"'{path}' is damaged: it holds {found} of '{index.fqn}' where the metadata has "
+                f"{stored.properties.dtype} {list(sizes)}"
+            )
+        return tensor

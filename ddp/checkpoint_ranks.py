@@ -1,0 +1,96 @@
+"""What ranks say to each other around a checkpoint: errors are raised alike everywhere, so that nobody waits alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from .data_parallel import DistributedDataParallel
+
+__all__ = ["CheckpointRanks", "check_same_path", "place_of_experts", "ranks_of"]
+
+T = TypeVar("T")
+
+_KINDS: tuple[type[Exception], ...] = (FileNotFoundError, FileExistsError, OSError, ValueError, TypeError)
+"""Errors that keep their class on the way to other ranks; any other becomes a RuntimeError."""
+
+
+class CheckpointRanks(NamedTuple):
+    """The ranks that save and load together."""
+
+    axes: tuple[dist.ProcessGroup, ...]
+    """Groups of more than one rank that join them: inside an instance, then across. None for a model on its own."""
+    group: dist.ProcessGroup | None
+    """The ranks of one instance, which hold all of the model and the optimizer between them; None: this one alone."""
+    writes: bool
+    """Whether this rank is of the first instance: the others hold the same."""
+    leads: bool
+    """Whether this rank is the first of all."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in one order everywhere."""
+        values = [value]
+        for group in self.axes:
+            parts: list[list[T]] = [[]] * group.size()
+            dist.all_gather_object(parts, values, group=group)
+            values = [each for part in parts for each in part]
+        return values
+
+    def alike(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank. Where it raises on any, all raise what the first of them raised."""
+        if not self.axes:
+            return action()
+        result: Any = None
+        cause: Exception | None = None
+        mine: tuple[int, str, int] | None = None
+        try:
+            result = action()
+        except Exception as error:
+            kind = next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), -1)
+            mine, cause = (kind, str(error) or type(error).__name__, dist.get_rank()), error
+        answers = self.gather(mine)
+        failures = [answer for answer in answers if answer is not None]
+        if failures:
+            kind, text, rank = failures[0]
+            if len({answer and answer[1] for answer in answers}) > 1:
+                text += f" (on rank {rank})"
+            raise (RuntimeError if kind < 0 else _KINDS[kind])(text) from cause
+        return result  # type: ignore[no-any-return]
+
+
+def ranks_of(model: Any) -> CheckpointRanks:
+    """The ranks of a wrapper; of another module, which is whole wherever it is, this one alone."""
+    if not isinstance(model, DistributedDataParallel):
+        return CheckpointRanks((), None, writes=True, leads=True)
+    grid = model.grids["dense"]
+    group = grid.inner if grid.inner_size > 1 else None
+    first = grid.outer_rank == 0
+    return CheckpointRanks(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0)
+
+
+def place_of_experts(model: Any, ranks: CheckpointRanks) -> tuple[int, int]:
+    """(index, count): which of so many sets of experts this rank holds; (0, 1) where all ranks have the same.
+
+    Collective over ``ranks``.
+    """
+    first = -1
+    if isinstance(model, DistributedDataParallel):
+        grid = model.grids["expert"]
+        if grid is not model.grids["dense"]:
+            first = dist.get_rank()
+            for group in grid.axes:  # the smallest rank that holds these experts stands for them
+                firsts = [0] * group.size()
+                dist.all_gather_object(firsts, first, group=group)
+                first = min(firsts)
+    known = sorted(set(ranks.gather(first)) - {-1})
+    return (known.index(first), len(known)) if first >= 0 else (0, max(len(known), 1))
+
+
+def check_same_path(path: str, ranks: CheckpointRanks) -> None:
+    """Raise ``ValueError`` on all ranks unless they were given one path. Collective."""
+    paths: Sequence[str] = ranks.gather(path)
+    if len(set(paths)) > 1:
+        other = next(index for index, each in enumerate(paths) if each != paths[0])
+        raise ValueError(
+            f"all ranks save to and load from one folder; the first one has '{paths[0]}', another '{paths[other]}'"
+        )
