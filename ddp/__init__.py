@@ -5,11 +5,13 @@ from .config import DistributedDataParallelConfig as DistributedDataParallelConf
 from .data_parallel import DistributedDataParallel as DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
 from .grad_norm import clip_grad_norm as clip_grad_norm
+from .grad_scaler import GradScaler as GradScaler
 
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
+    "GradScaler",
     "clip_grad_norm",
     "recorded_backward_order",
 ]

@@ -1,15 +1,16 @@
-"""The collectives of gradient reduction and parameter gathering, as handles that hold their tensors.
+"""Process groups that may be None, and collectives as handles that hold their tensors.
 
 A process group of None means a world of one without ``torch.distributed``: every collective is the identity.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.compat import all_gather_single, reduce_scatter_single
+from ..kernels.compat import all_gather_single
 
 __all__ = [
     "InFlight",
@@ -17,7 +18,7 @@ __all__ = [
     "group_or_default",
     "group_rank",
     "group_size",
-    "reduce_grads",
+    "in_stages",
     "sum_over_group",
 ]
 
@@ -26,13 +27,35 @@ class InFlight(NamedTuple):
     """A collective under way. Its tensors stay alive because this refers to them, not through ``record_stream``."""
 
     work: Any
-    """``torch.distributed.Work``, or None where there was nothing to do."""
+    """``torch.distributed.Work`` or ``_Stages``, or None where there was nothing to do."""
     tensors: tuple[Tensor, ...]
 
     def wait(self) -> None:
         """Order the current stream (CUDA) or the calling thread (CPU) behind the collective."""
         if self.work is not None:
             self.work.wait()
+
+
+def in_stages(stages: Iterator[Any], tensors: tuple[Tensor, ...]) -> InFlight:
+    """Start collectives of which each needs the one before: ``stages`` yields each one's work and goes on after it.
+
+    The first is started now, the rest in ``wait``: at once on a CUDA stream, which is all that waits.
+    """
+    first = next(stages, None)
+    return InFlight(None if first is None else _Stages(first, stages), tensors)
+
+
+class _Stages:
+    """Looks like one ``Work``."""
+
+    def __init__(self, work: Any, rest: Iterator[Any]) -> None:
+        self._work = work
+        self._rest = rest
+
+    def wait(self) -> None:
+        while self._work is not None:
+            self._work.wait()
+            self._work = next(self._rest, None)
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -50,27 +73,6 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 def group_rank(group: dist.ProcessGroup | None) -> int:
     """This process's rank in the group; 0 without a group."""
     return 0 if group is None else group.rank()
-
-
-def reduce_grads(
-    grads: Tensor, group: dist.ProcessGroup | None, *, sharded: bool, average_in_collective: bool
-) -> InFlight:
-    """Average ``grads`` [n] over the group, in place and asynchronously.
-
-    sharded                reduce-scatter: rank r's result is elements [r n/size, (r+1) n/size), the rest is undefined;
-                           otherwise all-reduce: every rank gets all of it
-    average_in_collective  the collective divides (NCCL); otherwise each rank divides its own gradients before it
-    """
-    size = group_size(group)
-    if group is None or size == 1:
-        return InFlight(None, (grads,))
-    op = dist.ReduceOp.AVG if average_in_collective else dist.ReduceOp.SUM
-    if not average_in_collective:
-        grads.mul_(1.0 / size)
-    if not sharded:
-        return InFlight(dist.all_reduce(grads, op=op, group=group, async_op=True), (grads,))
-    shard = grads.view(size, -1)[group_rank(group)]
-    return InFlight(reduce_scatter_single(shard, grads, op=op, group=group, async_op=True), (grads, shard))
 
 
 def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None) -> InFlight:

@@ -1,6 +1,8 @@
-"""Configuration of ``DistributedDataParallel``, in Megatron-core's field names."""
+"""Configuration of ``DistributedDataParallel``, in Megatron-core's field names where it has the field."""
 
 from dataclasses import dataclass
+
+import torch
 
 __all__ = ["DistributedDataParallelConfig"]
 
@@ -15,10 +17,24 @@ class DistributedDataParallelConfig:
     """Launch a bucket's collective from backward as soon as it is ready, instead of in ``finish_grad_sync``."""
     use_distributed_optimizer: bool = False
     """Reduce-scatter: each rank gets the gradients of its shard, for ``DistributedOptimizer``. Otherwise all-reduce."""
+    overlap_param_gather: bool = False
+    """All-gather updated parameters under the next forward, instead of in ``DistributedOptimizer.step``."""
+    num_distributed_optimizer_instances: int = 1
+    """Hybrid: so many instances of consecutive ranks, shards inside each, replicas of them across."""
     bucket_size: int | None = None
-    """Elements at which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks)."""
-    average_in_collective: bool = False
-    """Let the collective divide by the number of ranks (NCCL only); otherwise each rank divides before it."""
+    """Elements at which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks of an instance)."""
+    num_buckets: int | None = None
+    """About so many buckets for each buffer, instead of ``bucket_size``."""
+    keep_params_whole: bool = False
+    """No parameter is split between shards, for optimizers of whole matrices. Shards are less even."""
+    average_in_collective: bool | None = None
+    """Let the collective scale gradients (NCCL only); False: each rank scales its own before it; None: where it can."""
+    calculate_per_token_loss: bool = False
+    """Gradients are summed over ranks, and ``finish_grad_sync(num_tokens)`` divides by all ranks' tokens."""
+    grad_reduce_wire_dtype: torch.dtype | None = None
+    """``torch.bfloat16``: gradients travel in bf16 and are summed in fp32. Needs the distributed optimizer."""
+    check_for_nan_in_grad: bool = False
+    """``finish_grad_sync`` raises for NaN or Inf, naming rank, bucket and parameter. The host waits for it once."""
     pad_buckets_for_high_nccl_busbw: bool = False
     """End every bucket at a multiple of 2^16 elements, on which NCCL's rings are fastest."""
     find_unused_parameters: bool = False
@@ -27,8 +43,42 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.bucket_size < 1:
             raise ValueError(f"bucket_size must be at least 1 element, got {self.bucket_size}")
+        if self.num_buckets is not None and self.num_buckets < 1:
+            raise ValueError(f"num_buckets must be at least 1, got {self.num_buckets}")
+        if self.num_buckets is not None and self.bucket_size is not None:
+            raise ValueError("bucket_size and num_buckets both say where buckets end: set one of them")
+        if self.num_distributed_optimizer_instances < 1:
+            raise ValueError(
+                f"num_distributed_optimizer_instances must be at least 1, got "
+                f"{self.num_distributed_optimizer_instances}"
+            )
+        if self.grad_reduce_wire_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"grad_reduce_wire_dtype is torch.bfloat16, torch.float16, or None for the accumulators' own dtype; "
+                f"got {self.grad_reduce_wire_dtype}"
+            )
         if self.find_unused_parameters and not self.overlap_grad_reduce:
             raise ValueError(
                 "find_unused_parameters has no effect without overlap_grad_reduce: finish_grad_sync reduces zeros for "
                 "unused parameters anyway; turn overlap on, or drop the option"
             )
+        if not self.use_distributed_optimizer:
+            self._refuse_without_shards()
+        if self.average_in_collective and (self.calculate_per_token_loss or self.grad_reduce_wire_dtype):
+            raise ValueError(
+                "average_in_collective has no effect with calculate_per_token_loss (gradients are summed) or "
+                "grad_reduce_wire_dtype (each rank sums by itself); leave it None"
+            )
+
+    def _refuse_without_shards(self) -> None:
+        for name, neutral in (
+            ("overlap_param_gather", False),
+            ("num_distributed_optimizer_instances", 1),
+            ("grad_reduce_wire_dtype", None),
+            ("keep_params_whole", False),
+        ):
+            if getattr(self, name) != neutral:
+                raise ValueError(
+                    f"{name} has no effect without use_distributed_optimizer: there are no shards; turn it on, or "
+                    f"drop the option"
+                )

@@ -14,25 +14,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from .bucket import Bucket, Phase
-from .collectives import group_or_default, group_rank, group_size
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
+from .iteration_checks import check_no_stranger, check_nothing_bypassed, check_nothing_pending, check_scalable
 from .launcher import BucketLauncher
 from .layout import BucketLayout
-from .main_grad import (
-    attach,
-    check_unattached,
-    detach,
-    forget_failed_backward,
-    record_of,
-)
+from .main_grad import attach, check_unattached, detach, forget_failed_backward
+from .nan_check import NanCheck
+from .param_gather import ParamGather
+from .placements import placements_of
+from .rank_grid import RankGrid, make_grids
 from .readiness import Readiness
+from .reduction import GradReduction
 from .stock_optimizer import clear_exposed_grad, expose_grad, guard_stock_optimizers
 from .timeline import Timeline
-from .wiring import WiredParam, allocate_buckets, check_same_on_all_ranks, check_setup, find_owned_params, plan_model
+from .wiring import (
+    WiredParam,
+    allocate_buckets,
+    check_same_on_all_ranks,
+    check_setup,
+    find_owned_params,
+    kind_of,
+    plan_model,
+)
 
 __all__ = ["DistributedDataParallel"]
 
@@ -51,12 +59,19 @@ class DistributedDataParallel(nn.Module):
         optimizer.step()
         model.zero_grad_buffer()
 
-    module          the model, on its final device and in its final dtype; frozen parameters stay plain
-    config          see ``DistributedDataParallelConfig``
-    process_group   ranks to reduce over; None: the default group, or a world of one without ``torch.distributed``
-    backward_order  names of the trainable parameters as backward reaches them, where that is not the reverse of their
-                    registration: ``recorded_backward_order`` finds out
-    init_sync       copy rank 0's parameters and buffers to all ranks, as PyTorch's DDP does
+    module                the model, on its final device and in its final dtype; frozen parameters stay plain
+    config                see ``DistributedDataParallelConfig``
+    process_group         ranks to reduce over: a group, or a DeviceMesh of one dim, or of two: (outer, inner), shards
+                          inside, replicas across. None: the default group, or a world of one without
+                          ``torch.distributed``
+    expert_process_group  the same for expert parameters, which Megatron-core marks ``param.allreduce = False``: the
+                          ranks that hold the same experts. None: ``process_group``
+    backward_order        names of the trainable parameters as backward reaches them, where that is not the reverse of
+                          their registration: ``recorded_backward_order`` finds out
+    init_sync             copy the first rank's parameters and buffers to all ranks, as PyTorch's DDP does
+
+    Gradients are averaged over the ranks of ``process_group``, those of experts too: an expert has seen the tokens of
+    all of them. With ``calculate_per_token_loss`` they are summed, and divided by all ranks' tokens.
 
     Raises ``ValueError`` at construction for settings that cannot take effect, and where the model differs between
     ranks.
@@ -67,37 +82,55 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         config: DistributedDataParallelConfig | None = None,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        expert_process_group: dist.ProcessGroup | DeviceMesh | None = None,
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
         self.config = config = config or DistributedDataParallelConfig()
-        self.process_group = process_group = group_or_default(process_group)
+        trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
+        self.grids: dict[str, RankGrid] = make_grids(
+            process_group,
+            expert_process_group,
+            has_experts=any(kind_of(owned.param) == "expert" for owned in trainable),
+            num_instances=config.num_distributed_optimizer_instances,
+            separate_gather=config.overlap_param_gather,
+        )
+        """The ranks that each kind of parameters, dense and expert, is reduced over."""
 
         # What there is to reduce, and where it will lie.
-        trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
-        self.device = check_setup(trainable, config, process_group)
-        self.plan = plan_model(trainable, config, shard_degree=group_size(process_group), backward_order=backward_order)
-        check_same_on_all_ranks(self.plan, process_group, module if init_sync else None)
+        self.device = check_setup(trainable, config, self.grids.values())
+        shards = config.use_distributed_optimizer
+        degrees = {kind: grid.inner_size if shards else 1 for kind, grid in self.grids.items()}
+        self.plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
+        check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
 
         # Storage, and the collectives over it.
         buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
         self._zeroed_views = [record.view for record in self.records if not record.first_write_overwrites]
-        self._launcher = BucketLauncher(
-            self.buckets,
-            process_group,
-            sharded=config.use_distributed_optimizer,
-            average_in_collective=config.average_in_collective,
-            device=self.device,
-        )
+        self._reductions = {
+            kind: GradReduction(
+                grid,
+                placements_of(config),
+                factor=1.0 if config.calculate_per_token_loss else 1.0 / self.grids["dense"].size,
+                wire_dtype=config.grad_reduce_wire_dtype,
+                in_collective=config.average_in_collective,
+            )
+            for kind, grid in self.grids.items()
+        }
+        self._nan_check = NanCheck(self.records, self.device) if config.check_for_nan_in_grad else None
+        self._launcher = BucketLauncher(self.buckets, self._reductions, self._nan_check, device=self.device)
+        self._gathers: Sequence[ParamGather] = ()
 
         self._readiness = Readiness(self._wired, self._launcher, config, self.device)
 
         # State of the iteration.
+        self.iteration = 0
+        """How many have begun: ``zero_grad_buffer`` begins one."""
         self._checked = False  # True once this iteration's first forward has checked the wiring
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
@@ -110,6 +143,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        if torch.compiler.is_compiling():
+            self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._before_forward()
@@ -137,16 +172,27 @@ class DistributedDataParallel(nn.Module):
         Raises ``RuntimeError`` while delayed weight gradients are pending: they would come after the reduction; and
         where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
-        self._check_nothing_pending("start_grad_sync()")
+        check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
-        self._check_nothing_bypassed("start_grad_sync()")
+        check_nothing_bypassed(self._wired, "start_grad_sync()")
         self._launcher.launch_rest()
 
-    def finish_grad_sync(self) -> None:
+    @torch.no_grad()
+    def finish_grad_sync(self, num_tokens: Tensor | int | None = None) -> None:
         """Launch what is missing and wait: then ``main_grad`` holds the reduced gradients.
 
-        Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration.
+        num_tokens  with ``calculate_per_token_loss``: the tokens of this rank in this iteration, a number or a tensor
+                    of one element on the model's device, which the host does not read. Ranks may differ, in their
+                    numbers of microbatches too
+
+        Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
+        ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds something.
         """
+        if (num_tokens is not None) != self.config.calculate_per_token_loss:
+            raise TypeError(
+                "finish_grad_sync(num_tokens) goes with DistributedDataParallelConfig(calculate_per_token_loss=True), "
+                "and only with it"
+            )
         if self._finished:
             raise RuntimeError(
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
@@ -154,6 +200,12 @@ class DistributedDataParallel(nn.Module):
             )
         self.start_grad_sync()
         self._launcher.wait()
+        if self._nan_check is not None:
+            self._nan_check.raise_where_found(self.buckets, self.grids["dense"])
+        if num_tokens is not None:
+            total = torch.as_tensor(num_tokens, dtype=torch.float32, device=self.device).reshape(()).clone()
+            total = self.grids["dense"].sum(total).clamp_(min=1.0)  # no tokens: gradients are zeros
+            torch._foreach_div_(self.reduced_grads(), total)
         self._finished = True
 
     def zero_grad_buffer(self) -> None:
@@ -163,7 +215,7 @@ class DistributedDataParallel(nn.Module):
         """
         if not (self._launched or self._readiness.touched or any(record.written for record in self.records)):
             return
-        self._check_nothing_pending("zero_grad_buffer()")
+        check_nothing_pending(self.records, "zero_grad_buffer()")
         for bucket in self.buckets:
             if bucket.phase is Phase.REDUCING:
                 raise RuntimeError(
@@ -182,6 +234,7 @@ class DistributedDataParallel(nn.Module):
         self._launcher.reset()
         self._readiness.reset()
         self._launched = self._checked = self._finished = False
+        self.iteration += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients where they are."""
@@ -189,17 +242,14 @@ class DistributedDataParallel(nn.Module):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply every gradient by ``factor``, a number or a 0-dim tensor on the model's device."""
-        self.check_scalable("scale_gradients()")
+        check_scalable(self._wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Copy rank 0's parameters and buffers to every rank of the group."""
-        if self.process_group is None or group_size(self.process_group) == 1:
-            return
-        source = dist.get_global_rank(self.process_group, 0)
+        """Copy the first rank's parameters and buffers to all others, experts among those that have the same."""
         for tensor in (*self.module.parameters(), *self.module.buffers()):
-            dist.broadcast(tensor.detach(), source, group=self.process_group)
+            self.grids[kind_of(tensor)].broadcast(tensor.detach())
             torch.autograd.graph.increment_version(tensor)  # collectives do not, and masters are refreshed by it
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
@@ -220,7 +270,7 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
         """Record when backwards ran and when each bucket was ready, launched and finished; read it after the block."""
-        on_gloo = self.process_group is not None and dist.get_backend(self.process_group) == "gloo"
+        on_gloo = any(dist.get_backend(group) == "gloo" for grid in self.grids.values() for group in grid.axes)
         timeline = Timeline(self.device, collectives_have_threads=on_gloo)
         self._launcher.timeline = timeline
         try:
@@ -234,23 +284,37 @@ class DistributedDataParallel(nn.Module):
         if not self._finished:
             raise RuntimeError(f"{caller} before finish_grad_sync(): this iteration's gradients are not reduced yet")
 
-    def check_scalable(self, caller: str) -> None:
-        """Raise where scaling buckets would race with a collective, or miss the ``.grad`` that an optimizer reads."""
-        for wired in self._wired:
-            grad, record = wired.owned.param.grad, wired.record
-            if wired.bucket.phase is Phase.REDUCING:
-                raise RuntimeError(f"{caller} before finish_grad_sync(): {wired.bucket.name} is still being reduced")
-            if record.exposed and grad is not None and grad.data_ptr() != record.view.data_ptr():
-                raise RuntimeError(
-                    f"{caller} after expose_grads(): .grad of parameter '{record.name}' is a {grad.dtype} copy and "
-                    f"would stay as it is; call it before expose_grads(), or torch.nn.utils.clip_grad_norm_ after it"
-                )
-
     def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
         """[start, end) of the bucket's elements that this rank reduces and updates: its shard, or all of them."""
-        if not self.config.use_distributed_optimizer:
-            return 0, layout.numel
-        return layout.shard(group_rank(self.process_group))
+        return self._reductions[layout.group].owned_range(layout.numel)
+
+    def reduced_grads(self, kind: str | None = None) -> list[Tensor]:
+        """The part of each bucket that this rank may read after ``finish_grad_sync``; of one kind of parameters only,
+        where ``kind`` is given."""
+        return [
+            bucket.grad_data[slice(*self.owned_range(bucket.layout))]
+            for bucket in self.buckets
+            if kind in (None, bucket.layout.group)
+        ]
+
+    def num_replicas(self, kind: str) -> int:
+        """How many ranks of a kind's grid hold the same reduced gradients as this one, itself included."""
+        grid = self.grids[kind]
+        return grid.outer_size if self._reductions[kind].scatters else grid.size
+
+    def is_primary(self, kind: str) -> bool:
+        """Whether this rank is the first of those that hold the same shards."""
+        grid = self.grids[kind]
+        return grid.outer_rank == 0 and (self._reductions[kind].scatters or grid.inner_rank == 0)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The recording under way."""
+        return self._launcher.timeline
+
+    def gather_before_compiled_code(self, gathers: Sequence[ParamGather]) -> None:
+        """Have compiled forwards wait for these: a ``DistributedOptimizer`` tells what it leaves under way."""
+        self._gathers = gathers
 
     @property
     def wired(self) -> Sequence[WiredParam]:
@@ -279,42 +343,22 @@ class DistributedDataParallel(nn.Module):
         weakref.finalize(self, _unwire, handles, params).atexit = False
 
     @torch.compiler.disable
+    def _finish_gathers(self) -> None:
+        for gather in self._gathers:
+            gather.arrive()
+
+    @torch.compiler.disable
     def _before_forward(self) -> None:
         if self._checked:
             return
         for wired in self._wired:
             wired.check()
-        for name, param in self.module.named_parameters():
-            if param.requires_grad and record_of(param) is None:
-                raise RuntimeError(
-                    f"parameter '{name}' requires a gradient, and was frozen or not there when the model was wrapped: "
-                    f"it has no main_grad and would never be reduced; unfreeze or add it before wrapping, or wrap again"
-                )
+        check_no_stranger(self.module)
         self._checked = True
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
         self._readiness.watch(outputs)
-
-    def _check_nothing_pending(self, caller: str) -> None:
-        waiting = {record.name: record.pending for record in self.records if record.pending}
-        if waiting:
-            name, pending = next(iter(waiting.items()))
-            raise RuntimeError(
-                f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
-                f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first"
-            )
-
-    def _check_nothing_bypassed(self, caller: str) -> None:
-        """A hook empties ``.grad`` whenever autograd has filled it."""
-        for wired in self._wired:
-            if wired.owned.param.grad is not None and not wired.record.exposed:
-                raise RuntimeError(
-                    f"{caller}: a gradient of parameter '{wired.record.name}' was put into .grad by hand, where no "
-                    f"hook sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has "
-                    f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you, add it to "
-                    f"main_grad, before the last backward"
-                )
 
 
 def _unwire(handles: list[RemovableHandle], params: list[tuple[torch.utils.weak.TensorWeakRef, GradRecord]]) -> None:

@@ -1,100 +1,103 @@
-"""AdamW on flat fp32 masters: one per bucket, this rank's shard of it, or all of it under all-reduce.
+"""The optimizer's step over flat shards: ZeRO-1 where the model's gradients are sharded, else all of it on every rank.
 
-The parameters move into flat buffers with the gradients' own layout, so that a rank's shard of parameters, masters,
-moments and gradients is the same range of elements everywhere, and the all-gather runs in place::
-
-    bucket of gradients (reduce-scattered)   | rank 0 | rank 1 | rank 2 | rank 3 |
-    master, exp_avg, exp_avg_sq on rank 1             | fp32   |
-    bucket of parameters (all-gathered)      | rank 0 | rank 1 | rank 2 | rank 3 |
+Follow a step: gradients are reduced into this rank's shard (``launcher.py``); one pass of a torch optimizer updates
+masters and moments, clipping and unscaling on the way; masters are rounded into the parameters' shard; the shards are
+gathered (``param_gather.py``), under the next forward where the config says so.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .bucket import Bucket
-from .buffer import FlatBuffer
-from .collectives import all_gather_shards
+from .collectives import sum_over_group
 from .data_parallel import DistributedDataParallel
+from .flat_params import ParamSlice, Run, flatten_params, runs_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
-from .wiring import WiredParam
+from .param_gather import ParamGather
+from .param_groups import assign_groups, check_optimizer_class, is_fused
+from .placements import placements_of
 
 __all__ = ["DistributedOptimizer"]
 
 
-class _Shard(NamedTuple):
-    """What this rank updates of one bucket."""
-
-    bucket: Bucket
-    params: Tensor
-    """[bucket.numel] the bucket's parameters, all ranks' shards."""
-    mine: Tensor
-    """View of ``params``: the range that this rank updates."""
-    master: nn.Parameter
-    """fp32 copy of ``mine``; ``mine`` itself where parameters are fp32 already."""
-    grads: Tensor
-    """View of the bucket's gradients: the same range."""
-
-
-class _Slice(NamedTuple):
-    """Where one parameter meets this rank's shard of its bucket."""
-
-    wired: WiredParam
-    view: Tensor
-    """The parameter's storage in the flat buffer, in the parameter's shape."""
-    master: Tensor
-    """Its elements in the master."""
-    mine: Tensor
-    """The same elements in the flat parameter buffer."""
-
-
 class DistributedOptimizer(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, 2019) over the buckets of a ``DistributedDataParallel`` model.
+    """A torch optimizer over the buckets of a ``DistributedDataParallel`` model, on fp32 masters.
 
     With ``use_distributed_optimizer=True`` each rank keeps masters and moments of its shard only (ZeRO stage 1,
     Rajbhandari et al., 2020) and the updated parameters are all-gathered; otherwise every rank updates everything.
-    PyTorch's fused AdamW does the arithmetic; clipping by the global norm rides in the same pass.
 
-    lr, betas, eps, weight_decay  as in ``torch.optim.AdamW``; learning-rate schedulers of torch work on this class
-    max_grad_norm                 clip by the global norm; None: no clipping (``grad_norm`` is then None)
+    lr               learning rate
+    optimizer_class  any elementwise class of ``torch.optim``; of whole parameters with ``keep_params_whole`` (Muon).
+                     AdamW (Loshchilov and Hutter, 2019), Adam and SGD run as torch's fused kernels
+    param_groups     dicts of options, each for the parameters that its ``"params"`` selects: a name or pattern
+                     (``"*.bias"``), a sequence of them, or a function of name and parameter. The first match counts;
+                     the rest form the last group, with the default options
+    max_grad_norm    clip by the global norm; None: no clipping (``grad_norm`` is then None)
+    options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
-    Parameters that somebody changed since the last step (``load_state_dict``, an in-place update) are read into the
-    masters again first. ``zero_grad`` is ``model.zero_grad_buffer``. ``step`` raises ``RuntimeError`` before
-    ``finish_grad_sync`` and under ``GradScaler``.
+    Learning-rate schedulers of torch work on this class. Parameters that somebody changed since the last step
+    (``load_state_dict``, an in-place update) are read into the masters again first. ``zero_grad`` is
+    ``model.zero_grad_buffer``. ``step`` raises ``RuntimeError`` before ``finish_grad_sync``. Under fp16 use
+    ``maingrad.ddp.GradScaler``.
     """
 
     def __init__(
         self,
         model: DistributedDataParallel,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
         *,
+        optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        param_groups: Sequence[Mapping[str, Any]] = (),
         max_grad_norm: float | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(f"DistributedOptimizer needs a DistributedDataParallel model, got {type(model).__name__}")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
+        whole = model.config.keep_params_whole
+        check_optimizer_class(optimizer_class, whole=whole)
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's gradients before clipping, a 0-dim tensor."""
 
-        param_views = _flatten_params(model)
-        self._shards = [_shard_of(model, bucket, params) for bucket, params in param_views]
-        self._slices = list(_slices_of(model, self._shards))
-        self._versions = [piece.wired.owned.param._version for piece in self._slices]
+        # What this rank updates.
+        groups = assign_groups(model.wired, param_groups)
+        self._flats = flatten_params(model)
+        self._runs = runs_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
 
-        masters = [shard.master for shard in self._shards]
-        self._adamw = torch.optim.AdamW(masters, lr, betas, eps, weight_decay, fused=True)
-        super().__init__(masters, self._adamw.defaults)
-        # One list of groups and one state for both, so that schedulers and state dicts act on what the step reads.
-        self.param_groups = self._adamw.param_groups
-        self.state = self._adamw.state
+        # The optimizer that does the arithmetic; one list of groups and one state for both, so that schedulers and
+        # state dicts act on what the step reads.
+        self._fused = is_fused(optimizer_class)
+        if self._fused:
+            options.setdefault("fused", True)
+            self._fused = bool(options["fused"])
+        self._inner = optimizer_class(_inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+        self._sealed = True
+        self._attach_grads()
+        self._converted_in = -1  # iteration whose gradients are attached in the masters' dtype
+        self._agreed_in = -1  # iteration in which all ranks looked for Inf together
+
+        self.slices: list[ParamSlice] = slices_of(
+            self._flats, self._runs, lambda wired: groups[wired.owned.name], model.is_primary, self.state
+        )
+        """Where each parameter meets this rank's shards: for checkpoints and exports."""
+        self._versions = [piece.wired.owned.param._version for piece in self.slices]
+
+        # Gathers, first what the forward reads first.
+        self._gathers = [
+            ParamGather(flat.bucket.name, flat.params, [w.owned.param for w in flat.wired], model.grids[group])
+            for flat in sorted(self._flats, key=lambda flat: -flat.bucket.index)
+            if placements_of(model.config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
+        ]
+        self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
+        model.gather_before_compiled_code(self._gathers)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -102,22 +105,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration")
         self.model.check_reduced("optimizer.step()")
+        if "found_inf" in vars(self) and self._agreed_in != self.model.iteration:
+            raise RuntimeError(
+                "torch.amp.GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, "
+                "and ranks would skip different steps; use maingrad.ddp.GradScaler"
+            )
+        self.finish_param_sync()
         self._check_storage()
         self.refresh_masters()
-        self._adamw.grad_scale = self._inverse_clip_coefficient()  # type: ignore[attr-defined]
-        for shard in self._shards:
-            shard.master.grad = shard.grads.to(shard.master.dtype)
-        self._adamw.step()
-        for shard in self._shards:
-            shard.master.grad = None
-        flights = []
-        for shard in self._shards:
-            if shard.master.data_ptr() != shard.mine.data_ptr():
-                shard.mine.copy_(shard.master)
-            if self.model.config.use_distributed_optimizer:
-                flights.append(all_gather_shards(shard.params, self.model.process_group))
-        for flight in flights:
-            flight.wait()
+        self._convert_grads()
+        if self._fused:
+            self._inner.grad_scale = self._grad_divisor()  # type: ignore[attr-defined]
+            self._inner.found_inf = vars(self).get("found_inf")  # type: ignore[attr-defined]
+            self._inner.step()
+        else:
+            self._unfused_step()
+        self._drop_converted_grads()
+        self._publish()
+
+    def finish_param_sync(self) -> None:
+        """Wait for the gathers under way. Reading a parameter does so by itself; what reads memory by its address, a
+        captured CUDA graph say, does not."""
+        for gather in self._gathers:
+            gather.arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a new iteration: ``model.zero_grad_buffer()``."""
@@ -131,17 +141,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
         In-place changes are seen by the tensor's version. Writing through ``param.data`` leaves none: change the
         parameter itself under ``torch.no_grad()``.
         """
-        for index, piece in enumerate(self._slices):
+        for index, piece in enumerate(self.slices):
             version = piece.wired.owned.param._version
             if version != self._versions[index]:
                 self._versions[index] = version
-                same = piece.master.to(piece.mine.dtype) == piece.mine
-                piece.master.copy_(torch.where(same, piece.master, piece.mine))
+                same = piece.master.to(piece.param.dtype) == piece.param
+                piece.master.copy_(torch.where(same, piece.master, piece.param))
+
+    @torch.no_grad()
+    def mark_loaded(self) -> None:
+        """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's."""
+        self.finish_param_sync()
+        self._publish()
+        self.finish_param_sync()
+        self._versions = [piece.wired.owned.param._version for piece in self.slices]
+
+    @torch.no_grad()
+    def unscale_grads(self, inv_scale: Tensor) -> Tensor:
+        """Multiply this rank's reduced gradients by ``inv_scale`` (0-dim fp32); returns whether a rank met Inf or NaN.
+
+        The answer is fp32 on the device, 1 or 0, alike on all ranks; nothing waits for it. For ``GradScaler``.
+        """
+        self.model.check_reduced("unscaling")
+        self._agreed_in = self.model.iteration
+        self._convert_grads()
+        found_inf = torch.zeros((), device=self.model.device)
+        grads = [run.master.grad for run in self._runs if run.master.grad is not None and run.master.numel()]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        for group in self.model.grids["dense"].axes:
+            sum_over_group(found_inf, group)
+        return found_inf.clamp_(max=1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's moments, groups and masters. It fits this number of ranks and this bucket plan only."""
+        """This rank's moments, groups and masters. It fits this number of ranks and this bucket plan only.
+
+        ``save_checkpoint`` writes what fits any.
+        """
         state = super().state_dict()
-        state["masters"] = [shard.master.detach() for shard in self._shards]
+        state["masters"] = [flat.master.detach() for flat in self._flats]
         state["layout"] = self._layout_key()
         return state
 
@@ -151,23 +188,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state_dict.get("layout") != self._layout_key():
             raise ValueError(
                 f"this optimizer state was saved with another bucket plan, rank or number of ranks: it has layout "
-                f"{state_dict.get('layout')}, and this is {self._layout_key()}"
+                f"{state_dict.get('layout')}, and this is {self._layout_key()}; save_checkpoint writes what fits any"
             )
+        state = self.state
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self._adamw.param_groups, self._adamw.state = self.param_groups, self.state
-        for shard, master in zip(self._shards, state_dict["masters"], strict=True):
-            shard.master.copy_(master)
-            shard.mine.copy_(shard.master)
-            if self.model.config.use_distributed_optimizer:
-                all_gather_shards(shard.params, self.model.process_group).wait()
-        self._versions = [piece.wired.owned.param._version for piece in self._slices]
+        loaded, self.state = self.state, state  # slices refer to this one
+        state.clear()
+        state.update(loaded)
+        self._inner.param_groups = self.param_groups
+        for flat, master in zip(self._flats, state_dict["masters"], strict=True):
+            flat.master.copy_(master)
+        self.mark_loaded()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One group of flat masters, made by the constructor; another one is refused."""
-        if self.param_groups:
+        """Groups are made by the constructor; another one is refused."""
+        if vars(self).get("_sealed"):
             raise RuntimeError(
-                "DistributedOptimizer updates every parameter of its model as one group and takes no other: "
-                "wrap the model with all its parameters"
+                "DistributedOptimizer updates every parameter of its model and takes no further group: give the "
+                "constructor param_groups"
             )
         super().add_param_group(param_group)
 
@@ -176,91 +214,84 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "DistributedOptimizer is tied to its model's buckets and is not copied or pickled; use state_dict()"
         )
 
-    @property
-    def grad_scale(self) -> Tensor:
-        """Read by ``torch.amp.GradScaler.step``, which this optimizer refuses."""
-        raise RuntimeError(
-            "GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, and ranks would "
-            "skip different steps; train in bf16, or use a stock optimizer with model.expose_grads()"
-        )
+    _step_supports_amp_scaling = True
+    """A scaler leaves unscaling and skipping to ``step``: it sets ``grad_scale`` and ``found_inf``."""
 
-    _step_supports_amp_scaling = True  # makes GradScaler.step read grad_scale, which names the remedy above
+    # ---- One step's parts. ----
+
+    def _attach_grads(self) -> None:
+        """Where gradients have the masters' dtype they are the same memory for ever."""
+        for run in self._runs:
+            if run.grads.dtype is run.master.dtype:
+                run.master.grad = run.grads
+
+    def _convert_grads(self) -> None:
+        """Elsewhere they are converted, once in an iteration."""
+        if self._converted_in == self.model.iteration:
+            return
+        self._converted_in = self.model.iteration
+        for run in self._runs:
+            if run.grads.dtype is not run.master.dtype:
+                run.master.grad = run.grads.to(run.master.dtype)
+
+    def _drop_converted_grads(self) -> None:
+        self._converted_in = -1
+        for run in self._runs:
+            if run.grads.dtype is not run.master.dtype:
+                run.master.grad = None
+
+    def _grad_divisor(self) -> Tensor | None:
+        """What gradients are divided by on the way: the loss scale, and the inverse of the clipping coefficient."""
+        scale: Tensor | None = vars(self).get("grad_scale")
+        if self.max_grad_norm is None:
+            return scale
+        self.grad_norm = global_grad_norm(self.model)
+        if scale is not None:
+            self.grad_norm = self.grad_norm / scale
+        inverse = clip_coefficient(self.grad_norm, self.max_grad_norm).reciprocal().float()
+        return inverse if scale is None else inverse * scale
+
+    def _unfused_step(self) -> None:
+        """Classes without a fused kernel: gradients are divided first, and the host asks once whether to skip."""
+        divisor = self._grad_divisor()
+        if divisor is not None:
+            torch._foreach_div_([run.master.grad for run in self._runs if run.master.grad is not None], divisor)
+        found_inf = vars(self).get("found_inf")
+        if found_inf is None or not found_inf.item():
+            self._inner.step()
+
+    def _publish(self) -> None:
+        """Round the masters into this rank's shard of the parameters, and gather the others'."""
+        rounded = [flat for flat in self._flats if flat.master.data_ptr() != flat.mine.data_ptr()]
+        if rounded:
+            torch._foreach_copy_([flat.mine for flat in rounded], [flat.master for flat in rounded])
+        timeline = self.model.timeline
+        for gather in self._gathers:
+            gather.start(self._stream, timeline)
+        for gather in self._gathers:
+            if self.model.config.overlap_param_gather:
+                gather.guard()
+            else:
+                gather.arrive()
 
     def _layout_key(self) -> str:
-        first = self._shards[0]
-        offset = first.mine.storage_offset() - first.params.storage_offset()
-        return f"{self.model.plan.fingerprint[:16]}/{offset}/{len(self._shards)}"
-
-    def _inverse_clip_coefficient(self) -> Tensor | None:
-        """What fused AdamW divides gradients by, so that clipping costs no pass of its own."""
-        if self.max_grad_norm is None:
-            return None
-        self.grad_norm = global_grad_norm(self.model)
-        return clip_coefficient(self.grad_norm, self.max_grad_norm).reciprocal().float()
+        first = self._flats[0]
+        return f"{self.model.plan.fingerprint[:16]}/{first.first}/{len(self._runs)}"
 
     def _check_storage(self) -> None:
-        for piece in self._slices:
+        for piece in self.slices:
             param = piece.wired.owned.param
             if param.data_ptr() != piece.view.data_ptr():
                 raise RuntimeError(
-                    f"parameter '{piece.wired.owned.name}' was given other storage (.to(), .data = ...) after the "
-                    f"optimizer was built: updates would not reach it; move the model before wrapping it"
+                    f"parameter '{piece.name}' was given other storage (.to(), .data = ...) after the optimizer was "
+                    f"built: updates would not reach it; move the model before wrapping it"
                 )
 
 
-def _flatten_params(model: DistributedDataParallel) -> list[tuple[Bucket, Tensor]]:
-    """Move the parameters into flat buffers laid out like the gradients; returns each bucket with its parameters."""
-    by_name = {wired.owned.name: wired for wired in model.wired}
-    by_index = {bucket.index: bucket for bucket in model.buckets}
-    views = []
-    names: dict[int, str] = {}
-    for wired in model.wired:
-        if wired.owned.param.is_complex():
-            raise ValueError(
-                f"parameter '{wired.owned.name}' is {wired.dtype}: DistributedOptimizer updates real parameters; use a "
-                f"stock optimizer with model.expose_grads()"
-            )
-        first = names.setdefault(wired.owned.param.data_ptr(), wired.owned.name)
-        if first != wired.owned.name and wired.owned.param.numel():
-            raise ValueError(
-                f"parameters '{first}' and '{wired.owned.name}' share memory, which flat buffers would undo: tie them "
-                f"as one nn.Parameter object"
-            )
-    for layout in model.plan.buffers:
-        buffer = FlatBuffer(layout, layout.param_dtype, model.device)
-        for bucket in layout.buckets:
-            for slot in bucket.slots:
-                param, view = by_name[slot.spec.name].owned.param, buffer.param_view(slot)
-                view.copy_(param.detach())
-                param.data = view
-            views.append((by_index[bucket.index], buffer.bucket_view(bucket)))
-    return views
-
-
-def _shard_of(model: DistributedDataParallel, bucket: Bucket, params: Tensor) -> _Shard:
-    owned = slice(*model.owned_range(bucket.layout))
-    mine = params[owned]
-    master = mine.float() if mine.dtype in (torch.bfloat16, torch.float16) else mine
-    return _Shard(bucket, params, mine, nn.Parameter(master), bucket.grad_data[owned])
-
-
-def _slices_of(model: DistributedDataParallel, shards: list[_Shard]) -> list[_Slice]:
-    """Each parameter's intersection with this rank's shard (empty where it lies in another rank's)."""
-    by_name = {wired.owned.name: wired for wired in model.wired}
-    slices = []
-    for shard in shards:
-        layout = shard.bucket.layout
-        first, last = model.owned_range(layout)
-        for slot in layout.slots:
-            start = max(slot.start - layout.start, first)
-            end = max(min(slot.end - layout.start, last), start)
-            wired = by_name[slot.spec.name]
-            slices.append(
-                _Slice(
-                    wired=wired,
-                    view=wired.owned.param.detach(),
-                    master=shard.master.detach()[start - first : end - first],
-                    mine=shard.params[start:end],
-                )
-            )
-    return slices
+def _inner_groups(runs: Sequence[Run], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of masters, the default one last; one that lies in other ranks' shards is empty here."""
+    members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
+    for run in runs:
+        members[run.group].append(run.master)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
+    return [{**own, "params": masters} for own, masters in zip([*options, {}], members, strict=True)]

@@ -1,36 +1,41 @@
 """The global gradient norm over buckets, and clipping by it, without a host synchronisation."""
 
-import functools
-
 import torch
 from torch import Tensor
 
-from .collectives import sum_over_group
 from .data_parallel import DistributedDataParallel
+from .iteration_checks import check_scalable
 
-__all__ = ["clip_grad_norm", "global_grad_norm", "reduced_grads"]
-
-
-def reduced_grads(model: DistributedDataParallel) -> list[Tensor]:
-    """The part of each bucket that this rank may read after ``finish_grad_sync``: its shard, or all of it."""
-    return [bucket.grad_data[slice(*model.owned_range(bucket.layout))] for bucket in model.buckets]
+__all__ = ["clip_coefficient", "clip_grad_norm", "global_grad_norm"]
 
 
 @torch.no_grad()
 def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     """``sqrt(sum_i g_i^2)`` over all parameters, once each, as a 0-dim tensor, equal on all ranks.
 
-    It is fp32, or fp64 where a gradient is. Padding is zeros and adds nothing. With sharded gradients the squares are
-    summed over the ranks.
+    It is fp32, or fp64 where a gradient is; squares are summed in fp64, so that how buckets and shards are cut does not
+    show. Padding is zeros and adds nothing. Shards are summed over the ranks; what several ranks hold alike counts
+    once, what differs between ranks (experts, each on its own) counts each time.
     """
     model.check_reduced("the gradient norm")
-    grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in reduced_grads(model)]
-    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    norms = torch._foreach_norm(grads, 2, dtype=dtype)
-    total = torch.stack(norms).square().sum()
-    if model.config.use_distributed_optimizer:
-        total = sum_over_group(total, model.process_group)
-    return total.sqrt()
+    squares, widest = [], torch.float32
+    summed = False  # over ranks
+    for kind in ("dense", "expert"):
+        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in model.reduced_grads(kind)]
+        if not grads:
+            continue
+        widest = max(widest, *(grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
+        square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
+        # Summed over all ranks, what so many of them hold alike counts so often.
+        replicas = model.num_replicas(kind)
+        summed = summed or replicas < model.grids["dense"].size
+        squares.append(square / replicas)
+    total = torch.stack(squares).sum()
+    if summed:
+        total = model.grids["dense"].sum(total)
+    else:
+        total = total * model.grids["dense"].size
+    return total.sqrt().to(widest)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -47,7 +52,7 @@ def clip_grad_norm(model: DistributedDataParallel, max_norm: float) -> Tensor:
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    model.check_scalable("clip_grad_norm()")
+    check_scalable(model.wired, "clip_grad_norm()")
     norm = global_grad_norm(model)
-    torch._foreach_mul_(reduced_grads(model), clip_coefficient(norm, max_norm))
+    torch._foreach_mul_(model.reduced_grads(), clip_coefficient(norm, max_norm))
     return norm

@@ -1,17 +1,18 @@
-"""Launches the buckets' collectives, in the plan's order on every rank, and waits for them once.
+"""Launches the buckets' reductions, in the plan's order on every rank, and waits for them once.
 
 A bucket that is ready early waits for its predecessors in the plan: ranks may see gradients in different orders, and
 collectives of one group must be issued in one order. Nothing here blocks the host or the compute stream before
 ``wait``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from .bucket import Bucket, Phase
-from .collectives import InFlight, reduce_grads
+from .collectives import InFlight
+from .nan_check import NanCheck
+from .reduction import GradReduction
 from .timeline import Mark, Timeline
 
 __all__ = ["BucketLauncher"]
@@ -23,21 +24,20 @@ class BucketLauncher:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        group: dist.ProcessGroup | None,
+        reductions: Mapping[str, GradReduction],
+        nan_check: NanCheck | None,
         *,
-        sharded: bool,
-        average_in_collective: bool,
         device: torch.device,
     ) -> None:
-        self.collective = "reduce_scatter" if sharded else "all_reduce"
         self.timeline: Timeline | None = None
         self._buckets = buckets
-        self._group = group
-        self._sharded = sharded
-        self._average_in_collective = average_in_collective
+        self._reductions = reductions
+        self._nan_check = nan_check
         self._device = device
-        # Scaling and zeroing run here, so that the compute stream never stands behind them.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Everything around a collective runs here, so that the compute stream never stands behind it. Where a bucket
+        # takes several, the next bucket's first one runs beside this one's second.
+        num_streams = max(1, *(reduction.num_collectives for reduction in reductions.values()))
+        self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)] if device.type == "cuda" else []
         self._next = 0
         self._in_flight: list[InFlight] = []
         self._ready_marks: dict[int, Mark] = {}
@@ -57,11 +57,12 @@ class BucketLauncher:
     def wait(self) -> None:
         """Order the current stream (CUDA) or this thread (CPU) behind every launched collective."""
         for bucket, flight in zip(self._buckets, self._in_flight, strict=True):
-            flight.wait()
+            if not self._streams:
+                flight.wait()
             bucket.phase = Phase.REDUCED
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
         self._in_flight.clear()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def reset(self) -> None:
         """Start a new iteration."""
@@ -72,39 +73,38 @@ class BucketLauncher:
         bucket = self._buckets[self._next]
         self._next += 1
         if torch._C._autograd._profiler_enabled():
-            with torch.profiler.record_function(f"maingrad::launch {self.collective} {bucket.name}"):
+            reduction = self._reductions[bucket.layout.group]
+            with torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}"):
                 self._launch(bucket)
         else:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.phase = Phase.REDUCING
-        if self._stream is None:
+        if not self._streams:
             self._in_flight.append(self._reduce(bucket))
             return
+        stream = self._streams[bucket.index % len(self._streams)]
         # Waiting for each stream as it is now covers every contribution that its hooks have reported.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         for raw in bucket.streams:
-            self._stream.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
-        with torch.cuda.stream(self._stream):
-            self._in_flight.append(self._reduce(bucket))
+            stream.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
+        with torch.cuda.stream(stream):
+            flight = self._reduce(bucket)
+            flight.wait()  # orders this stream, and issues what follows the first collective
+        self._in_flight.append(flight)
 
     def _reduce(self, bucket: Bucket) -> InFlight:
         for record in bucket.records:
             record.zero_unwritten()
+        if self._nan_check is not None:
+            self._nan_check.note(bucket)
+        reduction = self._reductions[bucket.layout.group]
         timeline = self.timeline
         if timeline is None:
-            return self._start_collective(bucket)
+            return reduction.start(bucket.grad_data)
         ready = self._ready_marks.pop(bucket.index, None) or timeline.mark()
         launched = timeline.mark()
-        nbytes = bucket.grad_data.numel() * bucket.grad_data.element_size()
-        flight = self._start_collective(bucket)
-        return timeline.watch(bucket.name, self.collective, nbytes, ready, launched, flight)
-
-    def _start_collective(self, bucket: Bucket) -> InFlight:
-        return reduce_grads(
-            bucket.grad_data,
-            self._group,
-            sharded=self._sharded,
-            average_in_collective=self._average_in_collective,
-        )
+        nbytes = reduction.wire_nbytes(bucket.layout.numel, bucket.grad_data.dtype)
+        flight = reduction.start(bucket.grad_data)
+        return timeline.watch(bucket.name, reduction.name, nbytes, ready, launched, flight)

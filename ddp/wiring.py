@@ -3,7 +3,8 @@
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -12,19 +13,22 @@ from torch import nn
 
 from .bucket import Bucket
 from .buffer import FlatBuffer
-from .collectives import group_rank, group_size
+from .collectives import group_rank
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .main_grad import is_delayed
+from .rank_grid import RankGrid
 from .wgrad_module import DelayedWgradModule, FusedWgradModule
 
 __all__ = [
+    "OwnedParam",
     "WiredParam",
     "allocate_buckets",
     "check_same_on_all_ranks",
     "check_setup",
     "find_owned_params",
+    "kind_of",
     "plan_model",
 ]
 
@@ -79,6 +83,11 @@ class WiredParam(NamedTuple):
             )
 
 
+def kind_of(tensor: torch.Tensor) -> str:
+    """Over which ranks it is reduced: "expert" where Megatron-core's mark says that not all have it, else "dense"."""
+    return "dense" if getattr(tensor, "allreduce", True) else "expert"
+
+
 def find_owned_params(module: nn.Module) -> list[OwnedParam]:
     """Every parameter of the model once, in registration order, with all modules that register it."""
     owners: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -92,7 +101,7 @@ def find_owned_params(module: nn.Module) -> list[OwnedParam]:
 
 
 def check_setup(
-    trainable: Sequence[OwnedParam], config: DistributedDataParallelConfig, group: dist.ProcessGroup | None
+    trainable: Sequence[OwnedParam], config: DistributedDataParallelConfig, grids: Iterable[RankGrid]
 ) -> torch.device:
     """The one device of all trainable parameters; raises for settings that cannot work there."""
     if not trainable:
@@ -110,10 +119,11 @@ def check_setup(
                 f"parameter '{name}' already has a .grad, which the first iteration would add to main_grad: call "
                 f"module.zero_grad() before wrapping"
             )
-    if config.average_in_collective and group is not None and "nccl" not in dist.get_backend(group):
+    backends = {dist.get_backend(group) for grid in grids for group in grid.axes}
+    if config.average_in_collective and not all("nccl" in backend for backend in backends):
         raise ValueError(
-            f"average_in_collective needs NCCL, and the group's backend is {dist.get_backend(group)}; "
-            f"leave it False, and each rank divides its gradients before the collective"
+            f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "
+            f"leave it None, and each rank divides its gradients before the collective"
         )
     if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
@@ -127,7 +137,7 @@ def plan_model(
     trainable: Sequence[OwnedParam],
     config: DistributedDataParallelConfig,
     *,
-    shard_degree: int,
+    shard_degree: int | Mapping[str, int],
     backward_order: Sequence[str] | None = None,
 ) -> GradPlan:
     """The plan for these parameters; pure, so that it also works on the meta device for any number of ranks.
@@ -151,6 +161,7 @@ def plan_model(
             shape=tuple(by_name[name].param.shape),
             param_dtype=by_name[name].param.dtype,
             grad_dtype=_grad_dtype(by_name[name].param.dtype, config),
+            group=kind_of(by_name[name].param),
             delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),  # Megatron's mark: tied across stages
         )
@@ -160,6 +171,8 @@ def plan_model(
         specs,
         shard_degree=shard_degree,
         bucket_numel=config.bucket_size,
+        num_buckets=config.num_buckets,
+        keep_params_whole=config.keep_params_whole,
         pad_for_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw,
     )
 
@@ -198,42 +211,69 @@ def allocate_buckets(
     return sorted(buckets, key=lambda bucket: bucket.index), wired
 
 
-def check_same_on_all_ranks(plan: GradPlan, group: dist.ProcessGroup | None, broadcast: nn.Module | None) -> None:
+def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broadcast: nn.Module | None) -> None:
     """Compare plans across ranks; every rank raises ``ValueError`` with the first parameter that differs.
 
-    broadcast  a module whose frozen parameters and buffers are about to be overwritten by rank 0's, and must fit them
+    broadcast  a module whose frozen parameters and buffers are about to be overwritten by the first rank's, and must
+               fit them
+
+    Each kind of parameters is compared over its own ranks: inside the instances, then across.
     """
-    if group is None or group_size(group) == 1:
-        return
-    described = [*_describe_plan(plan), *(() if broadcast is None else _describe_rest(broadcast))]
-    fingerprint = plan.fingerprint + hashlib.sha256("\n".join(described).encode()).hexdigest()
-    fingerprints: list[str] = [""] * group_size(group)
+    kinds = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
+    for own in kinds:
+        params = [line for kind in own for line in _describe_params(plan, kind)]
+        rest = [line for kind in own for line in _describe_rest(broadcast, kind)]
+        buckets = [line for kind in own for line in _describe_buckets(plan, kind)]
+        for group in grids[own[0]].axes:
+            _compare(group, params, rest, buckets)
+
+
+def _compare(group: dist.ProcessGroup, *mine: list[str]) -> None:
+    """Compare lists over a group; the last describes buckets, the others the model."""
+    fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
+    fingerprints: list[str] = [""] * group.size()
     dist.all_gather_object(fingerprints, fingerprint, group=group)
     if len(set(fingerprints)) == 1:
         return
-    lists: list[list[str]] = [[]] * group_size(group)
-    dist.all_gather_object(lists, described, group=group)
+    lists: list[tuple[list[str], ...]] = [mine] * group.size()
+    dist.all_gather_object(lists, mine, group=group)
     other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
-    for mine, theirs in zip([*lists[0], "nothing"], [*lists[other], "nothing"], strict=False):
-        if mine != theirs:
+    for section, (ours, theirs) in enumerate(zip(lists[0], lists[other], strict=True)):
+        for first, second in zip_longest(ours, theirs, fillvalue="nothing"):
+            if first == second:
+                continue
+            if section == len(mine) - 1:
+                raise ValueError(
+                    f"the gradient plan differs between rank 0 and rank {other}: {first}, and {second}; wrap with the "
+                    f"same config everywhere"
+                )
             raise ValueError(
                 f"the model differs between ranks (this is rank {group_rank(group)}): "
-                f"rank 0 has {mine} where rank {other} has {theirs}"
+                f"rank 0 has {first} where rank {other} has {second}"
             )
-    raise ValueError(f"the gradient plan differs between rank 0 and rank {other}: wrap with the same config everywhere")
 
 
-def _describe_plan(plan: GradPlan) -> Iterator[str]:
+def _describe_params(plan: GradPlan, kind: str) -> Iterator[str]:
     for bucket in plan.buckets:
-        for slot in bucket.slots:
+        for slot in bucket.slots if bucket.group == kind else ():
             spec = slot.spec
             yield f"'{spec.name}' {spec.param_dtype} {list(spec.shape)} in bucket {bucket.index}"
 
 
-def _describe_rest(module: nn.Module) -> Iterator[str]:
+def _describe_buckets(plan: GradPlan, kind: str) -> Iterator[str]:
+    for bucket in plan.buckets:
+        if bucket.group == kind:
+            grad_dtype = bucket.slots[0].spec.grad_dtype
+            yield f"bucket {bucket.index} of {bucket.numel} elements {grad_dtype} in {bucket.shard_degree} shards"
+
+
+def _describe_rest(module: nn.Module | None, kind: str) -> Iterator[str]:
     """What the plan does not know of."""
+    if module is None:
+        return
     for name, param in module.named_parameters():
-        if not param.requires_grad:
+        if not param.requires_grad and kind_of(param) == kind:
             yield f"frozen '{name}' {param.dtype} {list(param.shape)}"
     for name, buffer in module.named_buffers():
-        yield f"buffer '{name}' {buffer.dtype} {list(buffer.shape)}"
+        if kind_of(buffer) == kind:
+            yield f"buffer '{name}' {buffer.dtype} {list(buffer.shape)}"

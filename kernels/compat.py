@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["HAS_TRITON", "all_gather_single", "device_of", "reduce_scatter_single", "runs_on_triton"]
+__all__ = [
+    "HAS_TRITON",
+    "all_gather_single",
+    "device_of",
+    "premultiplied_sum",
+    "reduce_scatter_single",
+    "runs_on_triton",
+]
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
@@ -23,6 +30,12 @@ def _either(new: str, old: str) -> Callable[..., Any]:
 if dist.is_available():
     reduce_scatter_single = _either("reduce_scatter_single", "reduce_scatter_tensor")
     all_gather_single = _either("all_gather_single", "all_gather_into_tensor")
+
+
+def premultiplied_sum(factor: float) -> Any:
+    """NCCL's sum of values times ``factor``, scaled on the way. torch has it under a private name, for its own FSDP."""
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Triton publishes wheels for Linux on x86-64 only."""

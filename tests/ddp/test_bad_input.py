@@ -127,7 +127,7 @@ def averaging_on_gloo() -> str:
 
 
 def test_average_in_collective_on_gloo_is_refused() -> None:
-    assert all("backend is gloo; leave it False" in message for message in run_ranks(averaging_on_gloo, 2))
+    assert all("backend is gloo; leave it None" in message for message in run_ranks(averaging_on_gloo, 2))
 
 
 # ---- Models that differ between ranks. ----
@@ -249,7 +249,7 @@ def test_the_optimizer_refuses_what_it_cannot_do() -> None:
     ddp_backward(ddp, make_batches(2))
     with pytest.raises(ValueError, match=r"step\(\) takes no closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(RuntimeError, match="as one group and takes no other"):
+    with pytest.raises(RuntimeError, match="takes no further group: give the constructor param_groups"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         DistributedOptimizer(ddp, lr=-1)
@@ -263,7 +263,9 @@ def test_grad_scaler_over_the_distributed_optimizer_is_refused(unscale: bool) ->
     ddp.finish_grad_sync()
     if unscale:
         scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match=r"GradScaler over DistributedOptimizer: .* model.expose_grads\(\)"):
+    with pytest.raises(
+        RuntimeError, match="torch.amp.GradScaler over DistributedOptimizer: .* use maingrad.ddp.GradScaler"
+    ):
         scaler.step(optimizer)
 
 

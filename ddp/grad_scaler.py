@@ -1,0 +1,25 @@
+"""Loss scaling for fp16 over sharded gradients: every rank skips the same steps."""
+
+import torch
+from torch import Tensor
+
+from .distributed_optimizer import DistributedOptimizer
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` that looks for Inf and NaN in the shards of all ranks.
+
+    Used as torch's own: ``scale(loss).backward()``, ``model.finish_grad_sync()``, ``step(optimizer)``, ``update()``.
+    ``unscale_(optimizer)`` comes after ``finish_grad_sync``. Optimizers that are not ``DistributedOptimizer`` are
+    treated as torch treats them. The host waits for nothing but what torch's own waits for.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if not isinstance(optimizer, DistributedOptimizer):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = optimizer.unscale_grads(inv_scale)
+        return {found.device: found}

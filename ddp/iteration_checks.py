@@ -1,0 +1,58 @@
+"""What must hold at certain points of an iteration; a ``RuntimeError`` names the parameter and a remedy."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from .bucket import Phase
+from .grad_record import GradRecord
+from .main_grad import record_of
+from .wiring import WiredParam
+
+__all__ = ["check_no_stranger", "check_nothing_bypassed", "check_nothing_pending", "check_scalable"]
+
+
+def check_no_stranger(module: nn.Module) -> None:
+    """Every parameter that requires a gradient was there when the model was wrapped."""
+    for name, param in module.named_parameters():
+        if param.requires_grad and record_of(param) is None:
+            raise RuntimeError(
+                f"parameter '{name}' requires a gradient, and was frozen or not there when the model was wrapped: "
+                f"it has no main_grad and would never be reduced; unfreeze or add it before wrapping, or wrap again"
+            )
+
+
+def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:
+    """No delayed weight gradient is missing."""
+    waiting = {record.name: record.pending for record in records if record.pending}
+    if waiting:
+        name, pending = next(iter(waiting.items()))
+        raise RuntimeError(
+            f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
+            f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first"
+        )
+
+
+def check_nothing_bypassed(wired: Iterable[WiredParam], caller: str) -> None:
+    """A hook empties ``.grad`` whenever autograd has filled it."""
+    for entry in wired:
+        if entry.owned.param.grad is not None and not entry.record.exposed:
+            raise RuntimeError(
+                f"{caller}: a gradient of parameter '{entry.record.name}' was put into .grad by hand, where no "
+                f"hook sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has "
+                f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you, add it to "
+                f"main_grad, before the last backward"
+            )
+
+
+def check_scalable(wired: Iterable[WiredParam], caller: str) -> None:
+    """Scaling buckets does not race with a collective, nor miss the ``.grad`` that an optimizer reads."""
+    for entry in wired:
+        grad, record = entry.owned.param.grad, entry.record
+        if entry.bucket.phase is Phase.REDUCING:
+            raise RuntimeError(f"{caller} before finish_grad_sync(): {entry.bucket.name} is still being reduced")
+        if record.exposed and grad is not None and grad.data_ptr() != record.view.data_ptr():
+            raise RuntimeError(
+                f"{caller} after expose_grads(): .grad of parameter '{record.name}' is a {grad.dtype} copy and "
+                f"would stay as it is; call it before expose_grads(), or torch.nn.utils.clip_grad_norm_ after it"
+            )

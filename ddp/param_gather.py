@@ -1,0 +1,166 @@
+"""All-gathers of updated parameters that run under whatever comes next, and parameters that wait for their own.
+
+While a bucket's gather is in flight its parameters belong to a subclass of their class whose only addition is
+``__torch_function__``: torch calls it before any of its functions sees the parameter, wherever that happens (a module's
+forward, another module that reads the weight, ``state_dict``, an average over a list of parameters that somebody kept).
+It makes the current stream wait for that bucket's gather, gives the bucket's parameters their own class back, and goes
+on. So nobody can read an old weight, no module needs a hook, the order in which forward reads the buckets need not be
+known, and a bucket costs one such call a step. torch's lazy modules change a parameter's class in the same way.
+
+Gathers are issued in the reverse of the order in which backward fills the buckets, which is the forward's.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
+
+from .collectives import InFlight, all_gather_shards
+from .rank_grid import RankGrid
+from .timeline import Timeline
+
+__all__ = ["ParamGather"]
+
+_GATHER = "_maingrad_gather"
+
+
+class ParamGather:
+    """The all-gather of one bucket of parameters.
+
+    name    of the bucket
+    flat    [n] the parameters, of which this rank's shard is up to date before ``start``
+    params  those whose storage lies in ``flat``
+    grid    the ranks
+    """
+
+    def __init__(self, name: str, flat: Tensor, params: Sequence[nn.Parameter], grid: RankGrid) -> None:
+        self.name = name
+        self.flat = flat
+        self._params = [TensorWeakRef(param) for param in params]  # which refer to this while they wait
+        self._grid = grid
+        self._flight: InFlight | None = None
+        self._event: torch.cuda.Event | None = None
+        self._home: Any = None
+
+    def start(self, stream: torch.cuda.Stream | None, timeline: Timeline | None) -> None:
+        """Issue it on ``stream`` (CUDA), which waits for the current one. Until ``arrive`` the parameters wait."""
+        if stream is None:
+            self._flight = self._launch(timeline)
+            return
+        self._home = torch.cuda.current_stream(self.flat.device)
+        stream.wait_stream(self._home)
+        with torch.cuda.stream(stream):
+            self._flight = self._launch(timeline)
+            self._flight.wait()
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def guard(self) -> None:
+        """Have every parameter wait at its first use from now on."""
+        for param in self._live_params():
+            waiting = _waiting_class(type(param))
+            if waiting is None:  # a class of fixed shape: wait now
+                self.arrive()
+                return
+            param.__dict__[_GATHER] = self
+            param.__class__ = waiting
+
+    def arrive(self) -> None:
+        """Order the current stream (CUDA) or this thread (CPU) behind the gather; nothing waits for it any more."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        if self._event is None:
+            flight.wait()
+        else:
+            current = torch.cuda.current_stream(self.flat.device)
+            current.wait_event(self._event)
+            if current != self._home:  # used on a side stream first; from here on the main one may use it unasked
+                self._home.wait_event(self._event)
+            self._event = self._home = None
+        for param in self._live_params():
+            if param.__dict__.pop(_GATHER, None) is not None:
+                param.__class__ = type(param).__bases__[0]
+
+    def _live_params(self) -> Iterator[Tensor]:
+        for reference in self._params:
+            param = reference()
+            if param is not None:
+                yield param
+
+    def _launch(self, timeline: Timeline | None) -> InFlight:
+        if timeline is None:
+            return all_gather_shards(self.flat, self._grid.gather)
+        ready = timeline.mark()
+        nbytes = self.flat.numel() * self.flat.element_size()
+        flight = all_gather_shards(self.flat, self._grid.gather)
+        return timeline.watch(self.name, "all_gather", nbytes, ready, ready, flight)
+
+
+class _WaitsForGather:
+    """Mixed in front of a parameter's own class while its gather is in flight."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _metadata():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        gathers = list(_gathers(args, kwargs))
+        assert gathers, "torch asks for the sake of an argument, or of one in a list of them"
+        for gather in gathers:
+            gather.arrive()
+        return func(*args, **kwargs)
+
+    # Python functions that build a tensor of type(self), and so must not see this class.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.__dict__[_GATHER].arrive()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.__dict__[_GATHER].arrive()
+        return self.__reduce_ex__(protocol)
+
+
+def _gathers(args: Any, kwargs: Any) -> Iterator[ParamGather]:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, _WaitsForGather) and _GATHER in leaf.__dict__:  # not one that an earlier one has freed
+            yield leaf.__dict__[_GATHER]
+
+
+@functools.cache
+def _waiting_class(cls: type) -> Any:
+    """``cls`` with the wait before it; None for classes that cannot be put on and off."""
+    if "__torch_function__" in vars(cls) and cls is not nn.Parameter:
+        return None  # it has something to say itself
+    # The wait comes first in the order of lookup, and cls first among the bases, where arrive() finds it again.
+    members = {name: value for name, value in vars(_WaitsForGather).items() if name not in ("__dict__", "__weakref__")}
+    try:
+        waiting = type(f"Gathering{cls.__name__}", (cls, _WaitsForGather), members)
+        probe: Any = torch.Tensor._make_subclass(cls, torch.empty(0))
+        probe.__class__ = waiting
+    except TypeError:
+        return None
+    return waiting
+
+
+@functools.cache
+def _metadata() -> frozenset[Any]:
+    """What torch may be asked about a parameter without waiting for its values."""
+    properties = """
+        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf _version is_cuda is_cpu is_meta
+        is_sparse is_quantized output_nr names _backward_hooks _post_accumulate_grad_hooks
+    """
+    methods = """
+        size stride numel nelement dim element_size storage_offset is_contiguous is_floating_point is_complex get_device
+        requires_grad_ register_hook register_post_accumulate_grad_hook
+    """
+    found = [getattr(torch.Tensor, name) for name in properties.split() if hasattr(torch.Tensor, name)]
+    accessors = [access for entry in found for access in (entry.__get__, entry.__set__)]
+    return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in methods.split())])

@@ -1,0 +1,144 @@
+"""The ranks of one wrapper as a grid: inner groups that share shards, outer groups that join their replicas.
+
+process group of 8 ranks, 2 instances      inner (0 1 2 3) (4 5 6 7)      outer (0 4) (1 5) (2 6) (3 7)
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .collectives import group_or_default, group_rank, group_size, sum_over_group
+
+__all__ = ["RankGrid", "make_grid", "make_grids"]
+
+
+class RankGrid(NamedTuple):
+    """Where this rank stands. A group of None is a world of one without ``torch.distributed``, or an axis of one."""
+
+    inner: dist.ProcessGroup | None
+    outer: dist.ProcessGroup | None
+    gather: dist.ProcessGroup | None
+    """The inner ranks again, where gathers must not queue behind reductions: collectives of one group are serial."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return group_size(self.inner) * group_size(self.outer)
+
+    @property
+    def inner_size(self) -> int:
+        """Ranks of an instance."""
+        return group_size(self.inner)
+
+    @property
+    def inner_rank(self) -> int:
+        """Place in the instance: the index of this rank's shards."""
+        return group_rank(self.inner)
+
+    @property
+    def outer_size(self) -> int:
+        """Number of instances."""
+        return group_size(self.outer)
+
+    @property
+    def outer_rank(self) -> int:
+        """Which instance this is."""
+        return group_rank(self.outer)
+
+    @property
+    def axes(self) -> Iterator[dist.ProcessGroup]:
+        """The groups that hold more than one rank, inner first."""
+        for group in (self.inner, self.outer):
+            if group is not None and group.size() > 1:
+                yield group
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum a small tensor over all ranks, in place: inside instances, then across."""
+        for group in self.axes:
+            sum_over_group(value, group)
+        return value
+
+    @torch.no_grad()
+    def broadcast(self, tensor: Tensor) -> None:
+        """Copy the first rank's tensor to all others."""
+        for group in reversed(list(self.axes)):
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+
+
+def make_grid(
+    ranks: dist.ProcessGroup | DeviceMesh | None, *, num_instances: int = 1, separate_gather: bool = False
+) -> RankGrid:
+    """The grid over a process group (None: the default one), or of a DeviceMesh: (inner), or (outer, inner).
+
+    num_instances    cuts a process group into so many runs of consecutive ranks; a 2-D mesh says it by itself
+    separate_gather  give gathers a communicator of their own
+
+    Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of more
+    dims, and where the ranks do not divide.
+    """
+    if isinstance(ranks, DeviceMesh):
+        inner, outer = _groups_of_mesh(ranks, num_instances)
+    else:
+        inner, outer = _cut(group_or_default(ranks), num_instances)
+    gather = inner
+    if separate_gather and inner is not None and inner.size() > 1:
+        gather = dist.new_group(dist.get_process_group_ranks(inner), use_local_synchronization=True)
+    return RankGrid(inner, outer, gather)
+
+
+def make_grids(
+    ranks: dist.ProcessGroup | DeviceMesh | None,
+    expert_ranks: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    has_experts: bool,
+    num_instances: int,
+    separate_gather: bool,
+) -> dict[str, RankGrid]:
+    """The grid of each kind of parameters. Where nothing says which ranks share experts, it is all of them."""
+    if expert_ranks is not None and not has_experts:
+        raise ValueError(
+            "expert_process_group has no effect: no trainable parameter has the attribute allreduce = False, which "
+            "marks experts"
+        )
+    dense = make_grid(ranks, num_instances=num_instances, separate_gather=separate_gather)
+    if expert_ranks is None:
+        return {"dense": dense, "expert": dense}
+    return {
+        "dense": dense,
+        "expert": make_grid(expert_ranks, num_instances=num_instances, separate_gather=separate_gather),
+    }
+
+
+def _groups_of_mesh(mesh: DeviceMesh, num_instances: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"a data-parallel mesh is (inner) or (outer, inner); this one has dims {mesh.mesh_dim_names}")
+    outer = mesh.get_group(0) if mesh.ndim == 2 else None
+    if num_instances not in (1, group_size(outer)):
+        raise ValueError(
+            f"num_distributed_optimizer_instances is {num_instances}, and the outer axis of the mesh has "
+            f"{group_size(outer)} ranks: leave the option out, the mesh says it"
+        )
+    return mesh.get_group(mesh.ndim - 1), outer
+
+
+def _cut(
+    group: dist.ProcessGroup | None, num_instances: int
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    if num_instances == 1:
+        return group, None
+    size = group_size(group)
+    if size % num_instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances = {num_instances} does not divide the {size} ranks of the process "
+            f"group"
+        )
+    assert group is not None, "one rank divides into one instance only"
+    ranks = dist.get_process_group_ranks(group)
+    inner_size = size // num_instances
+    instance, place = divmod(group_rank(group), inner_size)
+    inner = dist.new_group(ranks[instance * inner_size : (instance + 1) * inner_size], use_local_synchronization=True)
+    return inner, dist.new_group(ranks[place::inner_size], use_local_synchronization=True)

@@ -1,0 +1,119 @@
+"""How one bucket's gradients become the sum over all ranks: the forms, and the collectives that each is made of.
+
+=============================  ==========================================================  ==========================
+form                           inside an instance                                          across instances
+=============================  ==========================================================  ==========================
+all-reduce                     all-reduce of the bucket                                    all-reduce of the bucket
+reduce-scatter                 reduce-scatter: each rank gets its shard's sum              all-reduce of the shard
+half on the wire               all-to-all of the bucket in bf16, each rank then sums the   all-reduce of the shard
+                               shards it got in fp32
+=============================  ==========================================================  ==========================
+
+Every rank's gradients are multiplied by ``factor`` before they are summed: by NCCL on the way, by the rank itself
+elsewhere.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernels.compat import premultiplied_sum, reduce_scatter_single
+from .collectives import InFlight, in_stages
+from .placements import Placements
+from .rank_grid import RankGrid
+
+__all__ = ["GradReduction"]
+
+
+class GradReduction:
+    """The reduction of every bucket of one kind of parameters.
+
+    grid              the ranks
+    placements        the row of the table that says what is scattered
+    factor            what each rank's gradients are multiplied by; 1: they are summed
+    wire_dtype        dtype on the wire, smaller than the accumulators'; None: their own
+    in_collective     NCCL multiplies; False: the rank does; None: NCCL where the group is one of NCCL's
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        placements: Placements,
+        *,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+        in_collective: bool | None = None,
+    ) -> None:
+        self.grid = grid
+        self.scatters = placements.inner.scatters
+        self.factor = factor
+        self.wire_dtype = wire_dtype
+        if in_collective is None:
+            groups = list(grid.axes)
+            in_collective = wire_dtype is None and bool(groups) and all("nccl" in dist.get_backend(g) for g in groups)
+        self.in_collective = in_collective
+
+    @property
+    def name(self) -> str:
+        """Of the collective inside an instance, for labels and records."""
+        if not self.scatters:
+            return "all_reduce"
+        return "reduce_scatter" if self.wire_dtype is None else "all_to_all"
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives of one bucket."""
+        return len(list(self.grid.axes))
+
+    def owned_range(self, numel: int) -> tuple[int, int]:
+        """[start, end) of a bucket's elements whose sum this rank gets: its shard, or all of them."""
+        if not self.scatters:
+            return 0, numel
+        size = numel // self.grid.inner_size
+        return self.grid.inner_rank * size, (self.grid.inner_rank + 1) * size
+
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of one bucket as it is sent."""
+        return numel * (self.wire_dtype or dtype).itemsize
+
+    def start(self, grads: Tensor) -> InFlight:
+        """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined."""
+        return in_stages(self._stages(grads), (grads,))
+
+    def _stages(self, grads: Tensor) -> Iterator[Any]:
+        inner, outer = self.grid.inner, self.grid.outer
+        on_the_wire = self.wire_dtype is not None and self.grid.inner_size > 1
+        if self.factor != 1.0 and not self.in_collective and not on_the_wire:
+            grads.mul_(self.factor)
+        scale = self.in_collective
+        mine = grads[slice(*self.owned_range(grads.numel()))]
+        if self.grid.inner_size > 1:
+            if on_the_wire:
+                yield from self._sum_shards(grads, mine)
+            elif self.scatters:
+                yield reduce_scatter_single(mine, grads, op=self._op(scale, inner), group=inner, async_op=True)
+            else:
+                yield dist.all_reduce(grads, op=self._op(scale, inner), group=inner, async_op=True)
+            scale = False
+        if self.grid.outer_size > 1:
+            yield dist.all_reduce(mine, op=self._op(scale, outer), group=outer, async_op=True)
+
+    def _sum_shards(self, grads: Tensor, mine: Tensor) -> Iterator[Any]:
+        """Send every rank its shard, scaled and rounded once to the wire's dtype; sum what came in fp32.
+
+        Scratch: twice the bucket in the wire's dtype, until the bucket is reduced.
+        """
+        sent = torch.empty_like(grads, dtype=self.wire_dtype)
+        torch.mul(grads, self.factor, out=sent)
+        received = torch.empty_like(sent)
+        yield dist.all_to_all_single(received, sent, group=self.grid.inner, async_op=True)
+        torch.sum(received.view(self.grid.inner_size, -1), dim=0, dtype=mine.dtype, out=mine)
+
+    def _op(self, scale: bool, group: dist.ProcessGroup | None) -> Any:
+        if not scale or self.factor == 1.0:
+            return dist.ReduceOp.SUM
+        assert group is not None, "a group of more than one rank"
+        return dist.ReduceOp.AVG if self.factor == 1.0 / group.size() else premultiplied_sum(self.factor)
