@@ -23,6 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 __all__ = ["AnyRankFailed", "Ranks"]
 
 _POLL_SECONDS = 0.25
+_GRACE_SECONDS = 1.0
+"""For a rank that is about to fail by itself, as all do for the same reason most of the time."""
 
 
 class AnyRankFailed(RuntimeError):
@@ -98,7 +100,6 @@ class Ranks:
                     failed_at = time.time()
                     details = traceback.format_exc(limit=-4)
                     watch.report()
-                    _abort()
         finally:
             _destroy()
         # A rank that was aborted fails in consequence, whatever its clock says.
@@ -120,7 +121,10 @@ class Ranks:
 
 
 class _Watch:
-    """Aborts this process's groups when another rank reports a failure: a stuck collective would never return."""
+    """Aborts this process's groups once, where a rank has failed.
+
+    Where it was another one, from a thread of its own: a stuck collective would never return.
+    """
 
     def __init__(self, store: c10d.Store, key: str) -> None:
         self.has_aborted = False
@@ -132,24 +136,30 @@ class _Watch:
         self._thread = threading.Thread(target=self._look, name="failure watch", daemon=True)
 
     def report(self) -> None:
-        """Tell the others; this rank aborts by itself."""
-        self._over.set()
+        """This rank failed: tell the others, and abort here unless that was done."""
         self._store.set(self._key, "failed")
+        self._stop()
+        if not self.has_aborted:
+            _abort()
 
     def _look(self) -> None:
         while not self._over.wait(_POLL_SECONDS):
             if self._eyes.check([self._key]):
-                self.has_aborted = True
-                _abort()
+                if not self._over.wait(_GRACE_SECONDS):
+                    self.has_aborted = True
+                    _abort()
                 return
+
+    def _stop(self) -> None:
+        self._over.set()
+        self._thread.join()
 
     def __enter__(self) -> "_Watch":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
+        self._stop()
 
 
 def _abort() -> None:
