@@ -99,7 +99,8 @@ def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) ->
     from rich.console import Console
 
     from .config_file import load_config
-    from .plan import plan_run, plan_tables
+    from .plan import plan_run
+    from .plan_tables import plan_tables
 
     plan = plan_run(load_config(known.config, overrides), known.ranks)
     console = Console()

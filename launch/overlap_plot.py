@@ -163,7 +163,7 @@ def _draw_whole_step(axes: Axes, timeline: dict[str, Any]) -> None:
 
 def _draw_window(axes: Axes, window: _Window, rows: dict[str, int]) -> None:
     origin = window.origin
-    begins = min([0.0, *(span.get("ready", span["launched"]) - origin for span in window.spans)])
+    begins = min([0.0, *(span["ready" if "ready" in span else "launched"] - origin for span in window.spans)])
     last = max([*(end - origin for (_, end), _, _ in window.shades), *(s["finished"] - origin for s in window.spans)])
     width = last - begins
     for (start, end), colour, text in window.shades:

@@ -1,17 +1,19 @@
-"""What a run would allocate, from shapes alone: buckets, padding, bytes per rank. No process group, no storage."""
+"""What a run would allocate and send, from shapes alone: no process group, no storage."""
 
-from collections.abc import Iterable, Iterator
+import dataclasses
 from typing import NamedTuple
 
 import torch
-from rich.table import Table
 
-from ..ddp.layout import BucketLayout, BufferLayout, GradPlan
+from ..ddp import DistributedDataParallelConfig
+from ..ddp.layout import BucketLayout, GradPlan
+from ..ddp.placements import Placements, placements_of
 from ..ddp.wiring import find_owned_params, plan_model
-from .config import Config, ModelConfig
+from .config import Config, ModelConfig, Parallel
 from .model import GPT
+from .rank_bytes import BucketTraffic, RankBytes, bucket_traffic, rank_bytes
 
-__all__ = ["ParameterCount", "RankBytes", "RunPlan", "count_parameters", "plan_run", "plan_tables"]
+__all__ = ["ParameterCount", "RunPlan", "count_parameters", "plan_run"]
 
 
 class ParameterCount(NamedTuple):
@@ -26,31 +28,17 @@ class ParameterCount(NamedTuple):
     """Those that work on one token: of the experts, the ones that it is sent to."""
 
 
-class RankBytes(NamedTuple):
-    """Bytes on one rank, padding included."""
-
-    parameters: int
-    gradients: int
-    masters: int
-    """fp32 copies of half-precision parameters; 0 where parameters are fp32 themselves."""
-    moments: int
-    """First and second moments of AdamW, fp32."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(self)
-
-
 class RunPlan(NamedTuple):
-    """The gradient plan of a configuration on so many ranks."""
+    """The plan of a configuration on so many ranks."""
 
     gradients: GradPlan
     ranks: int
     parameters: ParameterCount
-    sharded: bool
-    """Gradients are reduce-scattered and optimizer state is sharded; otherwise all-reduced and whole on each rank."""
+    parallel: Parallel
+    wrapper: DistributedDataParallelConfig
     model: ModelConfig
+    alternatives: dict[Parallel, RankBytes]
+    """Bytes at rest under each kind of parallelism that so many ranks allow, this run's among them."""
 
     @property
     def num_parameters(self) -> int:
@@ -58,27 +46,89 @@ class RunPlan(NamedTuple):
         return self.parameters.total
 
     @property
+    def placements(self) -> Placements:
+        """Where parameters, gradients and optimizer are whole or sharded."""
+        return placements_of(self.wrapper)
+
+    @property
+    def inner_size(self) -> int:
+        """Ranks of an instance."""
+        return self.ranks // self.outer_size
+
+    @property
+    def outer_size(self) -> int:
+        """Number of instances."""
+        return self.wrapper.num_distributed_optimizer_instances
+
+    @property
     def rank_bytes(self) -> RankBytes:
         """What each rank holds; the same on all of them, since shards are equal."""
-        parameters = gradients = masters = moments = 0
-        for buffer in self.gradients.buffers:
-            owned = buffer.numel // self.ranks if self.sharded else buffer.numel
-            parameters += buffer.numel * buffer.param_dtype.itemsize
-            gradients += buffer.numel * buffer.grad_dtype.itemsize
-            masters += 4 * owned if buffer.param_dtype.itemsize < 4 else 0
-            moments += 2 * 4 * owned
-        return RankBytes(parameters, gradients, masters, moments)
+        return self.alternatives[self.parallel]
+
+    @property
+    def gather_order(self) -> list[BucketLayout]:
+        """Buckets as their parameters are gathered: first what the forward reads first. Empty where nothing is."""
+        return list(reversed(self.gradients.buckets)) if self.placements.inner.gathers else []
+
+    def traffic(self, bucket: BucketLayout) -> BucketTraffic:
+        """What a rank sends for a bucket in one step."""
+        spec = bucket.slots[0].spec
+        return bucket_traffic(
+            bucket,
+            inner_size=self.inner_size,
+            outer_size=self.outer_size,
+            scatters=self.placements.inner.scatters,
+            param_dtype=spec.param_dtype,
+            grad_dtype=spec.grad_dtype,
+            wire_dtype=self.wrapper.grad_reduce_wire_dtype,
+        )
 
 
 def plan_run(config: Config, ranks: int) -> RunPlan:
     """Build the model on the meta device and lay out its gradients for ``ranks`` data-parallel ranks.
 
-    Raises ``ConfigError`` where the global batch does not divide between so many ranks.
+    Raises ``ConfigError`` where the global batch, or the ranks, do not divide.
     """
-    config.train.sequences_per_microbatch(ranks)
+    config.check_ranks(ranks)
     model = GPT(config.model, torch.device("meta"))
-    plan = plan_model(find_owned_params(model), config.wrapper_config, shard_degree=ranks)
-    return RunPlan(plan, ranks, _count(model), config.parallel != "ddp", config.model)
+    owned = find_owned_params(model)
+
+    def lay_out(wrapper: DistributedDataParallelConfig) -> GradPlan:
+        instances = wrapper.num_distributed_optimizer_instances
+        degree = ranks // instances if wrapper.use_distributed_optimizer else 1
+        return plan_model(owned, wrapper, shard_degree=degree)
+
+    wrappers = _alternatives(config, ranks)
+    return RunPlan(
+        lay_out(config.wrapper_config),
+        ranks,
+        _count(model),
+        config.parallel,
+        config.wrapper_config,
+        config.model,
+        {
+            parallel: rank_bytes(lay_out(wrapper), keep_params_whole=wrapper.keep_params_whole)
+            for parallel, wrapper in wrappers.items()
+        },
+    )
+
+
+def _alternatives(config: Config, ranks: int) -> dict[Parallel, DistributedDataParallelConfig]:
+    """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
+    own = config.wrapper_config
+    sharded = dataclasses.replace(own, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
+    whole = dataclasses.replace(
+        sharded,
+        use_distributed_optimizer=False,
+        overlap_param_gather=False,
+        grad_reduce_wire_dtype=None,
+        keep_params_whole=False,
+    )
+    found: dict[Parallel, DistributedDataParallelConfig] = {"ddp": whole, "zero1": sharded}
+    instances = own.num_distributed_optimizer_instances if config.parallel == "hybrid" else 2
+    if ranks % instances == 0:
+        found["hybrid"] = dataclasses.replace(sharded, num_distributed_optimizer_instances=instances)
+    return found
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
@@ -95,105 +145,3 @@ def _count(model: GPT) -> ParameterCount:
     idle = experts - experts * config.top_k // config.num_experts if config.num_experts else 0
     total = below("")
     return ParameterCount(total, experts, below(".ffn.router."), below(".ffn.shared."), total - idle)
-
-
-def plan_tables(plan: RunPlan) -> Iterator[Table]:
-    """The experts, if there are any; the buckets in launch order; bytes per rank."""
-    if plan.model.num_experts:
-        yield _experts_table(plan.model, plan.parameters)
-    yield _bucket_table(plan)
-    yield _bytes_table(plan)
-
-
-def format_bytes(count: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def _experts_table(model: ModelConfig, count: ParameterCount) -> Table:
-    blocks = sum(model.has_experts(index) for index in range(model.num_layers))
-    table = Table(
-        title=f"{model.num_experts} experts in {blocks} of {model.num_layers} blocks, {model.top_k} for each token",
-        title_justify="left",
-    )
-    table.add_column("parameters")
-    table.add_column("all", justify="right", no_wrap=True)
-    table.add_column("active in a token", justify="right", no_wrap=True)
-    chosen = count.experts * model.top_k // model.num_experts
-    table.add_row(f"experts, {model.expert_ffn_dim} wide", f"{count.experts:,}", f"{chosen:,}")
-    if model.shared_expert_ffn_dim:
-        shared = f"{count.shared_experts:,}"
-        table.add_row(f"shared expert, {model.shared_expert_ffn_dim} wide", shared, shared)
-    table.add_row(f"routers, {model.router_dtype}", f"{count.routers:,}", f"{count.routers:,}")
-    rest = f"{count.total - count.experts - count.shared_experts - count.routers:,}"
-    table.add_row("everything else", rest, rest)
-    table.add_section()
-    table.add_row("total", f"{count.total:,}", f"{count.active:,}")
-    return table
-
-
-def _bucket_table(plan: RunPlan) -> Table:
-    collective = "reduce-scatter" if plan.sharded else "all-reduce"
-    table = Table(
-        title=f"{len(plan.gradients.buckets)} buckets in launch order, {collective} over {plan.ranks} ranks",
-        title_justify="left",
-    )
-    table.add_column("#", justify="right")
-    table.add_column("parameters", overflow="fold")
-    for heading in ("elements", "padding", "gradients", "per rank"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    buffer_of = {bucket.index: buffer for buffer in plan.gradients.buffers for bucket in buffer.buckets}
-    for bucket in plan.gradients.buckets:
-        table.add_row(*_bucket_row(bucket, buffer_of[bucket.index], sharded=plan.sharded))
-    table.add_section()
-    numel, padding = plan.gradients.numel, plan.gradients.padding
-    table.add_row("", f"{plan.num_parameters:,} parameters", f"{numel:,}", f"{padding:,} ({padding / numel:.1%})")
-    return table
-
-
-def _bucket_row(bucket: BucketLayout, buffer: BufferLayout, *, sharded: bool) -> tuple[str, ...]:
-    first, last = bucket.slots[0].spec.name, bucket.slots[-1].spec.name
-    nbytes = bucket.numel * buffer.grad_dtype.itemsize
-    return (
-        str(bucket.index),
-        first if len(bucket.slots) == 1 else f"{first} .. {last} ({len(bucket.slots)})",
-        f"{bucket.numel:,}",
-        f"{bucket.padding:,}",
-        f"{format_bytes(nbytes)} {_name(buffer.grad_dtype)}",
-        format_bytes(nbytes / bucket.shard_degree if sharded else nbytes),
-    )
-
-
-def _bytes_table(plan: RunPlan) -> Table:
-    one = plan._replace(ranks=1, sharded=False).rank_bytes
-    mine = plan.rank_bytes
-    param_dtypes = _names(buffer.param_dtype for buffer in plan.gradients.buffers)
-    grad_dtypes = _names(buffer.grad_dtype for buffer in plan.gradients.buffers)
-    table = Table(title=f"bytes on each of {plan.ranks} ranks", title_justify="left")
-    table.add_column("what")
-    table.add_column("dtype")
-    table.add_column("per rank", justify="right", no_wrap=True)
-    table.add_column("unsharded", justify="right", no_wrap=True)
-    rows = (
-        ("parameters", param_dtypes, mine.parameters, one.parameters),
-        ("gradients", grad_dtypes, mine.gradients, one.gradients),
-        ("optimizer: masters", "float32", mine.masters, one.masters),
-        ("optimizer: moments", "float32", mine.moments, one.moments),
-    )
-    for what, dtype, here, unsharded in rows:
-        table.add_row(what, dtype, format_bytes(here), format_bytes(unsharded))
-    table.add_section()
-    table.add_row("total", "", format_bytes(mine.total), format_bytes(one.total))
-    return table
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(dict.fromkeys(map(_name, dtypes)))

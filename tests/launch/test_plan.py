@@ -1,7 +1,9 @@
 """``maingrad plan``: the same numbers as the wrapper's own, without a process group and without memory."""
 
+import dataclasses
 from io import StringIO
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,41 +12,147 @@ from rich.console import Console
 from tiny_run import tiny_config
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp.layout import ParamSpec, plan_gradients
 from maingrad.launch import simulate
-from maingrad.launch.config import ConfigError
+from maingrad.launch.config import Config, ConfigError
 from maingrad.launch.model import build_model
-from maingrad.launch.plan import format_bytes, plan_run, plan_tables
+from maingrad.launch.plan import plan_run
+from maingrad.launch.plan_tables import format_bytes, plan_tables
+from maingrad.launch.rank_bytes import bucket_traffic, rank_bytes
 
 
-def printed(config_folder: Path, ranks: int) -> str:
+def printed(config_folder: Path, ranks: int, **sections: Any) -> str:
     console = Console(width=120, record=True, file=StringIO())
-    plan = plan_run(tiny_config(config_folder, train={"global_batch_size": 2 * ranks}), ranks)
+    plan = plan_run(tiny_config(config_folder, train={"global_batch_size": 2 * ranks}, **sections), ranks)
     for table in plan_tables(plan):
         console.print(table)
     return console.export_text()
 
 
+class Allocated(NamedTuple):
+    """What one rank holds after a step, counted from its tensors."""
+
+    fingerprint: str
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+    gathered: list[str]
+    """Buckets in the order of their gathers."""
+    sent: list[tuple[str, str, int]]
+    """Bucket, collective and bytes of each reduction."""
+
+
+def allocate(config: Config) -> Allocated:
+    model = DistributedDataParallel(build_model(config.model, seed=0), config.wrapper_config)
+    optimizer = DistributedOptimizer(model)
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with model.record_timeline() as timeline:
+        model(tokens, tokens).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.finish_param_sync()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    masters = [m for m in optimizer.state_dict()["masters"] if m.untyped_storage().data_ptr() not in storages]
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    return Allocated(
+        model.plan.fingerprint,
+        sum(storages.values()),
+        sum(bucket.grad_data.nbytes for bucket in model.buckets),
+        sum(master.nbytes for master in masters),
+        sum(moment.nbytes for moment in moments),
+        [span.bucket for span in timeline.gathers],
+        [(span.bucket, span.collective, span.nbytes) for span in timeline.buckets],
+    )
+
+
+CASES = [
+    pytest.param("ddp", {}, 3, id="ddp"),
+    pytest.param("zero1", {}, 3, id="zero1"),
+    pytest.param("hybrid", {}, 4, id="hybrid"),
+    pytest.param(
+        "hybrid", {"num_distributed_optimizer_instances": 3}, 6, id="hybrid, 3 instances", marks=pytest.mark.slow
+    ),
+    pytest.param("zero1", {"grad_reduce_wire_dtype": "bfloat16"}, 2, id="bf16 wire"),
+    pytest.param("zero1", {"keep_params_whole": True}, 2, id="whole parameters"),
+    pytest.param("zero1", {"num_buckets": 2, "bucket_size": None, "grad_reduce_in_fp32": False}, 2, id="two buckets"),
+]
+
+
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_plan_is_what_training_allocates(tmp_path: Path, param_dtype: str, sharded: bool):
-    config = tiny_config(tmp_path, model={"param_dtype": param_dtype}, ddp={"use_distributed_optimizer": sharded})
-    plan = plan_run(config, 3)
-
-    def allocate() -> tuple[str, int, int, int]:
-        model = DistributedDataParallel(build_model(config.model, seed=0), config.ddp)
-        optimizer = DistributedOptimizer(model)
-        gradients = sum(bucket.grad_data.nbytes for bucket in model.buckets)
-        masters = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-        return model.plan.fingerprint, gradients, masters, sum(storages.values())
-
-    fingerprint, gradients, masters, parameters = simulate(allocate, 3)[1]
-    assert plan.gradients.fingerprint == fingerprint
-    assert plan.rank_bytes.gradients == gradients
-    assert plan.rank_bytes.parameters == parameters
-    assert plan.rank_bytes.moments == 2 * masters
+@pytest.mark.parametrize("parallel, ddp, ranks", CASES)
+def test_plan_is_what_training_allocates(
+    tmp_path: Path, param_dtype: str, parallel: str, ddp: dict[str, Any], ranks: int
+):
+    config = tiny_config(tmp_path, parallel=parallel, model={"param_dtype": param_dtype}, ddp=ddp)
+    plan = plan_run(config, ranks)
+    held = simulate(allocate, ranks, config)
+    assert {rank.fingerprint for rank in held} == {plan.gradients.fingerprint}
+    assert {rank.parameters for rank in held} == {plan.rank_bytes.parameters}
+    assert {rank.gradients for rank in held} == {plan.rank_bytes.gradients}
     # Under fp32 parameters the master is the parameter itself.
-    assert plan.rank_bytes.masters == (masters if param_dtype == "bfloat16" else 0)
+    assert {rank.masters for rank in held} == {plan.rank_bytes.masters}
+    assert (plan.rank_bytes.masters > 0) is (param_dtype == "bfloat16")
+    assert max(rank.moments for rank in held) == plan.rank_bytes.moments
+    # What is sent, in its order.
+    assert [int(name.split()[1]) for name in held[0].gathered] == [bucket.index for bucket in plan.gather_order]
+    collective = {"ddp": "all_reduce"}.get(
+        parallel, "all_to_all" if "grad_reduce_wire_dtype" in ddp else "reduce_scatter"
+    )
+    assert [name for _, name, _ in held[0].sent] == [collective] * len(plan.gradients.buckets)
+    for bucket, (_, _, nbytes) in zip(plan.gradients.buckets, held[0].sent, strict=True):
+        inside = plan.traffic(bucket).reduce_inside
+        assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid"])
+def test_every_kind_of_parallelism_is_planned_beside_the_chosen_one(tmp_path: Path, parallel: str):
+    config = tiny_config(tmp_path, parallel=parallel)
+    others = {name: plan_run(tiny_config(tmp_path, parallel=name), 4).rank_bytes for name in ("ddp", "zero1", "hybrid")}
+    assert plan_run(config, 4).alternatives == others
+    assert others["ddp"].moments > others["hybrid"].moments > others["zero1"].moments
+    odd = dataclasses.replace(config, parallel="zero1")
+    assert set(plan_run(odd, 3).alternatives) == {"ddp", "zero1"}, "three ranks are no two instances"
+
+
+def test_bytes_on_the_wire():
+    """Worked out by hand: 1,024 elements of bf16 under fp32 gradients, two instances of four ranks."""
+    spec = ParamSpec(name="w", shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32)
+    (bucket,) = plan_gradients([spec], shard_degree=4).buckets
+    dtypes = {"param_dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    hybrid = bucket_traffic(bucket, inner_size=4, outer_size=2, scatters=True, **dtypes)
+    # Scattered: 3/4 of 4,096 bytes. All-reduced between two: a shard of 1,024. Gathered: 3/4 of 2,048.
+    assert hybrid == (3072, 1024, 1536, 0)
+    wire = bucket_traffic(bucket, inner_size=4, outer_size=2, scatters=True, wire_dtype=torch.bfloat16, **dtypes)
+    assert wire == (1536, 1024, 1536, 2 * 2048)
+    assert bucket_traffic(bucket, inner_size=8, scatters=False, **dtypes) == (2 * 4096 * 7 // 8, 0, 0, 0)
+    assert bucket_traffic(bucket, inner_size=1, scatters=True, **dtypes).total == 0
+
+
+def test_expert_buffers_have_a_degree_of_their_own():
+    specs = [
+        ParamSpec(name=name, shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32, group=group)
+        for name, group in (("dense", "dense"), ("expert", "expert"))
+    ]
+    held = rank_bytes(plan_gradients(specs, shard_degree={"dense": 8, "expert": 2}))
+    assert held == (2 * 2048, 2 * 4096, 4 * (128 + 512), 8 * (128 + 512))
+
+
+def test_tables_of_every_form(tmp_path: Path):
+    form = {"grad_reduce_wire_dtype": "bfloat16", "num_distributed_optimizer_instances": 2}
+    hybrid = printed(tmp_path, 8, parallel="hybrid", ddp=form)
+    assert 'parallel = "hybrid" on 8 ranks' in hybrid
+    assert "over the 4 ranks of an instance" in hybrid
+    assert "all-to-all in bfloat16 over 4 ranks, all-reduce over 2 instances" in hybrid
+    assert "parameters are gathered, under the next forward" in hybrid
+    assert "scratch in flight" in hybrid
+    assert "hybrid, 2 instances (this run)" in hybrid
+    whole = printed(tmp_path, 8, parallel="ddp")
+    assert "all-reduce over 8 ranks" in whole
+    assert "gathered" not in whole
+    assert "sharded" not in whole
+    late = printed(tmp_path, 8, ddp={"overlap_param_gather": False})
+    assert "parameters are gathered, in the optimizer's step" in late
 
 
 def test_a_thousand_ranks_without_a_process_group(tmp_path: Path):
@@ -61,7 +169,7 @@ def test_every_bucket_has_a_row_and_sums_are_right(tmp_path: Path):
     config = tiny_config(tmp_path)
     plan = plan_run(config, 2)
     rows = [line.split("│") for line in printed(tmp_path, 2).splitlines() if line.startswith("│")]
-    buckets = [row for row in rows if row[1].strip().isdigit()]
+    buckets = [row for row in rows if row[1].strip().isdigit() and len(row) == 8]
     assert [int(row[1]) for row in buckets] == list(range(len(plan.gradients.buckets)))
     elements = [int(row[3].replace(",", "")) for row in buckets]
     padding = [int(row[4].replace(",", "")) for row in buckets]
