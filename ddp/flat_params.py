@@ -160,7 +160,7 @@ def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], 
         pieces = list(_pieces(flat))
         if whole:
             for piece in pieces:
-                shape = piece.slot.spec.shape
+                shape = piece.slot.spec.shape or (1,)  # so that a scalar's moments differ from its counter of steps
                 master = nn.Parameter(flat.master[piece.start : piece.end].view(shape))
                 runs.append(Run(flat, piece.start, piece.end, group_of(piece.wired), master))
             continue
