@@ -141,8 +141,10 @@ def _close_megatron() -> None:
 # ---- Megatron-FSDP. ----
 
 
-def _megatron_fsdp(case: Case, *, fused: bool, stage: int) -> Step:
+def _megatron_fsdp(case: Case, *, stage: int, fused: bool = False, defaults: bool = False) -> Step:
+    """defaults: gradients are summed and reduced in bf16, the parameters' dtype; otherwise in fp32, as everywhere."""
     package = _megatron_fsdp_alone()
+    grads_dtype = None if defaults else torch.float32
     mesh = init_device_mesh(case.device.type, (case.num_ranks, 1), mesh_dim_names=("dp", "tp"))
     linear: LinearFactory = AddmmLinear.make if fused else plain_linear
     module = make_model(case.setting, linear, torch.bfloat16, case.device)
@@ -155,6 +157,9 @@ def _megatron_fsdp(case: Case, *, fused: bool, stage: int) -> Step:
         fsdp_unit_modules=[Block],
         zero_dp_strategy=stage,
         device=case.device,
+        mixed_precision_policy=package.MixedPrecisionPolicy(
+            main_params_dtype=torch.float32, main_grads_dtype=grads_dtype, grad_comm_dtype=grads_dtype
+        ),
         sync_model_each_microbatch=False,
     )
     tokens = case.tokens()
@@ -203,6 +208,15 @@ def _needs(name: str, case: Case) -> str | None:
     return None if case.device.type == "cuda" else f"{name} runs on CUDA only"
 
 
+def _refuse_overwriting(case: Case) -> str | None:
+    if case.setting.num_microbatches > 1:
+        # 0.6.1 asks fused layers to overwrite main_grad after every unshard, also where it keeps summing there.
+        return (
+            "it has fused layers overwrite the sum of earlier microbatches: only the last one's gradient would be left"
+        )
+    return _needs("megatron_fsdp", case)
+
+
 _CORE = partial(_needs, "megatron.core")
 _MEGATRON_FSDP = partial(_needs, "megatron_fsdp")
 
@@ -222,17 +236,23 @@ PEERS: Mapping[str, Row] = {
         close=_close_megatron,
         refuse=_CORE,
     ),
+    "megatron_fsdp_zero1": Row("Megatron-FSDP ZeRO-1", partial(_megatron_fsdp, stage=1), refuse=_MEGATRON_FSDP),
     "megatron_fsdp_zero1_fused": Row(
-        "Megatron-FSDP ZeRO-1, fused wgrad", partial(_megatron_fsdp, fused=True, stage=1), refuse=_MEGATRON_FSDP
+        "Megatron-FSDP ZeRO-1, fused wgrad", partial(_megatron_fsdp, stage=1, fused=True), refuse=_refuse_overwriting
     ),
-    "megatron_fsdp_zero1": Row(
-        "Megatron-FSDP ZeRO-1", partial(_megatron_fsdp, fused=False, stage=1), refuse=_MEGATRON_FSDP
+    "megatron_fsdp_zero1_bf16": Row(
+        "Megatron-FSDP ZeRO-1, gradients in bf16",
+        partial(_megatron_fsdp, stage=1, defaults=True),
+        refuse=_MEGATRON_FSDP,
     ),
+    "megatron_fsdp_zero3": Row("Megatron-FSDP ZeRO-3", partial(_megatron_fsdp, stage=3), refuse=_MEGATRON_FSDP),
     "megatron_fsdp_zero3_fused": Row(
-        "Megatron-FSDP ZeRO-3, fused wgrad", partial(_megatron_fsdp, fused=True, stage=3), refuse=_MEGATRON_FSDP
+        "Megatron-FSDP ZeRO-3, fused wgrad", partial(_megatron_fsdp, stage=3, fused=True), refuse=_MEGATRON_FSDP
     ),
-    "megatron_fsdp_zero3": Row(
-        "Megatron-FSDP ZeRO-3", partial(_megatron_fsdp, fused=False, stage=3), refuse=_MEGATRON_FSDP
+    "megatron_fsdp_zero3_bf16": Row(
+        "Megatron-FSDP ZeRO-3, gradients in bf16",
+        partial(_megatron_fsdp, stage=3, defaults=True),
+        refuse=_MEGATRON_FSDP,
     ),
     "fsdp2_zero2": Row("FSDP2, parameters kept (ZeRO-2)", partial(_fsdp2, reshard=False, compiled=False)),
     "fsdp2_zero3": Row("FSDP2, resharded (ZeRO-3)", partial(_fsdp2, reshard=True, compiled=False)),
