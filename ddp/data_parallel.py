@@ -143,14 +143,14 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        if torch.compiler.is_compiling():
-            self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
-        if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        self._before_forward()
-        outputs = self.module(*args, **kwargs)
-        self._after_forward(outputs)
-        return outputs
+        timeline = self.timeline
+        if timeline is None:
+            return self._forward(*args, **kwargs)
+        timeline.forward_started()
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            timeline.forward_ended()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -269,7 +269,8 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
-        """Record when backwards ran and when each bucket was ready, launched and finished; read it after the block."""
+        """Record when forwards and backwards ran, when each bucket was ready, launched and finished, and when its
+        parameters were gathered; read it after the block."""
         on_gloo = any(dist.get_backend(group) == "gloo" for grid in self.grids.values() for group in grid.axes)
         timeline = Timeline(self.device, collectives_have_threads=on_gloo)
         self._launcher.timeline = timeline
@@ -326,6 +327,16 @@ class DistributedDataParallel(nn.Module):
         return copy.deepcopy(self.module, memo)
 
     # ---- Wiring. ----
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._before_forward()
+        outputs = self.module(*args, **kwargs)
+        self._after_forward(outputs)
+        return outputs
 
     def _attach(self) -> None:
         """Give every parameter its accumulator and its hook; a dead wrapper takes them back."""
