@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .collectives import sum_over_group
+from .compiled_modules import wait_before_compiled_code
 from .data_parallel import DistributedDataParallel
 from .flat_params import ParamSlice, Run, flatten_params, runs_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
@@ -268,11 +269,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         timeline = self.model.timeline
         for gather in self._gathers:
             gather.start(self._stream, timeline)
+        if not self.model.config.overlap_param_gather:
+            self.finish_param_sync()
+            return
+        wait_before_compiled_code(self.model.module, self._gathers)
         for gather in self._gathers:
-            if self.model.config.overlap_param_gather:
-                gather.guard()
-            else:
-                gather.arrive()
+            gather.guard()
 
     def _layout_key(self) -> str:
         first = self._flats[0]

@@ -44,6 +44,7 @@ class ParamGather:
         self._params = [TensorWeakRef(param) for param in params]  # which refer to this while they wait
         self._grid = grid
         self._flight: InFlight | None = None
+        self._timeline: Timeline | None = None  # recording since this gather was launched
         self._event: torch.cuda.Event | None = None
         self._home: Any = None
 
@@ -79,13 +80,20 @@ class ParamGather:
             flight.wait()
         else:
             current = torch.cuda.current_stream(self.flat.device)
+            waits_from = None if self._timeline is None else self._timeline.mark()
             current.wait_event(self._event)
+            if self._timeline is not None and waits_from is not None:
+                self._timeline.note_wait(self.name, "all_gather", waits_from)
             if current != self._home:  # used on a side stream first; from here on the main one may use it unasked
                 self._home.wait_event(self._event)
             self._event = self._home = None
         for param in self._live_params():
             if param.__dict__.pop(_GATHER, None) is not None:
                 param.__class__ = type(param).__bases__[0]
+
+    def holds(self, params: set[int]) -> bool:
+        """Whether one of these, by ``id``, waits for it."""
+        return any(id(param) in params for param in self._live_params())
 
     def _live_params(self) -> Iterator[Tensor]:
         for reference in self._params:
@@ -94,6 +102,7 @@ class ParamGather:
                 yield param
 
     def _launch(self, timeline: Timeline | None) -> InFlight:
+        self._timeline = timeline
         if timeline is None:
             return all_gather_shards(self.flat, self._grid.gather)
         ready = timeline.mark()

@@ -1,0 +1,54 @@
+"""Gathers and ``torch.compile``: compiled code is guarded by its parameters' class, so they are whole before it runs.
+
+A module that was compiled, by ``module.compile()`` or ``torch.compile(module)``, waits for gathers of all parameters
+below it, and then calls its compiled code. The others go on under it. ``torch.compile`` over the wrapper itself waits
+for all of them first.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from .param_gather import ParamGather
+
+__all__ = ["wait_before_compiled_code"]
+
+_WAITS = "_maingrad_waits"
+
+
+def wait_before_compiled_code(root: nn.Module, gathers: Sequence[ParamGather]) -> None:
+    """Have every compiled module in ``root`` wait for its gathers; a quick no-op where that is seen to already."""
+    for module in root.modules():
+        compiled = module.__dict__.get("_compiled_call_impl")
+        if compiled is not None:
+            if not hasattr(compiled, _WAITS):
+                module._compiled_call_impl = _waiting(compiled, _waiter(module, gathers))  # type: ignore[assignment]
+        elif type(module).__name__ == "OptimizedModule" and _WAITS not in module.__dict__:
+            wait = _waiter(module, gathers)
+            module.register_forward_pre_hook(lambda *_, wait=wait: wait())
+            module.__dict__[_WAITS] = True
+
+
+def _waiter(module: nn.Module, gathers: Sequence[ParamGather]) -> Callable[[], None]:
+    """Waits for the gathers that hold parameters of ``module``. It keeps none of them alive."""
+    params = set(map(id, module.parameters()))
+    mine = [weakref.ref(gather) for gather in gathers if gather.holds(params)]
+
+    def wait() -> None:
+        for reference in mine:
+            gather = reference()
+            if gather is not None:
+                gather.arrive()
+
+    return wait
+
+
+def _waiting(compiled: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        wait()
+        return compiled(*args, **kwargs)
+
+    setattr(call, _WAITS, True)
+    return call

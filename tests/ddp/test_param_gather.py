@@ -1,0 +1,259 @@
+"""Gathers under the next forward: whoever reads a parameter, and however, sees the new weights."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear
+
+RANKS = 2
+
+
+class Reader(nn.Module):
+    """Registers its layers in another order than it uses them, and reads weights outside their modules' forwards."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.head = Linear(8, 16, bias=False, dtype=dtype)
+        self.last = nn.Linear(8, 8, dtype=dtype)
+        self.embedding = nn.Embedding(16, 8, dtype=dtype)
+        self.first = Linear(8, 8, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(F.embedding(tokens, self.embedding.weight)) * self.scale
+        x = F.linear(x.tanh(), self.last.weight, self.last.bias)
+        return F.linear(x, self.embedding.weight) + self.head(x)
+
+
+def build(dtype: torch.dtype = torch.float32) -> Reader:
+    torch.manual_seed(0)
+    return Reader(dtype)
+
+
+def trainer(
+    *, overlap: bool, dtype: torch.dtype = torch.float32
+) -> tuple[DistributedDataParallel, DistributedOptimizer, Callable[[], float]]:
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=overlap, bucket_size=64
+    )
+    ddp = DistributedDataParallel(build(dtype), config)
+    optimizer = DistributedOptimizer(ddp, lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step() -> float:
+        tokens = torch.randint(16, (4, 5), generator=generator)
+        loss = F.cross_entropy(ddp(tokens).float().flatten(0, 1), tokens.flatten())
+        loss.backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        ddp.zero_grad_buffer()
+        return float(loss.detach())
+
+    return ddp, optimizer, step
+
+
+def in_flight(ddp: DistributedDataParallel) -> list[str]:
+    """Names of the parameters whose gather nobody has waited for."""
+    return [name for name, param in ddp.module.named_parameters() if type(param) is not nn.Parameter]
+
+
+def weights_after(steps: int, overlap: bool) -> list[Tensor]:
+    ddp, optimizer, step = trainer(overlap=overlap)
+    for _ in range(steps):
+        step()
+    optimizer.finish_param_sync()
+    return [param.detach().clone() for param in ddp.module.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_training_is_bitwise_the_same_with_and_without_overlap(ranks: int) -> None:
+    for seed in range(3):
+        late = simulate(weights_after, ranks, 6, True, seed=seed)
+        early = simulate(weights_after, ranks, 6, False, seed=seed)
+        for mine, theirs in zip(late, early, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                assert torch.equal(one, other)
+
+
+READS: dict[str, Callable[[DistributedDataParallel, list[nn.Parameter]], Any]] = {
+    "state_dict": lambda ddp, kept: list(ddp.module.state_dict().values()),
+    "parameters": lambda ddp, kept: [p.detach().clone() for p in ddp.module.parameters()],
+    "a list kept from before, foreach": lambda ddp, kept: torch._foreach_mul([torch.ones_like(p) for p in kept], kept),
+    "a list kept from before, one by one": lambda ddp, kept: [p * 1 for p in kept],
+    ".data": lambda ddp, kept: [p.data.clone() for p in kept],
+    "deepcopy": lambda ddp, kept: list(copy.deepcopy(ddp.module).parameters()),
+    "deepcopy of each parameter": lambda ddp, kept: copy.deepcopy(kept),
+    "AveragedModel": lambda ddp, kept: list(AveragedModel(ddp.module).module.parameters()),
+    "data_ptr": lambda ddp, kept: [(p.data_ptr(), torch.Tensor.detach(p).clone())[1] for p in kept],
+    "numpy": lambda ddp, kept: [torch.from_numpy(p.detach().numpy().copy()) for p in kept],
+    "a vector of all": lambda ddp, kept: [torch.nn.utils.parameters_to_vector(kept)],
+    "in an autograd function": lambda ddp, kept: [Identity.apply(p) for p in kept],
+    "as a list inside a dict of keywords": lambda ddp, kept: [torch.cat(tensors=[p.view(-1) for p in kept])],
+}
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def read_after_a_step(how: str, overlap: bool) -> tuple[list[str], list[Tensor], list[str], bool]:
+    ddp, _, step = trainer(overlap=overlap)
+    kept = list(ddp.module.parameters())
+    for _ in range(2):
+        step()
+    waiting = in_flight(ddp)
+    read = [torch.as_tensor(value).detach().clone() for value in READS[how](ddp, kept)]
+    return waiting, read, in_flight(ddp), all(type(value) is Tensor for value in read)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_every_way_to_read_a_parameter_sees_the_new_weights(how: str) -> None:
+    late = simulate(read_after_a_step, RANKS, how, True)
+    early = simulate(read_after_a_step, RANKS, how, False)
+    for (waiting, seen, left, plain), (_, expected, _, _) in zip(late, early, strict=True):
+        assert len(waiting) == 7  # or the test shows nothing
+        assert left == []
+        assert plain
+        assert len(seen) == len(expected)
+        for one, other in zip(seen, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def pickled_after_a_step() -> bool:
+    ddp, optimizer, step = trainer(overlap=True)
+    step()
+    file = io.BytesIO()
+    torch.save(ddp.module.last.state_dict(), file)
+    assert in_flight(ddp) != []  # the other buckets' are still under way
+    optimizer.finish_param_sync()
+    file.seek(0)
+    saved = torch.load(file)
+    return all(torch.equal(saved[name], value) for name, value in ddp.module.last.state_dict().items())
+
+
+def test_saving_one_module_waits_for_its_buckets_alone() -> None:
+    assert all(simulate(pickled_after_a_step, RANKS))
+
+
+def asks_about_parameters() -> int:
+    ddp, _, step = trainer(overlap=True)
+    step()
+    before = len(in_flight(ddp))
+    for name, param in ddp.module.named_parameters():
+        assert isinstance(param, nn.Parameter)
+        facts = (param.shape, param.dtype, param.device, param.requires_grad, param.grad, param.numel(), param.size())
+        assert facts[-1] == param.main_grad.shape, name
+        assert param in {param: 0}
+        param.requires_grad_(True)
+    assert len(in_flight(ddp)) == before
+    return before
+
+
+def test_asking_about_a_parameter_does_not_wait_for_it() -> None:
+    assert simulate(asks_about_parameters, RANKS) == [7, 7]
+
+
+def steps_without_forwards(overlap: bool) -> list[Tensor]:
+    ddp, optimizer, step = trainer(overlap=overlap)
+    step()
+    for _ in range(2):  # gradients of zero, twice in a row: moments and decay still move the weights
+        ddp.finish_grad_sync()
+        optimizer.step()
+        ddp.zero_grad_buffer()
+    ddp.eval()
+    with torch.no_grad():
+        evaluated = ddp(torch.arange(16)).clone()
+    ddp.train()
+    step()
+    with torch.no_grad():
+        for param in ddp.module.parameters():
+            param.mul_(0.5)  # an update by hand, right after a step
+    step()
+    return [evaluated, *(param.detach().clone() for param in ddp.module.parameters())]
+
+
+def test_steps_without_forwards_evaluation_and_updates_by_hand() -> None:
+    for late, early in zip(
+        simulate(steps_without_forwards, RANKS, True), simulate(steps_without_forwards, RANKS, False), strict=True
+    ):
+        for one, other in zip(late, early, strict=True):
+            assert torch.equal(one, other)
+
+
+class Named(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+class Opinionated(nn.Parameter):
+    """One that intercepts torch's functions itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def with_parameters_of(cls: type[nn.Parameter]) -> tuple[bool, bool, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight = cls(model[0].weight.detach().clone())
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
+    ddp = DistributedDataParallel(model, config)
+    optimizer = DistributedOptimizer(ddp)
+    for _ in range(2):
+        ddp(torch.ones(1, 8)).sum().backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        ddp.zero_grad_buffer()
+    waits = type(model[0].weight) is not cls
+    ddp(torch.ones(1, 8))
+    return waits, type(model[0].weight) is cls, model[0].weight.detach().clone()
+
+
+def test_classes_of_parameters_come_back_and_those_with_an_opinion_are_waited_for_at_once() -> None:
+    plain, named, opinionated = (
+        simulate(with_parameters_of, RANKS, cls)[0] for cls in (nn.Parameter, Named, Opinionated)
+    )
+    assert plain[:2] == named[:2] == (True, True)
+    assert opinionated[:2] == (False, True)
+    assert torch.equal(plain[2], named[2].as_subclass(Tensor))
+    assert torch.equal(plain[2], opinionated[2].as_subclass(Tensor))
+
+
+def compiled(what: str) -> tuple[list[float], list[float]]:
+    torch._dynamo.reset()
+    losses = []
+    for compile_it in (True, False):
+        ddp, _, step = trainer(overlap=True)
+        if compile_it and what == "a submodule":
+            ddp.module.last.compile(backend="eager")
+            ddp.module.first.compile(backend="eager")
+        elif compile_it and what == "a replaced submodule":
+            ddp.module.first = torch.compile(ddp.module.first, backend="eager")
+        elif compile_it:
+            (ddp if what == "the wrapper" else ddp.module).compile(backend="eager")
+        losses.append([step() for _ in range(4)])
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("what", ["a submodule", "a replaced submodule", "the model", "the wrapper"])
+def test_compiled_modules_see_the_new_weights(what: str) -> None:
+    """One simulated rank at a time compiles: Dynamo's state is the process's."""
+    for with_compile, without in simulate(compiled, RANKS, what):
+        assert with_compile == without
