@@ -1,0 +1,242 @@
+"""Gradients that come in any order, another one on every rank, and collectives that take long: nothing changes."""
+
+import functools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from delayed_group import DelayedGroup, delayed_group
+from gloo import run_ranks
+from parity_models import Trained, assert_bitwise, held_grads
+from sleepy import SleepInBackward
+from torch import Tensor, nn
+from towers import WIDTH as TOWER_WIDTH
+from towers import Tower
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear
+
+BRANCHES = 6
+FEATURES = 4
+STEPS = 3
+
+
+class Branches(nn.Module):
+    """Branches that run, and so are reached by backward, in a given order; their sum always has the same order.
+
+    One branch is left out on some ranks: its gradients are zeros there.
+    """
+
+    def __init__(self, *, fused: bool, delayed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        options: dict[str, Any] = {"fuse_wgrad_accumulation": fused, "delay_wgrad_compute": delayed}
+        self.branches = nn.ModuleList(
+            nn.Sequential(Linear(FEATURES, 3 + i, **options), nn.Tanh(), nn.Linear(3 + i, 2)) for i in range(BRANCHES)
+        )
+        self.order: Sequence[int] = range(BRANCHES)
+        self.skipped: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = {i: self.branches[i](x) for i in self.order}
+        # What skips a branch still runs it, so that the sum is the same.
+        return sum((outputs[i].detach() if i == self.skipped else outputs[i] for i in range(BRANCHES)), torch.zeros(()))
+
+    def backward_dw(self, rng: random.Random) -> None:
+        """Every delayed weight gradient, in a random order."""
+        for branch in rng.sample(list(self.branches), BRANCHES):
+            branch[0].backward_dw()
+
+
+class Loop(NamedTuple):
+    """How one run goes about the same training."""
+
+    ranks: int
+    delayed: bool
+    config: dict[str, Any]
+
+
+def batch(step: int, microbatch: int) -> Tensor:
+    seed = 1000 * step + 100 * microbatch + dist.get_rank()
+    return torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+def train(loop: Loop, shuffled: int | None) -> tuple[Trained, list[tuple[str, ...]]]:
+    """Three steps of two microbatches; ``shuffled`` is the seed of every rank's own orders, None: the plain one.
+
+    Also returns the orders in which parameters became ready.
+    """
+    rank = dist.get_rank()
+    rng = random.Random(f"{shuffled} {rank}")
+    model = Branches(fused=True, delayed=loop.delayed)
+    ready: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(bucket_size=20, **loop.config))
+    optimizer = DistributedOptimizer(ddp, lr=0.05)
+    trained, orders = Trained([], [], []), []
+    for step in range(STEPS):
+        model.skipped = (step + rank) % (2 * BRANCHES)  # half of the time there is no such branch
+        for microbatch in range(2):
+            ready.clear()
+            if shuffled is not None:
+                model.order = rng.sample(range(BRANCHES), BRANCHES)
+            loss = ddp(batch(step, microbatch)).square().mean() / 2
+            if microbatch == 0:
+                with ddp.no_sync():
+                    loss.backward()
+                    model.backward_dw(rng)
+            else:
+                loss.backward()
+                model.backward_dw(rng)
+            trained.losses.append(loss.item())
+        orders.append(tuple(ready))
+        ddp.finish_grad_sync()
+        trained.grads.append(held_grads(ddp))
+        optimizer.step()
+        trained.weights.append({name: param.detach().clone() for name, param in model.named_parameters()})
+        ddp.zero_grad_buffer()
+    return trained, orders
+
+
+@functools.cache
+def in_the_plain_order(ranks: int) -> list[Trained]:
+    """All-reduce without overlap."""
+    return [trained for trained, _ in simulate(train, ranks, Loop(ranks, False, {}), None)]
+
+
+def draw(seed: int) -> Loop:
+    """The loop of one random run."""
+    rng = random.Random(seed)
+    ranks = rng.choice((2, 3, 4))
+    config: dict[str, Any] = {"overlap_grad_reduce": True, "find_unused_parameters": rng.random() < 0.5}
+    if rng.random() < 0.8:
+        config |= {"use_distributed_optimizer": True, "overlap_param_gather": rng.random() < 0.7}
+        if ranks == 4 and rng.random() < 0.5:
+            config["num_distributed_optimizer_instances"] = 2  # 2 x 2: the sums of pairs are the same pairs
+    return Loop(ranks, rng.random() < 0.4, config)
+
+
+def run(seed: int) -> bool:
+    """One random run; returns whether two ranks saw gradients in different orders."""
+    loop = draw(seed)
+    shuffled = simulate(train, loop.ranks, loop, seed, seed=seed)  # a deadlock raises
+    for (trained, _), reference in zip(shuffled, in_the_plain_order(loop.ranks), strict=True):
+        assert_bitwise(trained, reference)
+    return len({tuple(orders) for _, orders in shuffled}) > 1
+
+
+def test_readiness_in_random_order() -> None:
+    assert sum(run(seed) for seed in range(30)) >= 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_readiness_in_random_order_a_thousand_times(first: int) -> None:
+    assert sum(run(seed) for seed in range(1_000_000 + first, 1_000_000 + first + 100)) >= 85
+
+
+# ---- Delays, on real processes. ----
+
+DELAY = 0.1
+
+
+class Delays(NamedTuple):
+    """Seconds that everything takes longer, on this rank."""
+
+    reduce: float
+    gather: float
+    compute: float
+
+
+class Watched(NamedTuple):
+    """What a run did, and how often each thing was delayed."""
+
+    losses: list[float]
+    weights: list[Tensor]
+    reductions: int
+    gathers: int
+    computes: int
+    seconds: float
+
+
+@contextmanager
+def new_groups_delayed(delay: float) -> Iterator[list[DelayedGroup]]:
+    """Groups that ``dist.new_group`` makes in here take ``delay`` seconds longer; the wrapper gathers on such a one."""
+    from contextlib import ExitStack
+
+    made: list[DelayedGroup] = []
+    plain = dist.new_group
+    with ExitStack() as stack:
+
+        def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+            made.append(stack.enter_context(delayed_group(delay, plain(*args, **kwargs))))
+            return made[-1]
+
+        dist.new_group = new_group
+        try:
+            yield made
+        finally:
+            dist.new_group = plain
+
+
+def train_delayed(by_rank: list[Delays]) -> Watched:
+    """Three steps of ZeRO-1 with everything overlapped; the module's layers sleep in backward."""
+    delays = by_rank[dist.get_rank()]
+    sleep = SleepInBackward(0.0)
+    torch.manual_seed(0)
+    model = Tower(sleep, fused=True, registered=range(3))
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, num_buckets=2
+    )
+    losses = []
+    with delayed_group(0.0) as reduce, new_groups_delayed(0.0) as made:
+        ddp = DistributedDataParallel(model, config, process_group=reduce)
+        (gather,) = made
+        optimizer = DistributedOptimizer(ddp, lr=0.05)
+        reduce.delay, gather.delay, sleep.seconds = delays
+        reduce.intervals.clear()
+        gather.intervals.clear()
+        start = time.perf_counter()
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            loss = ddp(torch.randn(4, TOWER_WIDTH, generator=generator)).square().mean()
+            loss.backward()
+            ddp.finish_grad_sync()
+            optimizer.step()
+            ddp.zero_grad_buffer()
+            losses.append(loss.item())
+        weights = [param.detach().clone() for param in model.parameters()]
+        seconds = time.perf_counter() - start
+        reductions = sum(interval.op.startswith(("reduce_scatter", "_reduce_scatter")) for interval in reduce.intervals)
+        return Watched(losses, weights, reductions, len(gather.intervals), len(sleep.intervals), seconds)
+
+
+DELAYED = {
+    "gather": [Delays(0, DELAY, 0), Delays(0, DELAY, 0)],
+    "reduce": [Delays(DELAY, 0, 0), Delays(DELAY, 0, 0)],
+    "compute": [Delays(0, 0, DELAY), Delays(0, 0, DELAY)],
+    "each rank something else": [Delays(DELAY, 0, 0), Delays(0, DELAY, DELAY)],
+}
+
+
+@pytest.mark.parametrize(
+    "what", ["each rank something else", *(pytest.param(w, marks=pytest.mark.slow) for w in list(DELAYED)[:3])]
+)
+def test_delays_of_100_ms_change_nothing(what: str) -> None:
+    prompt = run_ranks(train_delayed, 2, [Delays(0, 0, 0)] * 2)
+    delayed = run_ranks(train_delayed, 2, DELAYED[what])
+    for ours, theirs in zip(delayed, prompt, strict=True):
+        assert ours.losses == theirs.losses
+        assert len(set(ours.losses)) == 3
+        for one, other in zip(ours.weights, theirs.weights, strict=True):
+            assert torch.equal(one, other)
+        # Two buckets; three steps of three layers.
+        assert (ours.reductions, ours.gathers, ours.computes) == (6, 6, 9)
+        assert ours.seconds > 3 * DELAY
