@@ -151,6 +151,82 @@ def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: i
         assert backward["end"] <= phase["start"] < phase["end"]
 
 
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_every_kind_of_parallelism_trains_the_same_model(tmp_path: Path, param_dtype: str):
+    """Bit for bit: sharding decides where a number is kept, overlapping when it is sent.
+
+    Without clipping, since the global norm is summed shard by shard. Two of four ranks in each instance of the hybrid:
+    its sums are those of pairs, as simulated ranks form them anyway.
+    """
+    alike = {"model": {"param_dtype": param_dtype}, "optimizer": {"max_grad_norm": None}}
+
+    def run(parallel: str, **ddp: Any) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+        config = tiny_config(tmp_path, parallel=parallel, ddp=ddp, **alike)
+        return losses_and_weights_of(simulate(train, 4, config, seed=len(ddp))[0])
+
+    losses, weights = run("ddp")
+    for other in (run("zero1"), run("zero1", overlap_param_gather=False), run("hybrid")):
+        assert other[0] == losses
+        assert all(torch.equal(weights[name], other[1][name]) for name in weights)
+
+
+def test_the_recording_reaches_into_the_next_forward(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="zero1")
+    simulate(train, 2, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    assert observed["collectives"] == {"all_gather": observed["num_buckets"], "reduce_scatter": observed["num_buckets"]}
+    assert [g["bucket"] for g in observed["gathers"]] == [b["bucket"] for b in reversed(observed["buckets"])]
+    forwards, backwards = timeline["forwards"], timeline["backwards"]
+    assert (len(forwards), len(backwards)) == (3, 2), "two microbatches, and the next step's first forward"
+    assert forwards[-1]["start"] >= backwards[-1]["end"]
+    (step,) = (phase for phase in timeline["phases"] if phase["name"] == "optimizer")
+    assert all(step["start"] <= gather["launched"] <= step["end"] for gather in timeline["gathers"])
+    waits = [wait for wait in timeline["waits"] if wait["collective"] == "all_gather"]
+    assert {wait["bucket"] for wait in waits} == {gather["bucket"] for gather in timeline["gathers"]}
+    assert all(forwards[-1]["start"] <= wait["start"] <= forwards[-1]["end"] for wait in waits)
+
+
+def test_gathers_that_do_not_overlap_end_in_the_step(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="zero1", ddp={"overlap_param_gather": False})
+    simulate(train, 2, config)
+    (timeline,) = records(config, "timeline")
+    (step,) = (phase for phase in timeline["phases"] if phase["name"] == "optimizer")
+    assert timeline["gathers"]
+    assert all(gather["finished"] <= step["end"] for gather in timeline["gathers"])
+
+
+def test_all_gather_is_not_recorded_where_nothing_is_sharded(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="ddp")
+    simulate(train, 2, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    assert set(observed["collectives"]) == {"all_reduce"}
+    assert timeline["gathers"] == observed["gathers"] == []
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_short_runs_are_recorded_too(tmp_path: Path, steps: int):
+    """One step has the validation's forward after it."""
+    config = tiny_config(tmp_path, train={"steps": steps}, optimizer={"warmup_steps": 0})
+    simulate(train, 2, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    assert len(timeline["forwards"]) == 3
+    assert len(timeline["gathers"]) == observed["num_buckets"]
+    assert timeline["step"] == (2 if steps == 4 else 0)
+
+
+@pytest.mark.parametrize("decay_vectors", [False, True])
+def test_vectors_need_not_decay(tmp_path: Path, decay_vectors: bool):
+    """A learning rate so small that weights move by decay alone: norms stay at 1, bit for bit, or do not."""
+    optimizer = {"lr": 1e-4, "weight_decay": 1e3, "decay_vectors": decay_vectors, "warmup_steps": 0, "eps": 1e4}
+    config = tiny_config(tmp_path, optimizer=optimizer, train={"steps": 2})
+    weights = weights_of(simulate(train, 2, config)[0])
+    shrunk = {name for name, weight in weights.items() if weight.ndim < 2 and weight.max() < 0.99}
+    vectors = {name for name, weight in weights.items() if weight.ndim < 2}
+    assert len(vectors) == 5
+    assert shrunk == (vectors if decay_vectors else set())
+    assert weights["head.weight"].std() < 0.019, "matrices decay in any case"
+
+
 def losses_and_weights_of(result: TrainResult) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
     return (*result.losses, result.validation_loss or math.nan), weights_of(result)
 
