@@ -1,6 +1,8 @@
 """Data parallelism over contiguous gradient buckets, and the main_grad contract that everything here meets at."""
 
 from .backward_order import recorded_backward_order as recorded_backward_order
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
 from .config import DistributedDataParallelConfig as DistributedDataParallelConfig
 from .data_parallel import DistributedDataParallel as DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
@@ -13,5 +15,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradScaler",
     "clip_grad_norm",
+    "load_checkpoint",
     "recorded_backward_order",
+    "save_checkpoint",
 ]

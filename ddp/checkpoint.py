@@ -12,30 +12,27 @@ written it adds the manifest (``checkpoint_manifest.py``) and moves the folder i
 
 import json
 import os
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from . import checkpoint_folder as folders
+from .checkpoint_boxes import Piece
 from .checkpoint_contents import Notes, StoredNames, check_model, make_manifest, model_tensors, pieces_of_model
 from .checkpoint_manifest import Manifest, SavedOptimizer
-from .checkpoint_metadata import check_files, read_metadata
 from .checkpoint_optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
-from .checkpoint_planner import Piece, PieceReader, PiecesLoadPlanner, PiecesSavePlanner, PieceWriter
 from .checkpoint_ranks import check_same_path, place_of_experts, ranks_of
 from .data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 
-__all__ = ["load_checkpoint", "open_checkpoint", "read_pieces", "save_checkpoint"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+# checkpoint_storage is imported where it is used: it needs a torch with torch.distributed, and importing this does not.
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
 
 @torch.no_grad()
@@ -53,6 +50,8 @@ def save_checkpoint(
     Call it between steps: gradients are not saved. The folder appears when it is complete. A checkpoint that is there
     already is replaced then; anything else at ``path`` is refused with ``FileExistsError``. All ranks raise alike.
     """
+    from .checkpoint_storage import check_written, write_pieces
+
     target = Path(os.path.realpath(path))
     ranks = ranks_of(model)
     check_same_path(str(target), ranks)
@@ -77,22 +76,16 @@ def save_checkpoint(
         return parts, Notes.of(tensors, names, described), saved
 
     pieces, notes, saved = ranks.alike(prepare)
-    planner = PiecesSavePlanner(pieces, notes)
     staging = folders.incomplete(target)
-
-    def write() -> None:
-        if ranks.writes:
-            writer = PieceWriter(staging)
-            _run_dcp(lambda **how: dcp_save({}, storage_writer=writer, planner=planner, **how), ranks.group)
+    all_notes = ranks.alike(lambda: write_pieces(staging, pieces, notes, ranks.group) if ranks.writes else [])
 
     def finish() -> None:
         if ranks.leads:
-            manifest = make_manifest(planner.all_notes, model_tensors(_unwrapped(model)), names, saved, extra)
-            check_files(staging, read_metadata(staging))
-            manifest.write(staging)
+            check_written(staging)
+            tensors = model_tensors(_unwrapped(model))
+            make_manifest(all_notes, tensors, names, saved, extra).write(staging)
             folders.complete(target)
 
-    ranks.alike(write)
     ranks.alike(finish)
 
 
@@ -112,12 +105,14 @@ def load_checkpoint(
     another shape or dtype, and another optimizer or none. Bytes that are damaged inside a file are found while reading:
     then the error says that the model is partly overwritten.
     """
+    from .checkpoint_storage import check_stored, open_checkpoint, read_pieces
+
     source = Path(os.path.realpath(path))
     ranks = ranks_of(model)
     check_same_path(str(source), ranks)
     names = StoredNames(*place_of_experts(model, ranks))
 
-    def prepare() -> tuple[Manifest, Metadata, list[Piece], OptimizerLoad | None]:
+    def prepare() -> "tuple[Manifest, Metadata, list[Piece], OptimizerLoad | None]":
         _check_optimizer_belongs(model, optimizer)
         manifest, metadata = open_checkpoint(source, check_sizes=ranks.leads)
         tensors = model_tensors(_unwrapped(model))
@@ -128,7 +123,7 @@ def load_checkpoint(
             optimizer.finish_param_sync()
             load = OptimizerLoad.plan(manifest, optimizer, names)
             pieces = load.pieces + pieces_of_model(tensors, names, without=[part.name for part in optimizer.slices])
-        _check_stored(metadata, pieces)
+        check_stored(metadata, pieces)
         return manifest, metadata, pieces, load
 
     manifest, metadata, pieces, load = ranks.alike(prepare)
@@ -139,39 +134,6 @@ def load_checkpoint(
     if load is not None:
         load.finish()
     return manifest.extra
-
-
-def open_checkpoint(folder: Path, *, check_sizes: bool = True) -> tuple[Manifest, Metadata]:
-    """What a checkpoint holds, without its tensors. No process group is needed.
-
-    Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint.
-    """
-    if not folder.exists():
-        raise FileNotFoundError(folders.describe_missing(folder))
-    manifest, metadata = Manifest.read(folder), read_metadata(folder)
-    if check_sizes:
-        check_files(folder, metadata)
-    return manifest, metadata
-
-
-def read_pieces(folder: Path, metadata: Metadata, pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> None:
-    """Fill the pieces' memory. Collective over ``group``, where every rank has pieces of its own; None: this alone."""
-    planner, reader = PiecesLoadPlanner(pieces, metadata), PieceReader(folder, metadata)
-    _run_dcp(lambda **how: dcp_load({}, storage_reader=reader, planner=planner, **how), group)
-
-
-def _run_dcp(action: Any, group: dist.ProcessGroup | None) -> None:
-    """Call DCP over a group. It gathers the ranks' errors into a ``BaseException``: the first one is raised here."""
-    try:
-        if group is not None:
-            action(process_group=group)
-            return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            action(no_dist=True)
-    except CheckpointException as failure:
-        error, _ = failure.failures[min(failure.failures)]
-        raise error from None
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -195,16 +157,3 @@ def _check_json(extra: Any) -> None:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra must be something that JSON holds ({error})") from None
-
-
-def _check_stored(metadata: Metadata, pieces: Sequence[Piece]) -> None:
-    """Every tensor that is asked for is there, as the manifest says."""
-    for piece in pieces:
-        stored: Any = metadata.state_dict_metadata.get(piece.key)
-        if stored is None:
-            raise ValueError(f"'{piece.key}' is missing in the checkpoint's metadata, though its manifest names it")
-        if tuple(stored.size) != piece.shape or stored.properties.dtype != piece.data.dtype:
-            raise ValueError(
-                f"'{piece.key}' is {stored.properties.dtype} {list(stored.size)} in the checkpoint's metadata, though "
-                f"its manifest has {piece.data.dtype} {list(piece.shape)}"
-            )

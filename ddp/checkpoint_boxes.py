@@ -8,14 +8,16 @@ Elements [3, 17) of a [4, 5] tensor are the end of row 0, rows 1 and 2, and the 
     c c . . .        offsets (3, 0), sizes (1, 2)
 
 Each box is a run of consecutive elements itself, so that it is a view of the flat memory, and the boxes of ranges that
-follow each other tile the tensor. Integers only.
+follow each other tile the tensor.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Box", "boxes_of_range", "check_tiling", "flat_range"]
+from torch import Tensor
+
+__all__ = ["Box", "Piece", "boxes_of_range", "check_tiling", "flat_range"]
 
 
 class Box(NamedTuple):
@@ -30,6 +32,32 @@ class Box(NamedTuple):
     def end(self) -> int:
         """First element behind it in the flattened tensor."""
         return self.start + math.prod(self.sizes)
+
+
+class Piece(NamedTuple):
+    """Elements [start, end) of a stored tensor, as this rank holds them."""
+
+    path: tuple[str, ...]
+    """Where the tensor stands in the nested dict that DCP's tools read: ("model", "0.weight")."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: int
+    end: int
+    data: Tensor
+    """The elements: [end - start], or, where they are all, of the tensor's shape."""
+
+    @property
+    def key(self) -> str:
+        """The name in the file, which DCP makes of ``path``."""
+        return ".".join(self.path)
+
+    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        """Each box with its view of ``data``, in the box's sizes."""
+        for box in boxes_of_range(self.shape, self.start, self.end):
+            if self.data.shape == box.sizes:
+                yield box, self.data
+            else:
+                yield box, self.data[box.start - self.start : box.end - self.start].view(box.sizes)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, end: int) -> list[Box]:

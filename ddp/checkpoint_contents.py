@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .checkpoint_boxes import Piece
 from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor
-from .checkpoint_planner import Piece
 from .wiring import kind_of
 
 __all__ = ["ModelTensors", "Notes", "StoredNames", "check_model", "make_manifest", "model_tensors", "pieces_of_model"]

@@ -11,8 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from .checkpoint_manifest import MANIFEST_FILE
-from .checkpoint_metadata import METADATA_FILE
+from .checkpoint_manifest import MANIFEST_FILE, METADATA_FILE
 
 __all__ = ["begin", "complete", "describe_missing", "incomplete"]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "MANIFEST_FILE",
+    "METADATA_FILE",
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 MANIFEST_FILE = "maingrad.json"
+METADATA_FILE = ".metadata"
+"""Torch's own, beside it."""
 FORMAT = "maingrad.checkpoint"
 VERSION = 1
 

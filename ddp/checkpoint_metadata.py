@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .checkpoint_boxes import check_tiling
+from .checkpoint_manifest import METADATA_FILE
 
-__all__ = ["METADATA_FILE", "Extent", "check_files", "read_metadata"]
-
-METADATA_FILE = ".metadata"
+__all__ = ["Extent", "check_files", "read_metadata"]
 
 _DCP = "torch.distributed.checkpoint"
 _RECORDS = {

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .checkpoint_boxes import Piece
 from .checkpoint_contents import StoredNames
 from .checkpoint_manifest import Manifest, SavedOptimizer, dtype_named, from_json, to_json
-from .checkpoint_planner import Piece
 from .distributed_optimizer import DistributedOptimizer
 from .flat_params import ParamSlice
 

@@ -7,9 +7,9 @@ the file was cut.
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,35 +36,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
-from .checkpoint_boxes import Box, boxes_of_range, check_tiling
+from .checkpoint_boxes import Piece, check_tiling
 
-__all__ = ["Piece", "PieceReader", "PieceWriter", "PiecesLoadPlanner", "PiecesSavePlanner"]
-
-
-class Piece(NamedTuple):
-    """Elements [start, end) of a stored tensor, as this rank holds them."""
-
-    path: tuple[str, ...]
-    """Where the tensor stands in the nested dict that DCP's tools read: ("model", "0.weight")."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    start: int
-    end: int
-    data: Tensor
-    """The elements: [end - start], or, where they are all, of the tensor's shape."""
-
-    @property
-    def key(self) -> str:
-        """The name in the file, which DCP makes of ``path``."""
-        return ".".join(self.path)
-
-    def boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        """Each box with its view of ``data``, in the box's sizes."""
-        for box in boxes_of_range(self.shape, self.start, self.end):
-            if self.data.shape == box.sizes:
-                yield box, self.data
-            else:
-                yield box, self.data[box.start - self.start : box.end - self.start].view(box.sizes)
+__all__ = ["PieceReader", "PieceWriter", "PiecesLoadPlanner", "PiecesSavePlanner"]
 
 
 def _views(pieces: Iterable[Piece]) -> dict[MetadataIndex, Tensor]:

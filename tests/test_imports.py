@@ -55,8 +55,11 @@ PUBLIC = {
         "DistributedDataParallel",
         "DistributedDataParallelConfig",
         "DistributedOptimizer",
+        "GradScaler",
         "clip_grad_norm",
+        "load_checkpoint",
         "recorded_backward_order",
+        "save_checkpoint",
     },
     "maingrad.te_integration": {
         "GroupedLinear",

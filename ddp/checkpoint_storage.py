@@ -1,0 +1,87 @@
+"""What passes through torch.distributed.checkpoint (DCP): opening a folder, and moving pieces in and out of it."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from .checkpoint_boxes import Piece
+from .checkpoint_folder import describe_missing
+from .checkpoint_manifest import Manifest
+from .checkpoint_metadata import check_files, read_metadata
+from .checkpoint_planner import PieceReader, PiecesLoadPlanner, PiecesSavePlanner, PieceWriter
+
+__all__ = ["check_stored", "check_written", "open_checkpoint", "read_pieces", "write_pieces"]
+
+
+def open_checkpoint(folder: Path, *, check_sizes: bool = True) -> tuple[Manifest, Metadata]:
+    """What a checkpoint holds, without its tensors. No process group is needed.
+
+    check_sizes  look at every data file's size
+
+    Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint.
+    """
+    if not folder.exists():
+        raise FileNotFoundError(describe_missing(folder))
+    manifest, metadata = Manifest.read(folder), read_metadata(folder)
+    if check_sizes:
+        check_files(folder, metadata)
+    return manifest, metadata
+
+
+def write_pieces(folder: Path, pieces: Sequence[Piece], notes: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Write what the ranks of ``group`` hold between them, once; on the first of them returns everybody's notes.
+
+    Collective over ``group``; None: this rank alone. Raises ``ValueError`` on all for elements that no rank holds.
+    """
+    planner = PiecesSavePlanner(pieces, notes)
+    writer = PieceWriter(folder)
+    _run(lambda **how: save({}, storage_writer=writer, planner=planner, **how), group)
+    return planner.all_notes
+
+
+def check_written(folder: Path) -> None:
+    """Raise ``ValueError`` where a rank's file is not where the others' are, or cannot be read again."""
+    check_files(folder, read_metadata(folder))
+
+
+def check_stored(metadata: Metadata, pieces: Sequence[Piece]) -> None:
+    """Raise ``ValueError`` where a piece is of a tensor that is not there, or not as the manifest says."""
+    for piece in pieces:
+        stored: Any = metadata.state_dict_metadata.get(piece.key)
+        if stored is None:
+            raise ValueError(f"'{piece.key}' is missing in the checkpoint's metadata, though its manifest names it")
+        if tuple(stored.size) != piece.shape or stored.properties.dtype != piece.data.dtype:
+            raise ValueError(
+                f"'{piece.key}' is {stored.properties.dtype} {list(stored.size)} in the checkpoint's metadata, though "
+                f"its manifest has {piece.data.dtype} {list(piece.shape)}"
+            )
+
+
+def read_pieces(folder: Path, metadata: Metadata, pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> None:
+    """Fill the pieces' memory. Collective over ``group``, whose ranks have pieces of their own; None: this one alone.
+
+    Raises ``ValueError`` on all for a file that does not hold what the metadata says.
+    """
+    planner, reader = PiecesLoadPlanner(pieces, metadata), PieceReader(folder, metadata)
+    _run(lambda **how: load({}, storage_reader=reader, planner=planner, **how), group)
+
+
+def _run(action: Callable[..., Any], group: dist.ProcessGroup | None) -> None:
+    """Call DCP over a group. It gathers the ranks' errors into one ``BaseException``: the first rank's is raised."""
+    try:
+        if group is not None:
+            action(process_group=group)
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            action(no_dist=True)
+    except CheckpointException as failure:
+        error, _ = failure.failures[min(failure.failures)]
+        raise error from None
