@@ -24,7 +24,7 @@ def wait_before_compiled_code(root: nn.Module, gathers: Sequence[ParamGather]) -
         compiled = module.__dict__.get("_compiled_call_impl")
         if compiled is not None:
             if not hasattr(compiled, _WAITS):
-                module._compiled_call_impl = _waiting(compiled, _waiter(module, gathers))  # type: ignore[assignment]
+                module._compiled_call_impl = _waiting(compiled, _waiter(module, gathers))
         elif type(module).__name__ == "OptimizedModule" and _WAITS not in module.__dict__:
             wait = _waiter(module, gathers)
             module.register_forward_pre_hook(lambda *_, wait=wait: wait())
