@@ -51,7 +51,7 @@ def _draw_section(axes: Axes, section: Section) -> None:
             f"{length:.1f} ms{ratio}{memory}", (length, place), xytext=(4, 0), textcoords="offset points", va="center",
             fontsize=7, color=INK,
         )  # fmt: skip
-    dress(axes, f"{section.setting}, {section.num_ranks} GPUs: milliseconds a step, over our floor, peak memory")
+    dress(axes, f"{section.setting}, {section.num_ranks} ranks: milliseconds a step, over our floor, peak memory")
     if has_floor:
         axes.axvline(floor, color=INK, linewidth=1.0, linestyle=(0, (5, 4)))
     axes.set_yticks(range(len(bars)), [row.label for row in bars], fontsize=7.5)
