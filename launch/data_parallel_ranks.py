@@ -57,7 +57,7 @@ class Ranks:
         if "RANK" in os.environ:
             store, rank, size = next(iter(rendezvous("env://")))
         else:
-            store, rank, size = c10d.HashStore(), 0, 1  # type: ignore[attr-defined]
+            store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
