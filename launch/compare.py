@@ -4,14 +4,13 @@ Reads ``metrics.jsonl`` and ``resolved_config.json``, which ``maingrad train`` l
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .bench_table import Column, write_table
 from .config import Config, ConfigError
-from .config_file import config_to_dict, structure
+from .config_file import config_to_dict, flat, structure
 from .drawing import BACKWARD, EXPOSED, INK, dress, plt, save
 from .metrics import read_metrics
 from .plan import ParameterCount, count_parameters
@@ -148,18 +147,10 @@ def _setting(first: _Run, second: _Run, base: Path, other: Path) -> str:
 
 def _notes(first: _Run, second: _Run, stem: str) -> str:
     """The picture, and every key by which the runs differ."""
-    one, two = _flat(config_to_dict(first.config)), _flat(config_to_dict(second.config))
+    one, two = flat(config_to_dict(first.config)), flat(config_to_dict(second.config))
     lines = [f"| {key} | {one[key]} | {two[key]} |" for key in one if one[key] != two[key] and key != "train.out_dir"]
     head = [f"| key | {first.name} | {second.name} |", "|---|---|---|"]
     return "\n".join([f"![Both validation losses over steps]({stem}.png)", "", *head, *lines])
-
-
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``{"model": {"dim": 3}}`` -> ``{"model.dim": 3}``."""
-    flat: dict[str, Any] = {}
-    for key, value in document.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
 
 
 def _draw(first: _Run, second: _Run, title: str, path: Path) -> None:

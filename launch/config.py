@@ -126,12 +126,19 @@ class TrainConfig:
     """Sequences of the fixed validation set, evenly spread over the validation data."""
     log_every: int = 1
     """Steps between records in ``metrics.jsonl``. Ranks agree then whether to stop, so Ctrl-C waits that long."""
+    save_every: int | None = None
+    """Steps between checkpoints in ``out_dir``, a multiple of ``log_every``; another one follows the last step, or
+    Ctrl-C. None: none."""
+    resume: str | None = None
+    """Folder of a checkpoint to go on from, with any number of ranks and any ``parallel``; ``auto``: the newest one in
+    ``out_dir``, if there is one. None: begin anew."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA where there is a GPU."""
     out_dir: str = "runs/default"
-    """Folder for metrics, resolved configuration and pictures; an earlier run in it is replaced."""
+    """Folder for metrics, resolved configuration, pictures and checkpoints; an earlier run in it is replaced, but its
+    checkpoints."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -149,6 +156,12 @@ class TrainConfig:
             "train.max_seconds",
             self.max_seconds,
             "must be positive",
+        )
+        require(
+            self.save_every is None or (self.save_every >= 1 and self.save_every % self.log_every == 0),
+            "train.save_every",
+            self.save_every,
+            f"must be a multiple of train.log_every = {self.log_every}, so that a resumed run logs the same steps",
         )
         require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
         require(

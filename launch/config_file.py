@@ -18,7 +18,7 @@ from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
 from .config import Config, ConfigError
 
-__all__ = ["config_to_dict", "load_config", "override", "structure"]
+__all__ = ["config_to_dict", "flat", "load_config", "override", "structure"]
 
 _PARALLEL = 'parallel = "ddp", "zero1" or "hybrid" stands at the top of the file, before the first table'
 _ELSEWHERE = {
@@ -71,6 +71,14 @@ def config_to_dict(config: Config) -> dict[str, Any]:
     return typing.cast(dict[str, Any], cattrs.Converter().unstructure(config))
 
 
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"model": {"dim": 3}}`` -> ``{"model.dim": 3}``."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
 def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
     """Refuse unknown keys, and what cattrs would take for a table, a list or a choice."""
     hints = typing.get_type_hints(cls)
@@ -108,6 +116,7 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(cls, _strict(cls, accepted))
     # Optional scalars: None means "leave out", which TOML has no word for, but the resolved configuration does.
     converter.register_structure_hook(typing.cast(type, bool | None), _optional(_strict(bool, (bool,))))
+    converter.register_structure_hook(typing.cast(type, str | None), _optional(_strict(str, (str,))))
     converter.register_structure_hook(typing.cast(type, int | None), _optional(_strict(int, (int,))))
     converter.register_structure_hook(typing.cast(type, float | None), _optional(_strict(float, (int, float))))
     return converter

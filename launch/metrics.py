@@ -31,6 +31,11 @@ class MetricsWriter:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._file: TextIO | None = None
+        self._resumed_at: int | None = None
+
+    def resume(self, step: int) -> None:
+        """The run goes on from that step: records up to it, of a run in the same folder, stay."""
+        self._resumed_at = step
 
     def write(self, kind: str, **fields: Any) -> None:
         """One record. NaN and infinity are written as null: they are not JSON."""
@@ -38,9 +43,17 @@ class MetricsWriter:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = self._records_to_keep(self._path)
             self._file = self._path.open("w", encoding="utf-8")
+            self._file.writelines(json.dumps(record) + "\n" for record in kept)
         self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
         self._file.flush()
+
+    def _records_to_keep(self, path: Path) -> list[dict[str, Any]]:
+        if self._resumed_at is None or not path.exists():
+            return []
+        ends = ("final", "interrupted")
+        return [r for r in read_metrics(path) if r["kind"] not in ends and r.get("step", 0) <= self._resumed_at]
 
     def close(self) -> None:
         """Close the file."""

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,6 +27,7 @@ from .model import build_model
 from .pace import Pace, cosine_with_warmup
 from .progress import Display, Status, format_rate, make_display
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
+from .run_state import resume_run, save_run, where_to_resume
 from .runtime import Runtime, current_runtime, versions
 from .signals import StopRequest
 
@@ -97,7 +99,8 @@ class _Trainer:
         check_tokens(int(self.windows.inputs.max()), config.model.vocab_size)
         self.unit = "token" if config.data.source == "tokens" else "byte"
 
-        # Model: weights from the seed alone, dropout from the seed and the rank.
+        # Model: weights from the seed alone.
+        resume_from = where_to_resume(config)
         self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
         self.model = DistributedDataParallel(self.module, config.wrapper_config)
         self.optimizer = DistributedOptimizer(
@@ -109,7 +112,6 @@ class _Trainer:
             max_grad_norm=config.optimizer.max_grad_norm,
             param_groups=[] if config.optimizer.decay_vectors else [{"params": _is_vector, "weight_decay": 0.0}],
         )
-        torch.manual_seed(settings.seed * 1_000_003 + 1 + runtime.rank)
         self.router_sums: Tensor | None = None
         """Of a model with experts: sums over microbatches since the last record, in the order of ``_ROUTER_FIELDS``."""
         if config.model.num_experts:
@@ -118,8 +120,12 @@ class _Trainer:
         self.scheduler = LambdaLR(
             self.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
         )
+        if resume_from is not None:
+            resume_run(resume_from, config, pace, self.model, self.optimizer, self.scheduler)
+            metrics.resume(pace.step)
+            display.message(f"goes on from '{resume_from}', after step {pace.step}")
         self.recorder = StepRecorder(
-            self.model, runtime, metrics, first_step=0, num_steps=settings.steps, unit=self.unit
+            self.model, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )
 
     def run(self) -> TrainResult:
@@ -131,8 +137,8 @@ class _Trainer:
         validation_loss: float | None = None
         interrupted = False
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        since_log, start = 0, time.monotonic()
-        log_start = start
+        since_log, start = 0, time.monotonic() - pace.seconds
+        log_start = time.monotonic()
         while pace.fraction < 1.0 and not interrupted:
             lr = float(self.scheduler.get_last_lr()[0])
             loss_sum += self._step(pace.step)
@@ -157,6 +163,9 @@ class _Trainer:
             if not interrupted and (over or pace.step % settings.eval_every == 0):
                 validation_loss = self._validate()
                 log_start = time.monotonic()
+            if settings.save_every is not None and (over or interrupted or pace.step % settings.save_every == 0):
+                self._save()
+                log_start = time.monotonic()
         seconds = time.monotonic() - start
         self.recorder.close()
         self._conclude(validation_loss, bigram_loss, seconds, interrupted=interrupted)
@@ -175,6 +184,9 @@ class _Trainer:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
         settings, model, recorder = self.config.train, self.model, self.recorder
         recorder.step_begins(step)
+        # Dropout follows from seed, step and rank: like the data, without a state to keep.
+        entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
+        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for microbatch in range(settings.num_microbatches):
             is_last = microbatch == settings.num_microbatches - 1
@@ -193,6 +205,10 @@ class _Trainer:
         model.zero_grad_buffer()
         recorder.step_ended()
         return total / settings.num_microbatches
+
+    def _save(self) -> None:
+        path = save_run(self.config, self.pace, self.model, self.optimizer, self.scheduler)
+        self.display.message(f"step {self.pace.step:>5}  checkpoint in '{path}'")
 
     def _own_loss(self, loss: Tensor) -> Tensor:
         """The cross-entropy of a training loss, so that records of dense models and others compare."""
