@@ -54,8 +54,10 @@ class DataParallelBench:
     """Keep the traces themselves too, as .json.gz."""
     timeout: float = 120.0
     """Seconds after which a rank gives up on a collective or on another rank."""
+    stem: str = "data_parallel"
+    """Files are STEM.csv, STEM.md and STEM.png; sections of other settings and numbers of ranks in STEM.csv stay."""
     redraw: bool = False
-    """Measure nothing: write the table and the picture again from data_parallel.csv in the output folder."""
+    """Measure nothing: write table and picture again from STEM.csv in the output folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,9 @@ class Measurement:
     tokens_per_second: float = math.nan
     """Over all ranks."""
     peak_gib: float = math.nan
-    """Largest peak of allocated memory of any rank, over the measured steps; 0 on the CPU."""
+    """Largest peak of allocated memory of any rank, over the measured steps, beyond ``held_gib``; 0 on the CPU."""
+    held_gib: float = math.nan
+    """What was allocated before the row was built: an earlier row did not give it back."""
     first_loss: float = math.nan
     """Of rank 0 in the first step."""
     last_loss: float = math.nan
@@ -194,6 +198,7 @@ def _measure(
         | {
             "slowest_rank_ms": max(each["step_ms"] for _, each in told),
             "peak_gib": max(each["peak_gib"] for _, each in told),
+            "held_gib": max(each["held_gib"] for _, each in told),
             "tokens_per_second": num_tokens / numbers["step_ms"] * 1e3,
         },
     )
@@ -202,6 +207,7 @@ def _measure(
 def _time_row(bench: DataParallelBench, case: Case, row: Row, trace: _Trace | None) -> dict[str, Any]:
     """Build, warm up, time, trace and close one row on this rank."""
     on_cuda = case.device.type == "cuda"
+    held = torch.cuda.memory_allocated(case.device) / 2**30 if on_cuda else 0.0
     try:
         step: Step = row.build(case)
         first_loss = step().item()
@@ -225,7 +231,8 @@ def _time_row(bench: DataParallelBench, case: Case, row: Row, trace: _Trace | No
     return {
         "step_ms": statistics.median(times),
         "spread_ms": max(times) - min(times),
-        "peak_gib": peak,
+        "peak_gib": peak - held,
+        "held_gib": held,
         "first_loss": first_loss,
         "last_loss": last_loss,
     }
@@ -257,4 +264,5 @@ def _line(measured: Measurement) -> str:
         f"{head} {measured.step_ms:8.1f} ms  spread {measured.spread_ms:5.1f}  "
         f"{measured.tokens_per_second / 1e3:8.1f} ktok/s  peak {measured.peak_gib:5.1f} GiB  "
         f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"
+        + (f"  ({measured.held_gib:.1f} GiB held by earlier rows)" if measured.held_gib > 0.1 else "")
     )

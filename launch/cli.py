@@ -183,6 +183,8 @@ def _bench_data_parallel(known: argparse.Namespace, overrides: list[str], log: C
 
     from .bench_data_parallel import DataParallelBench, Measurement, bench_data_parallel, choose_rows, choose_settings
     from .bench_table import machine
+    from .config import ConfigError
+    from .data_parallel_peers import peer_versions
     from .data_parallel_ranks import Ranks
     from .data_parallel_report import read_measurements, sections_of, write_data_parallel_report
     from .data_parallel_rows import OURS
@@ -191,27 +193,31 @@ def _bench_data_parallel(known: argparse.Namespace, overrides: list[str], log: C
     choose_settings(bench.settings)
     choose_rows(bench)
     out_dir: Path = known.out_dir
+    csv = out_dir / f"{bench.stem}.csv"
     if bench.redraw:
-        measured = read_measurements(out_dir / "data_parallel.csv")
+        measured = read_measurements(csv)
         is_main = True
+        if not measured:
+            raise ConfigError(f"'{csv}' holds no measurements that could be drawn again")
     else:
         ranks = Ranks.from_env(bench.timeout)
         is_main = ranks.rank == 0
 
         def save(rows: list[Measurement]) -> None:
             if is_main:
-                write_data_parallel_report(rows, out_dir)
+                write_data_parallel_report(rows, out_dir, bench.stem)
 
-        measured = bench_data_parallel(bench, ranks, out_dir, machine=machine(), log=log, save=save)
+        about = f"{machine()}, {peer_versions()}"
+        measured = bench_data_parallel(bench, ranks, out_dir, machine=about, log=log, save=save)
     if not is_main:
         return 0
-    print(write_data_parallel_report(measured, out_dir))
+    print(write_data_parallel_report(measured, out_dir, bench.stem))
     try:
         from .data_parallel_plot import draw_data_parallel
     except ImportError as error:
         print(f"no picture: {error}; `maingrad bench data-parallel --redraw` makes it from the CSV elsewhere")
     else:
-        print(draw_data_parallel(read_measurements(out_dir / "data_parallel.csv"), out_dir / "data_parallel.png"))
+        print(draw_data_parallel(read_measurements(csv), csv.with_suffix(".png")))
     return int(any(row.row in OURS for section in sections_of(measured) for row in section.odd_losses()))
 
 

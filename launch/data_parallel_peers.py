@@ -6,6 +6,7 @@ installed refuses with that reason.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from .data_parallel_model import AddmmLinear, Block, LinearFactory, accumulate, make_model, plain_linear
 from .data_parallel_rows import LEARNING_RATE, Case, Row, Step, reset_compiler
 
-__all__ = ["PEERS"]
+__all__ = ["PEERS", "peer_versions"]
 
 
 # ---- torch's DistributedDataParallel. ----
@@ -190,6 +191,19 @@ def _megatron_fsdp_alone() -> Any:
             del sys.modules["megatron"]
             sys.modules.update(core)
     return sys.modules["megatron_fsdp"]
+
+
+def peer_versions() -> str:
+    """Of what the rows depend on beyond torch, as far as it is installed: "triton 3.6.0, NCCL 2.28.9"."""
+    found = []
+    for package in ("triton", "megatron-core", "megatron-fsdp"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    return ", ".join(found)
 
 
 # ---- The table of them. ----

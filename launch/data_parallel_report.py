@@ -15,7 +15,6 @@ from .data_parallel_rows import FLOOR, PEER_FLOOR
 
 __all__ = ["Section", "read_measurements", "sections_of", "write_data_parallel_report"]
 
-STEM = "data_parallel"
 _FIRST_LOSS_TOLERANCE = 0.01
 """Of the first loss: all rows start from the same weights, rounded to bf16 here and not there."""
 _LAST_LOSS_TOLERANCE = 0.2
@@ -89,16 +88,16 @@ def read_measurements(path: Path) -> list[Measurement]:
         ]
 
 
-def write_data_parallel_report(measurements: Sequence[Measurement], folder: Path) -> str:
-    """Write ``data_parallel.csv`` and ``data_parallel.md`` into ``folder``; returns the latter.
+def write_data_parallel_report(measurements: Sequence[Measurement], folder: Path, stem: str = "data_parallel") -> str:
+    """Write ``stem.csv`` and ``stem.md`` into ``folder``; returns the latter.
 
     Sections that the CSV there has, of other settings or numbers of ranks, stay.
     """
-    path = folder / f"{STEM}.csv"
+    path = folder / f"{stem}.csv"
     mine = {(row.setting, row.num_ranks) for row in measurements}
     kept = [row for row in read_measurements(path) if (row.setting, row.num_ranks) not in mine]
     rows = [*kept, *measurements]
-    write_csv(folder, STEM, rows)
+    write_csv(folder, stem, rows)
     lines = [
         "# Data parallelism: ours and others on the same work",
         "",
@@ -109,7 +108,7 @@ def write_data_parallel_report(measurements: Sequence[Measurement], folder: Path
     for section in sections_of(rows):
         lines += _section_lines(section)
     table = "\n".join(lines)
-    (folder / f"{STEM}.md").write_text(table)
+    (folder / f"{stem}.md").write_text(table)
     return table
 
 
