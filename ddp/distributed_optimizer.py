@@ -255,8 +255,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _unfused_step(self) -> None:
         """Classes without a fused kernel: gradients are divided first, and the host asks once whether to skip."""
         divisor = self._grad_divisor()
-        if divisor is not None:
-            torch._foreach_div_([run.master.grad for run in self._runs if run.master.grad is not None], divisor)
+        grads = [run.master.grad for run in self._runs if run.master.grad is not None]
+        if divisor is not None and grads:  # with whole parameters this rank may have none
+            torch._foreach_div_(grads, divisor)
         found_inf = vars(self).get("found_inf")
         if found_inf is None or not found_inf.item():
             self._inner.step()
