@@ -1,5 +1,6 @@
 """Flat ranges as boxes: every element once, few boxes, each of them a view of the flat memory."""
 
+import itertools
 import math
 
 import pytest
@@ -41,7 +42,7 @@ def test_boxes_of_ranges_that_follow_each_other_tile_the_tensor(drawn: tuple[tup
     edges = [0, *cuts, math.prod(shape)]
     boxes = [
         (box.offsets, box.sizes)
-        for start, end in zip(edges, edges[1:], strict=False)
+        for start, end in itertools.pairwise(edges)
         for box in boxes_of_range(shape, start, end)
     ]
     check_tiling(shape, reversed(boxes))
