@@ -55,7 +55,7 @@ def sample(cases: list[Case], seed: int) -> list[Case]:
     return chosen
 
 
-SAMPLE = sample(MATRIX, seed=5)
+SAMPLE = sample(MATRIX, seed=365)  # a cheap one
 REST = [case for case in MATRIX if case not in SAMPLE]
 
 
