@@ -2,6 +2,8 @@
 
 Rows: ``nn.Linear`` alone; ``nn.Linear`` whose gradient a hook moves to ``main_grad``; our Linear, fused, with its
 provider attached and its hooks included; the same with the weight gradient delayed and computed right after.
+
+A second table tells what the hooks of a wrapper take of one parameter: see ``bench_hooks.py``.
 """
 
 import statistics
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 
 from ..ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ..te_integration import Linear
-from .bench_table import Column, machine, write_table
+from .bench_hooks import HOOK_COLUMNS, HookRow
+from .bench_table import Column, machine, markdown_table, write_csv, write_table
 
 __all__ = ["HostRow", "bench_host", "write_host_report"]
 
@@ -115,8 +118,8 @@ _CASES: dict[str, Callable[[int, torch.device], Call]] = {
 }
 
 
-def write_host_report(rows: list[HostRow], folder: Path) -> str:
-    """Write ``host.csv`` and ``host.md`` into ``folder``; returns the table."""
+def write_host_report(rows: list[HostRow], hooks: list[HookRow], folder: Path) -> str:
+    """Write ``host.csv``, ``host_hooks.csv``, and ``host.md`` with both tables into ``folder``; returns the last."""
     setting = (
         f"{machine()}. Host microseconds of one forward and backward of a layer of 64 x 64 on 16 rows, provider "
         f"attached and hooks included; medians over rounds over all rows in turn. Made by `maingrad bench host`."
@@ -126,4 +129,16 @@ def write_host_report(rows: list[HostRow], folder: Path) -> str:
         ("us", lambda row: f"{row.microseconds:.1f}"),
         ("over nn.Linear", lambda row: f"{row.over_plain:.2f}"),
     ]
-    return write_table(folder, "host", rows, title="Host time of one layer", setting=setting, columns=columns)
+    write_csv(folder, "host_hooks", hooks)
+    notes = [
+        "## Host time of one parameter in hooks",
+        "",
+        "Backward under a wrapper minus backward without one, over its 400 parameters of one element; overlap on, "
+        "gradients sharded, one rank. Plain: the hook adds `.grad` to `main_grad`. Fused: a module wrote `main_grad` and "
+        "says so.",
+        "",
+        *markdown_table(hooks, HOOK_COLUMNS),
+    ]
+    return write_table(
+        folder, "host", rows, title="Host time of one layer", setting=setting, columns=columns, notes="\n".join(notes)
+    )

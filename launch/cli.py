@@ -144,9 +144,11 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
 
     on_cuda = torch.cuda.is_available()
     if known.what == "host":
+        from .bench_hooks import bench_hooks
         from .bench_host import bench_host, write_host_report
 
-        print(write_host_report(bench_host(torch.device("cuda" if on_cuda else "cpu")), known.out_dir))
+        here = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        print(write_host_report(bench_host(here), bench_hooks(here), known.out_dir))
         return 0
     if known.what in ("kernels", "tune"):
         return _bench_kernels(known, overrides, log)

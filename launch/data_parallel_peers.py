@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from .data_parallel_model import AddmmLinear, Block, LinearFactory, accumulate, make_model, plain_linear
 from .data_parallel_rows import LEARNING_RATE, Case, Row, Step, reset_compiler
 
-__all__ = ["PEERS", "peer_versions"]
+__all__ = ["PEERS", "megatron_core_problem", "peer_versions"]
 
 
 # ---- torch's DistributedDataParallel. ----
@@ -217,9 +217,18 @@ def _is_installed(name: str) -> bool:
 
 
 def _needs(name: str, case: Case) -> str | None:
+    return _problem(name, case.device)
+
+
+def _problem(name: str, device: torch.device) -> str | None:
     if not _is_installed(name):
         return f"{name} is not installed"
-    return None if case.device.type == "cuda" else f"{name} runs on CUDA only"
+    return None if device.type == "cuda" else f"{name} runs on CUDA only"
+
+
+def megatron_core_problem(device: torch.device) -> str | None:
+    """Why Megatron-core cannot be measured on ``device``; None: it can."""
+    return _problem("megatron.core", device)
 
 
 def _refuse_overwriting(case: Case) -> str | None:

@@ -54,15 +54,19 @@ class Ranks:
     @classmethod
     def from_env(cls, timeout: float = 120.0) -> "Ranks":
         """By torchrun's variables: NCCL and ``LOCAL_RANK``'s GPU where torch sees one, gloo and the CPU elsewhere."""
-        if "RANK" in os.environ:
-            store, rank, size = next(iter(rendezvous("env://")))
-        else:
-            store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
+        if "RANK" not in os.environ:
+            return cls.alone(device)
+        store, rank, size = next(iter(rendezvous("env://")))
         return cls(store, rank, size, device, timeout)
+
+    @classmethod
+    def alone(cls, device: torch.device) -> "Ranks":
+        """A world of this process."""
+        return cls(dist.HashStore(), 0, 1, device)  # type: ignore[attr-defined]
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's ``value``, by rank. All ranks call it in the same order; it waits for the slowest."""

@@ -41,7 +41,18 @@ def test_bench_host_has_a_row_for_each_layer(tmp_path: Path, capsys: pytest.Capt
     assert [row["name"] for row in rows][:2] == ["nn.Linear", "nn.Linear, hook"]
     assert float(rows[0]["over_plain"]) == 1.0
     assert all(float(row["microseconds"]) > 0 for row in rows)
-    assert "| Linear, fused |" in capsys.readouterr().out
+    with (tmp_path / "host_hooks.csv").open() as file:
+        hooks = {(row["name"], row["parameters"]): row for row in csv.DictReader(file)}
+    for parameters in ("plain", "fused"):
+        ours = hooks["maingrad", parameters]
+        # A hook is some lines of Python: neither nothing nor a fifth of a millisecond.
+        assert 0.1 < float(ours["intermediate_us"]) < 200
+        assert 0.1 < float(ours["final_us"]) < 200
+        assert float(ours["backward_us"]) > 0
+        assert ("Megatron-core", parameters) in hooks
+    out = capsys.readouterr().out
+    assert "| Linear, fused |" in out
+    assert "| maingrad | fused |" in out
 
 
 def test_bench_delayed_needs_gpus(tmp_path: Path) -> None:

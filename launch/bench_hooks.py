@@ -1,0 +1,217 @@
+"""What a wrapper's hooks cost the host: microseconds of one parameter in one microbatch.
+
+Backward of a model of many one-element parameters under a wrapper, minus the same backward without one, over the number
+of parameters. Only backward is on the clock; forward, zeroing and waiting are not, and the collector is off. Without a
+wrapper ``.grad`` is cleared between backwards, so that autograd hands it over there as it does under one.
+
+plain   the gradient comes in ``.grad``, and the hook adds it to ``main_grad``
+fused   a module has written ``main_grad`` and says so; the hook takes note. That the module says so is on the clock
+
+The intermediate microbatch is under ``no_sync``. The final one marks buckets ready and launches their collectives, in a
+group of one rank. Ours and Megatron-core's overlap and shard; the rounds of all contenders alternate.
+"""
+
+import gc
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ddp import DistributedDataParallel, DistributedDataParallelConfig
+from ..ddp.main_grad import hand_over, has_main_grad, record_of
+from .bench_table import Column
+from .data_parallel_peers import megatron_core_problem
+from .data_parallel_ranks import AnyRankFailed, Ranks
+
+__all__ = ["HOOK_COLUMNS", "HookRow", "bench_hooks"]
+
+OURS, MEGATRON = "maingrad", "Megatron-core"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HookRow:
+    """One line of the table; NaN where ``problem`` says why."""
+
+    name: str
+    parameters: str
+    """"plain" or "fused"."""
+    intermediate_us: float = math.nan
+    """Of one parameter in a microbatch under ``no_sync``."""
+    final_us: float = math.nan
+    """In the last microbatch."""
+    backward_us: float = math.nan
+    """Of one parameter in backward without a wrapper."""
+    problem: str = ""
+
+
+HOOK_COLUMNS: list[Column] = [
+    ("hooks of", lambda row: row.name),
+    ("parameters", lambda row: row.parameters),
+    ("intermediate, us", lambda row: row.problem or f"{row.intermediate_us:.2f}"),
+    ("final, us", lambda row: "" if row.problem else f"{row.final_us:.2f}"),
+    ("backward without them, us", lambda row: "" if row.problem else f"{row.backward_us:.2f}"),
+]
+
+
+def bench_hooks(device: torch.device, *, num_params: int = 400, calls: int = 5, rounds: int = 5) -> list[HookRow]:
+    """Measure plain and fused parameters under ours and, where it runs, under Megatron-core's wrapper."""
+    rows = []
+    for parameters in ("plain", "fused"):
+        problem = megatron_core_problem(device)
+        if problem is None:
+            try:
+                with Ranks.alone(device).attempt(with_groups=True), _megatron_groups():
+                    wrappers = {OURS: _wrap_ours, MEGATRON: _wrap_megatron}
+                    rows += _measure(wrappers, parameters, device, num_params, calls, rounds)
+                continue
+            except AnyRankFailed as failure:
+                problem = str(failure)
+        rows += _measure({OURS: _wrap_ours}, parameters, device, num_params, calls, rounds)
+        rows.append(HookRow(name=MEGATRON, parameters=parameters, problem=f"not measured: {problem}"))
+    return rows
+
+
+class _Plain(nn.Module):
+    """Sum of x [n] times its n parameters of one element."""
+
+    def __init__(self, num_params: int, device: torch.device) -> None:
+        super().__init__()
+        ones = torch.ones(num_params, 1, device=device, dtype=torch.bfloat16)
+        self.weights = nn.ParameterList(nn.Parameter(one.clone()) for one in ones)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.cat(list(self.weights)) * x).sum()
+
+
+class _Fused(_Plain):
+    """A chain of layers, one for each parameter, that do nothing but report a weight gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for weight in self.weights:
+            y = _Report.apply(y, weight)  # type: ignore[no-untyped-call]
+        return y.sum()
+
+
+class _Report(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight: Tensor = ctx.weight
+        if not has_main_grad(weight):
+            return grads[0], None
+        return grads[0], hand_over(weight, record_of(weight), delayed=False, fused=True)
+
+
+class _Wrapped(NamedTuple):
+    """A model under a wrapper, in the four verbs that a microbatch takes."""
+
+    forward: Callable[[Tensor], Tensor]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    start: Callable[[], None]
+    finish: Callable[[], None]
+
+
+def _wrap_ours(model: nn.Module) -> _Wrapped:
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    ddp = DistributedDataParallel(model, config)
+    return _Wrapped(ddp, ddp.no_sync, ddp.zero_grad_buffer, ddp.finish_grad_sync)
+
+
+def _wrap_megatron(model: nn.Module) -> _Wrapped:
+    distributed = importlib.import_module("megatron.core.distributed")
+    transformer = importlib.import_module("megatron.core.transformer")
+    config = transformer.TransformerConfig(
+        num_layers=1, hidden_size=128, num_attention_heads=1, bf16=True, params_dtype=torch.bfloat16
+    )
+    ddp_config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
+    )
+    ddp = distributed.DistributedDataParallel(config, ddp_config, model)
+    return _Wrapped(ddp, ddp.no_sync, ddp.zero_grad_buffer, ddp.finish_grad_sync)
+
+
+def _wrap_nothing(model: nn.Module) -> _Wrapped:
+    def clear() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return _Wrapped(model, nullcontext, clear, clear)
+
+
+@contextmanager
+def _megatron_groups() -> Iterator[None]:
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _measure(
+    wrappers: Mapping[str, Callable[[nn.Module], _Wrapped]],
+    parameters: str,
+    device: torch.device,
+    num_params: int,
+    calls: int,
+    rounds: int,
+) -> list[HookRow]:
+    kind = _Plain if parameters == "plain" else _Fused
+    contenders = {"": _wrap_nothing(kind(num_params, device))}
+    contenders |= {name: wrap(kind(num_params, device)) for name, wrap in wrappers.items()}
+    x = torch.ones(num_params, device=device, dtype=torch.bfloat16, requires_grad=True)
+    times: dict[tuple[str, bool], list[float]] = {(name, last): [] for name in contenders for last in (False, True)}
+    for round_index in range(rounds + 1):
+        for name, wrapped in contenders.items():
+            for last in (False, True):
+                seconds = statistics.mean(_time_backward(wrapped, x, last=last) for _ in range(calls))
+                if round_index:  # the first one warms up
+                    times[name, last].append(seconds / num_params * 1e6)
+
+    def beyond_plain(name: str, last: bool) -> float:
+        return statistics.median(a - b for a, b in zip(times[name, last], times["", last], strict=True))
+
+    return [
+        HookRow(
+            name=name,
+            parameters=parameters,
+            intermediate_us=beyond_plain(name, False),
+            final_us=beyond_plain(name, True),
+            backward_us=statistics.median(times["", False] + times["", True]),
+        )
+        for name in wrappers
+    ]
+
+
+def _time_backward(wrapped: _Wrapped, x: Tensor, *, last: bool) -> float:
+    """Seconds of the host in one backward: the final microbatch's of an iteration, or one before it."""
+    wrapped.start()
+    x.grad = None
+    with nullcontext() if last else wrapped.no_sync():
+        loss = wrapped.forward(x)
+        _synchronize(x)
+        gc.disable()
+        began = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        gc.enable()
+    _synchronize(x)
+    wrapped.finish()
+    return ended - began
+
+
+def _synchronize(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
