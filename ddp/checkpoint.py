@@ -23,7 +23,7 @@ from .checkpoint_boxes import Piece
 from .checkpoint_contents import Notes, StoredNames, check_model, make_manifest, model_tensors, pieces_of_model
 from .checkpoint_manifest import Manifest, SavedOptimizer
 from .checkpoint_optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
-from .checkpoint_ranks import check_same_path, place_of_experts, ranks_of
+from .checkpoint_ranks import check_same_call, place_of_experts, ranks_of
 from .data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 
@@ -54,7 +54,7 @@ def save_checkpoint(
 
     target = Path(os.path.realpath(path))
     ranks = ranks_of(model)
-    check_same_path(str(target), ranks)
+    check_same_call(str(target), optimizer, ranks)
     names = StoredNames(*place_of_experts(model, ranks))
 
     def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
@@ -109,7 +109,7 @@ def load_checkpoint(
 
     source = Path(os.path.realpath(path))
     ranks = ranks_of(model)
-    check_same_path(str(source), ranks)
+    check_same_call(str(source), optimizer, ranks)
     names = StoredNames(*place_of_experts(model, ranks))
 
     def prepare() -> "tuple[Manifest, Metadata, list[Piece], OptimizerLoad | None]":

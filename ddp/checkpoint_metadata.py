@@ -95,9 +95,11 @@ def read_metadata(folder: Path) -> Metadata:
     """The metadata of a DCP checkpoint of tensors, in DCP's classes.
 
     Raises ``ValueError`` where the file names anything but metadata (a pickle that would run code), where it is
-    damaged, and where a tensor is not stored exactly once; ``FileNotFoundError`` where there is none.
+    missing or damaged, and where a tensor is not stored exactly once.
     """
     path = folder / METADATA_FILE
+    if not path.is_file():
+        raise ValueError(f"'{path}' is missing: where the tensors of this checkpoint lie is not known")
     with path.open("rb") as file:
         try:
             return _rebuild(_Unpickler(file).load())

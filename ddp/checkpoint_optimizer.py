@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .checkpoint_boxes import Piece
 from .checkpoint_contents import StoredNames
-from .checkpoint_manifest import Manifest, SavedOptimizer, dtype_named, from_json, to_json
+from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor, dtype_named, from_json, to_json
 from .distributed_optimizer import DistributedOptimizer
 from .flat_params import ParamSlice
 
@@ -106,7 +106,7 @@ class OptimizerLoad(NamedTuple):
             if (entry.state, entry.scalars) != (other.state, other.scalars):
                 raise ValueError(
                     f"parameters '{first[master].name}' and '{part.name}' are updated together here, and the "
-                    f"checkpoint has different states of them: {dict(other.scalars)} and {dict(entry.scalars)}"
+                    f"checkpoint has different states of them: {_in_words(other)}, and {_in_words(entry)}"
                 )
             offset, numel = part.offset, part.end - part.start
             for key in entry.state:
@@ -139,6 +139,10 @@ class OptimizerLoad(NamedTuple):
 
 def _has_master(part: ParamSlice) -> bool:
     return part.master.dtype is not part.param.dtype
+
+
+def _in_words(entry: SavedTensor) -> str:
+    return f"{sorted(entry.state)} {dict(entry.scalars)}"
 
 
 def _check_optimizer(saved: SavedOptimizer, optimizer: DistributedOptimizer) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from .data_parallel import DistributedDataParallel
 
-__all__ = ["CheckpointRanks", "check_same_path", "place_of_experts", "ranks_of"]
+__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts", "ranks_of"]
 
 T = TypeVar("T")
 
@@ -86,11 +86,13 @@ def place_of_experts(model: Any, ranks: CheckpointRanks) -> tuple[int, int]:
     return (known.index(first), len(known)) if first >= 0 else (0, max(len(known), 1))
 
 
-def check_same_path(path: str, ranks: CheckpointRanks) -> None:
-    """Raise ``ValueError`` on all ranks unless they were given one path. Collective."""
-    paths: Sequence[str] = ranks.gather(path)
-    if len(set(paths)) > 1:
-        other = next(index for index, each in enumerate(paths) if each != paths[0])
+def check_same_call(path: str, optimizer: object, ranks: CheckpointRanks) -> None:
+    """Raise ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none. Collective."""
+    calls: Sequence[tuple[str, bool]] = ranks.gather((path, optimizer is not None))
+    other = next((call for call in calls if call[0] != calls[0][0]), None)
+    if other is not None:
         raise ValueError(
-            f"all ranks save to and load from one folder; the first one has '{paths[0]}', another '{paths[other]}'"
+            f"all ranks save to and load from one folder; the first one has '{calls[0][0]}', another '{other[0]}'"
         )
+    if len(set(calls)) > 1:
+        raise ValueError("some ranks give an optimizer and some do not: all of them, or none")

@@ -29,6 +29,8 @@ def open_checkpoint(folder: Path, *, check_sizes: bool = True) -> tuple[Manifest
     """
     if not folder.exists():
         raise FileNotFoundError(describe_missing(folder))
+    if not folder.is_dir():
+        raise ValueError(f"'{folder}' is a file, and a checkpoint is a folder")
     manifest, metadata = Manifest.read(folder), read_metadata(folder)
     if check_sizes:
         check_files(folder, metadata)

@@ -76,9 +76,7 @@ def hostile_pickles(witness: Path) -> dict[str, bytes]:
 def test_a_pickle_that_names_anything_else_is_refused_by_that_name(checkpoint: Path, tmp_path: Path, name: str) -> None:
     witness = tmp_path / "it-ran"
     (checkpoint / ".metadata").write_bytes(hostile_pickles(witness)[name])
-    with pytest.raises(
-        ValueError, match=rf"is no checkpoint metadata: it asks for {name}, which could run"
-    ):
+    with pytest.raises(ValueError, match=rf"is no checkpoint metadata: it asks for {name}, which could run"):
         load_checkpoint(checkpoint, Everything())
     assert not witness.exists()
 

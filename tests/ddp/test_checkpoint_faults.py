@@ -1,0 +1,406 @@
+"""Checkpoints that do not fit, are not whole or are not checkpoints: one clear error, alike on all ranks, no hang."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Everything, build, model_state, take_steps
+from gloo import run_ranks
+from loops import assert_same, wrap
+from torch import nn
+from torch.distributed.checkpoint import save as torchs_save
+
+from maingrad.ddp import DistributedOptimizer, checkpoint_folder, load_checkpoint, save_checkpoint
+from maingrad.launch import simulate
+
+ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine") / "step-3"
+
+    def save() -> None:
+        ddp, optimizer = build(torch.bfloat16, **ZERO1)
+        take_steps(ddp, optimizer, range(1), dist.get_rank())
+        save_checkpoint(folder, ddp, optimizer)
+
+    simulate(save, 3)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(pristine: Path, tmp_path: Path) -> Path:
+    shutil.copytree(pristine, tmp_path / "step-3")
+    return tmp_path / "step-3"
+
+
+# ---- Files. ----
+
+
+def cut_data(folder: Path) -> None:
+    path = folder / "__1_0.distcp"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def lose_data(folder: Path) -> None:
+    (folder / "__2_0.distcp").unlink()
+
+
+def cut_metadata(folder: Path) -> None:
+    os.truncate(folder / ".metadata", 1000)
+
+
+def cut_manifest(folder: Path) -> None:
+    os.truncate(folder / "maingrad.json", 100)
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "maingrad.json").unlink()
+
+
+def lose_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+def edit_manifest(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "maingrad.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def other_format(folder: Path) -> None:
+    """A folder of torch's own, without anything of this library."""
+    shutil.rmtree(folder)
+    torchs_save({"model": Everything().state_dict()}, checkpoint_id=folder, no_dist=True)
+
+
+def replace_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"weights")
+
+
+def forget_moments(folder: Path) -> None:
+    path = folder / "maingrad.json"
+    manifest = json.loads(path.read_text())
+    for entry in manifest["parameters"].values():
+        if entry["state"]:
+            entry["state"]["exp_avg_cubed"] = "float32"
+    path.write_text(json.dumps(manifest))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
+    "data truncated": (
+        cut_data,
+        ValueError,
+        r"data file '.*/__1_0\.distcp' is truncated: \d+ of \d+ bytes, '\S+' is cut",
+    ),
+    "data missing": (lose_data, ValueError, r"data file '.*/__2_0\.distcp' is missing, with elements of"),
+    "metadata truncated": (cut_metadata, ValueError, r"\.metadata' is truncated or damaged"),
+    "metadata missing": (lose_metadata, ValueError, r"\.metadata' is missing"),
+    "manifest truncated": (cut_manifest, ValueError, r"maingrad\.json' is truncated or damaged"),
+    "manifest missing": (lose_manifest, ValueError, r"no complete checkpoint of maingrad: it has no maingrad\.json"),
+    "manifest of another kind": (edit_manifest(format="x"), ValueError, "its format is not 'maingrad.checkpoint'"),
+    "manifest to come": (edit_manifest(version=2), ValueError, "has version 2 of the format, and this .* version 1"),
+    "manifest without parameters": (edit_manifest(parameters=None), ValueError, r"maingrad\.json' is damaged"),
+    "a moment nowhere": (forget_moments, ValueError, r"'optimizer\.state\.\S+\.exp_avg_cubed' is missing in the"),
+    "torch's own": (other_format, ValueError, r"no complete checkpoint of maingrad"),
+    "a file": (replace_by_file, ValueError, r"step-3' is a file, and a checkpoint is a folder"),
+    "nothing": (shutil.rmtree, FileNotFoundError, r"there is no checkpoint at '.*/step-3'"),
+}
+
+
+def load_and_compare(folder: Path) -> None:
+    """The error leaves the model as it was."""
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    before = model_state(ddp)
+    try:
+        load_checkpoint(folder, ddp, optimizer)
+    finally:
+        assert_same(model_state(ddp), before)
+        assert not any(part.state() for part in optimizer.slices)
+
+
+def errors_of(fn: Callable[..., Any], *args: Any) -> str:
+    try:
+        fn(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("damage, kind, message", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damage_is_one_error_before_anything_changes(
+    checkpoint: Path, damage: Callable[[Path], None], kind: type[Exception], message: str
+) -> None:
+    damage(checkpoint)
+    with pytest.raises(kind, match=message):
+        load_and_compare(checkpoint)
+    errors = {error.removesuffix(" (on rank 0)") for error in simulate(errors_of, 3, load_and_compare, checkpoint)}
+    assert errors == {errors_of(load_and_compare, checkpoint)}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_damage_inside_a_data_file_is_found_while_reading(checkpoint: Path, ranks: int) -> None:
+    path = checkpoint / "__1_0.distcp"
+    content = path.read_bytes()
+    path.write_bytes(content[:40] + bytes(len(content) - 80) + content[-40:])
+    errors = simulate(errors_of, ranks, lambda: load_checkpoint(checkpoint, *build(torch.bfloat16, **ZERO1)))
+    for error in errors:
+        assert error == errors[0]
+        assert error.startswith("ValueError: '")
+        assert "__1_0.distcp' is damaged where '" in error
+        assert "the model is partly overwritten, do not go on with it" in error
+
+
+# ---- Models and optimizers that do not fit. ----
+
+
+def with_changes(change: Callable[[nn.Module], None] | None = None, **optimizer: Any) -> tuple[Any, Any]:
+    model = Everything(torch.bfloat16)
+    if change is not None:
+        change(model)
+    ddp = wrap(model, **ZERO1)
+    return ddp, DistributedOptimizer(ddp, lr=0.02, **optimizer)
+
+
+def add_parameter(model: nn.Module) -> None:
+    model.more = nn.Parameter(torch.zeros(3))
+
+
+def drop_parameter(model: nn.Module) -> None:
+    del model.cube
+
+
+def reshape_parameter(model: nn.Module) -> None:
+    model.cube = nn.Parameter(torch.zeros(3, 5, 14, dtype=torch.bfloat16))
+
+
+def widen_parameter(model: nn.Module) -> None:
+    model.cube = nn.Parameter(model.cube.detach().float())
+
+
+def freeze_parameter(model: nn.Module) -> None:
+    model.cube.requires_grad_(False)
+
+
+def thaw_parameter(model: nn.Module) -> None:
+    model.fixed.requires_grad_(True)
+
+
+def add_buffer(model: nn.Module) -> None:
+    model.register_buffer("more", torch.zeros(3))
+
+
+MISFITS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+    "missing": (lambda: with_changes(add_parameter), "the model's parameter 'more' is not in the checkpoint"),
+    "unknown": (lambda: with_changes(drop_parameter), "the checkpoint's parameter 'cube' is not in the model"),
+    "shape": (
+        lambda: with_changes(reshape_parameter),
+        r"parameter 'cube' is bfloat16 \[3, 5, 14\] in the model and bfloat16 \[3, 5, 2, 7\] in the checkpoint",
+    ),
+    "dtype": (lambda: with_changes(widen_parameter), r"'cube' is float32 \[3, 5, 2, 7\] in the model and bfloat16"),
+    "frozen": (lambda: with_changes(freeze_parameter), "parameter 'cube' is frozen, and the checkpoint has optimizer"),
+    "thawed": (lambda: with_changes(thaw_parameter), "parameter 'fixed' is in parameter group 0 and was frozen"),
+    "buffer": (lambda: with_changes(add_buffer), "the model's buffer 'more' is not in the checkpoint"),
+    "optimizer": (
+        lambda: with_changes(optimizer_class=torch.optim.SGD, momentum=0.9),
+        "the checkpoint has the state of AdamW, and this optimizer is SGD, which keeps other moments",
+    ),
+    "groups": (
+        lambda: with_changes(param_groups=[{"params": "cube", "lr": 0.0}]),
+        r"the checkpoint has 1 parameter group\(s\), and this optimizer 2",
+    ),
+}
+
+
+def load_misfit(folder: Path, name: str) -> str:
+    return errors_of(lambda: load_checkpoint(folder, *MISFITS[name][0]()))
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_named(pristine: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=MISFITS[name][1]):
+        load_checkpoint(pristine, *MISFITS[name][0]())
+    errors = simulate(load_misfit, 2, pristine, name)
+    assert errors[0] == errors[1]
+    assert "on rank" not in errors[0]
+
+
+def test_a_parameter_in_another_group_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", *with_changes(param_groups=[{"params": "cube", "lr": 0.0}]))
+    with pytest.raises(ValueError, match="parameter 'cube' is in parameter group 1 and was in group 0 when"):
+        load_checkpoint(tmp_path / "c", *with_changes(param_groups=[{"params": "scale", "lr": 0.0}]))
+
+
+def test_weights_alone_are_not_an_optimizers_state(tmp_path: Path) -> None:
+    model, optimizer = with_changes()
+    save_checkpoint(tmp_path / "c", model)
+    with pytest.raises(
+        ValueError, match="saved without an optimizer: load_checkpoint\\(path, model\\) takes its weights"
+    ):
+        load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def test_optimizers_that_cannot_be_saved_are_named(tmp_path: Path) -> None:
+    model, optimizer = with_changes()
+    with pytest.raises(TypeError, match="the state of a DistributedOptimizer, got SGD"):
+        save_checkpoint(tmp_path / "c", model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="this optimizer belongs to another model"):
+        save_checkpoint(tmp_path / "c", with_changes()[0], optimizer)
+    optimizer.param_groups[0]["note"] = {"not": "a number"}
+    with pytest.raises(ValueError, match="option 'note' of parameter group 0 is a dict"):
+        save_checkpoint(tmp_path / "c", model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- Trouble on one rank alone. ----
+
+
+def save_with_trouble_on_rank_1(folder: Path, trouble: str) -> str:
+    ddp, optimizer = build(**ZERO1)
+    rank = dist.get_rank()
+    if trouble == "path" and rank == 1:
+        folder = folder.with_name("elsewhere")
+    if trouble == "optimizer" and rank == 1:
+        optimizer = None
+    if trouble == "value" and rank == 1:
+        optimizer.param_groups[0]["note"] = object()
+    extra = object() if trouble == "extra" and rank == 0 else None
+    return errors_of(lambda: save_checkpoint(folder, ddp, optimizer, extra=extra))
+
+
+TROUBLE = {
+    "path": "all ranks save to and load from one folder; the first one has '.*/c', another '.*/elsewhere'",
+    "optimizer": "ValueError: some ranks give an optimizer and some do not",
+    "value": r"ValueError: option 'note' of parameter group 0 is a object, .* \(on rank 1\)",
+    "extra": r"TypeError: extra must be something that JSON holds .* \(on rank 0\)",
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+@pytest.mark.parametrize("run", [simulate, run_ranks])
+def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..., list[str]], trouble: str) -> None:
+    errors = run(save_with_trouble_on_rank_1, 2, tmp_path / "c", trouble)
+    assert errors[0] == errors[1]
+    assert re.search(TROUBLE[trouble], errors[0]), errors[0]
+    assert not (tmp_path / "c").exists()
+
+
+def load_damaged_on_real_ranks(folder: Path, name: str) -> str:
+    if name == "optimizer of rank 1" and dist.get_rank() == 1:
+        return errors_of(lambda: load_checkpoint(folder, *MISFITS["optimizer"][0]()))
+    if name in MISFITS:
+        return load_misfit(folder, name)
+    return errors_of(lambda: load_checkpoint(folder, *with_changes()))
+
+
+@pytest.mark.parametrize("name", ["shape", "optimizer of rank 1", "damaged"])
+def test_real_ranks_raise_alike_and_go_on(checkpoint: Path, name: str) -> None:
+    if name == "damaged":
+        cut_data(checkpoint)
+    errors = run_ranks(load_damaged_on_real_ranks, 2, checkpoint, name)
+    assert errors[0] == errors[1] != "nothing was raised"
+    assert ("(on rank 1)" in errors[0]) == (name == "optimizer of rank 1")
+
+
+# ---- Saves that are interrupted, and saves onto something. ----
+
+
+def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, Everything(seed=1), extra=1)
+    save_checkpoint(path, Everything(seed=2), extra=2)
+    model = Everything()
+    assert load_checkpoint(path, model) == 2
+    assert_same(dict(model.named_parameters()), dict(Everything(seed=2).named_parameters()))
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+STAGES = {
+    "tensors": "maingrad.ddp.checkpoint_planner.PieceWriter.finish",
+    "manifest": "maingrad.ddp.checkpoint_manifest.Manifest.write",
+    "move": "maingrad.ddp.checkpoint_folder.complete",
+}
+
+
+class Interrupted(BaseException):
+    """Nobody handles it."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_that_dies_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, Everything(seed=1), extra=1)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(STAGES[stage], die)
+        with pytest.raises(Interrupted):
+            save_checkpoint(path, Everything(seed=2), extra=2)
+    assert (tmp_path / "c.incomplete").is_dir()
+    assert load_checkpoint(path, Everything()) == 1
+    if stage != "move":
+        with pytest.raises(ValueError, match=r"c\.incomplete' is no complete checkpoint"):
+            load_checkpoint(tmp_path / "c.incomplete", Everything())
+    save_checkpoint(path, Everything(seed=3), extra=3)
+    assert load_checkpoint(path, Everything()) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_between_the_two_renames_both_checkpoints_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, Everything(seed=1), extra=1)
+    original = Path.rename
+
+    def die_at_the_second(self: Path, target: Path) -> Path:
+        if self.name == "c.incomplete":
+            raise Interrupted
+        return original(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die_at_the_second)
+        with pytest.raises(Interrupted):
+            save_checkpoint(path, Everything(seed=2), extra=2)
+    with pytest.raises(FileNotFoundError, match=r"a complete one at '.*c\.incomplete': .* rename it"):
+        load_checkpoint(path, Everything())
+    assert load_checkpoint(tmp_path / "c.replaced", Everything()) == 1
+    assert load_checkpoint(tmp_path / "c.incomplete", Everything()) == 2
+    save_checkpoint(path, Everything(seed=3), extra=3)
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("name", ["c", "c.incomplete", "c.replaced"])
+def test_a_save_never_deletes_what_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("years of work")
+    if name == "c":
+        (tmp_path / name / "maingrad.json").write_text("{}")
+    with pytest.raises(FileExistsError, match=rf"'{tmp_path / name}' is (there and is not just|in the way and is no)"):
+        save_checkpoint(tmp_path / "c", Everything())
+    assert (tmp_path / name / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_empty_folder_is_a_fine_place(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, Everything(), extra="here")
+    assert load_checkpoint(tmp_path, Everything()) == "here"
+    assert not checkpoint_folder.replaced(tmp_path).exists()
+
+
+def test_a_missing_parent_is_made(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
+    load_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
