@@ -1,15 +1,19 @@
-"""The README's code runs as it is printed, and its commands exist."""
+"""Code in the README and in docs runs as it is printed, and its commands exist."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from maingrad.launch import simulate
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+SHARDING = re.findall(r"```python\n(.*?)```", (ROOT / "docs/sharding.md").read_text(), flags=re.DOTALL)
 
 
 class Loss(nn.Module):
@@ -45,6 +49,51 @@ def test_the_loops_train(which: int) -> None:
 
 def test_there_are_two_loops() -> None:
     assert len(BLOCKS) == 2
+
+
+class NamedLoss(nn.Module):
+    """A model that returns a loss, with the names that docs/sharding.md speaks of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(x)).relu()).square().mean()
+
+
+def run_alone(block: str) -> dict[str, Any]:
+    """One rank's job: the block with a model and two steps of three microbatches."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"torch": torch, "model": NamedLoss(), "data": list(torch.randn(2, 3, 5, 8))}
+    before = [parameter.detach().clone() for parameter in names["model"].parameters()]
+    exec(block, names)
+    names["changed"] = [
+        not torch.equal(old.to(new.dtype), new)
+        for old, new in zip(before, names["model"].parameters(), strict=False)
+        if old.shape == new.shape
+    ]
+    return names
+
+
+@pytest.mark.parametrize("number", range(len(SHARDING)))
+def test_sharding_on_four_ranks(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block by itself, on the four ranks that its worked example speaks of."""
+    names = simulate(run_alone, 4, SHARDING[number])
+    if "for microbatches in data" in SHARDING[number]:
+        assert all(all(rank["changed"]) and len(rank["changed"]) == 6 for rank in names)
+    if "FloatingPointError" in SHARDING[number]:
+        promised = re.findall(r"print\(error\)  # (.*?) \.\.\.", SHARDING[number])
+        said = capsys.readouterr().out
+        assert said.startswith(promised[0])
+        assert said.count("on rank 0") == 4, "every rank says so"
+
+
+def test_sharding_has_its_blocks() -> None:
+    assert len(SHARDING) == 6
+    assert sum("assert sum(held.values())" in block for block in SHARDING) == 1
 
 
 def test_commands_and_links_exist() -> None:
