@@ -134,8 +134,8 @@ def write_host_report(rows: list[HostRow], hooks: list[HookRow], folder: Path) -
         "## Host time of one parameter in hooks",
         "",
         "Backward under a wrapper minus backward without one, over its 400 parameters of one element; overlap on, "
-        "gradients sharded, one rank. Plain: the hook adds `.grad` to `main_grad`. Fused: a module wrote `main_grad` and "
-        "says so.",
+        "gradients sharded, one rank. Plain: the hook adds `.grad` to `main_grad`. Fused: a module wrote `main_grad` "
+        "and says so.",
         "",
         *markdown_table(hooks, HOOK_COLUMNS),
     ]
