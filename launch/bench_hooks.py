@@ -5,7 +5,8 @@ of parameters. Only backward is on the clock; forward, zeroing and waiting are n
 wrapper ``.grad`` is cleared between backwards, so that autograd hands it over there as it does under one.
 
 plain   the gradient comes in ``.grad``, and the hook adds it to ``main_grad``
-fused   a module has written ``main_grad`` and says so; the hook takes note. That the module says so is on the clock
+fused   a module has written ``main_grad`` and says so; the hook takes note. Under a foreign wrapper the module returns
+        the placeholder that such wrappers want, and it does so without a wrapper as well: it is not the hook's
 
 The intermediate microbatch is under ``no_sync``. The final one marks buckets ready and launches their collectives, in a
 group of one rank. Ours and Megatron-core's overlap and shard; the rounds of all contenders alternate.
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from ..ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ..ddp.main_grad import hand_over, has_main_grad, record_of
+from ..ddp.placeholder import placeholder
 from .bench_table import Column
 from .data_parallel_peers import megatron_core_problem
 from .data_parallel_ranks import AnyRankFailed, Ranks
@@ -81,8 +83,9 @@ def bench_hooks(device: torch.device, *, num_params: int = 400, calls: int = 5, 
 class _Plain(nn.Module):
     """Sum of x [n] times its n parameters of one element."""
 
-    def __init__(self, num_params: int, device: torch.device) -> None:
+    def __init__(self, num_params: int, device: torch.device, *, is_foreign: bool) -> None:
         super().__init__()
+        self.is_foreign = is_foreign
         ones = torch.ones(num_params, 1, device=device, dtype=torch.bfloat16)
         self.weights = nn.ParameterList(nn.Parameter(one.clone()) for one in ones)
 
@@ -96,22 +99,22 @@ class _Fused(_Plain):
     def forward(self, x: Tensor) -> Tensor:
         y = x
         for weight in self.weights:
-            y = _Report.apply(y, weight)  # type: ignore[no-untyped-call]
+            y = _Report.apply(y, weight, self.is_foreign)  # type: ignore[no-untyped-call]
         return y.sum()
 
 
 class _Report(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, x: Tensor, weight: Tensor, is_foreign: bool) -> Tensor:
+        ctx.weight, ctx.is_foreign = weight, is_foreign
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         weight: Tensor = ctx.weight
-        if not has_main_grad(weight):
-            return grads[0], None
-        return grads[0], hand_over(weight, record_of(weight), delayed=False, fused=True)
+        if has_main_grad(weight):
+            return grads[0], hand_over(weight, record_of(weight), delayed=False, fused=True), None
+        return grads[0], placeholder(weight) if ctx.is_foreign else None, None
 
 
 class _Wrapped(NamedTuple):
@@ -169,27 +172,34 @@ def _measure(
     rounds: int,
 ) -> list[HookRow]:
     kind = _Plain if parameters == "plain" else _Fused
-    contenders = {"": _wrap_nothing(kind(num_params, device))}
-    contenders |= {name: wrap(kind(num_params, device)) for name, wrap in wrappers.items()}
+    contenders = {}
+    for name, wrap in wrappers.items():
+        bare, wrapped = (kind(num_params, device, is_foreign=name != OURS) for _ in range(2))
+        contenders[name] = (_wrap_nothing(bare), wrap(wrapped))
     x = torch.ones(num_params, device=device, dtype=torch.bfloat16, requires_grad=True)
-    times: dict[tuple[str, bool], list[float]] = {(name, last): [] for name in contenders for last in (False, True)}
+    # By contender and whether it is the last microbatch: microseconds without and with the wrapper, round by round.
+    times: dict[tuple[str, bool], list[tuple[float, float]]] = {
+        (name, last): [] for name in contenders for last in (False, True)
+    }
     for round_index in range(rounds + 1):
-        for name, wrapped in contenders.items():
-            for last in (False, True):
-                seconds = statistics.mean(_time_backward(wrapped, x, last=last) for _ in range(calls))
-                if round_index:  # the first one warms up
-                    times[name, last].append(seconds / num_params * 1e6)
+        for (name, last), measured in times.items():
+            bare_us, wrapped_us = (
+                statistics.mean(_time_backward(each, x, last=last) for _ in range(calls)) / num_params * 1e6
+                for each in contenders[name]
+            )
+            if round_index:  # the first one warms up
+                measured.append((bare_us, wrapped_us))
 
-    def beyond_plain(name: str, last: bool) -> float:
-        return statistics.median(a - b for a, b in zip(times[name, last], times["", last], strict=True))
+    def beyond_bare(name: str, last: bool) -> float:
+        return statistics.median(wrapped_us - bare_us for bare_us, wrapped_us in times[name, last])
 
     return [
         HookRow(
             name=name,
             parameters=parameters,
-            intermediate_us=beyond_plain(name, False),
-            final_us=beyond_plain(name, True),
-            backward_us=statistics.median(times["", False] + times["", True]),
+            intermediate_us=beyond_bare(name, False),
+            final_us=beyond_bare(name, True),
+            backward_us=statistics.median(bare_us for last in (False, True) for bare_us, _ in times[name, last]),
         )
         for name in wrappers
     ]
