@@ -5,20 +5,21 @@ masters and moments, clipping and unscaling on the way; masters are rounded into
 gathered (``param_gather.py``), under the next forward where the config says so.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .collectives import sum_over_group
 from .compiled_modules import wait_before_compiled_code
 from .data_parallel import DistributedDataParallel
-from .flat_params import ParamSlice, Run, flatten_params, runs_of, slices_of
+from .flat_params import FlatBucket, ParamSlice, Run, flatten_params, runs_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_gather import ParamGather
-from .param_groups import assign_groups, check_optimizer_class, is_fused
+from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused
 from .placements import placements_of
+from .step_order import step_order
 
 __all__ = ["DistributedOptimizer"]
 
@@ -40,8 +41,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Learning-rate schedulers of torch work on this class. Parameters that somebody changed since the last step
     (``load_state_dict``, an in-place update) are read into the masters again first. ``zero_grad`` is
-    ``model.zero_grad_buffer``. ``step`` raises ``RuntimeError`` before ``finish_grad_sync``. Under fp16 use
-    ``maingrad.ddp.GradScaler``.
+    ``model.zero_grad_buffer``. Under fp16 use ``maingrad.ddp.GradScaler``.
+
+    ``step`` comes after ``model.finish_grad_sync()``, or after ``model.start_grad_sync()`` alone: it then updates
+    buckets that are reduced while others are under way, unless clipping or a check needs all of them at once. Raises
+    ``RuntimeError`` before either.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
         whole = model.config.keep_params_whole
-        check_optimizer_class(optimizer_class, whole=whole)
+        check_optimizer_class(optimizer_class, model.wired, whole=whole)
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
@@ -67,22 +71,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         # What this rank updates.
         groups = assign_groups(model.wired, param_groups)
-        self._flats = flatten_params(model)
+        self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
         self._runs = runs_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
 
         # The optimizer that does the arithmetic; one list of groups and one state for both, so that schedulers and
         # state dicts act on what the step reads.
-        self._fused = is_fused(optimizer_class)
-        if self._fused:
+        if is_fused(optimizer_class) and not options.get("foreach"):
             options.setdefault("fused", True)
-            self._fused = bool(options["fused"])
+        check_options(optimizer_class, {"lr": lr, **options}, param_groups)
         self._inner = optimizer_class(_inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         self._sealed = True
-        self._attach_grads()
-        self._converted_in = -1  # iteration whose gradients are attached in the masters' dtype
         self._agreed_in = -1  # iteration in which all ranks looked for Inf together
 
         self.slices: list[ParamSlice] = slices_of(
@@ -94,7 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Gathers, first what the forward reads first.
         self._gathers = [
             ParamGather(flat.bucket.name, flat.params, [w.owned.param for w in flat.wired], model.grids[group])
-            for flat in sorted(self._flats, key=lambda flat: -flat.bucket.index)
+            for flat in reversed(self._flats)
             if placements_of(model.config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
@@ -105,24 +106,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clip, update the masters, round them into the parameters and gather these from all ranks."""
         if closure is not None:
             raise ValueError("DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration")
-        self.model.check_reduced("optimizer.step()")
-        if "found_inf" in vars(self) and self._agreed_in != self.model.iteration:
+        self.model.check_started("optimizer.step()")
+        scaled = "found_inf" in vars(self)
+        if scaled and self._agreed_in != self.model.iteration:
             raise RuntimeError(
                 "torch.amp.GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, "
                 "and ranks would skip different steps; use maingrad.ddp.GradScaler"
             )
+        if not self.model.is_reduced and (self.max_grad_norm is not None or not self.model.can_wait_by_bucket):
+            self.model.finish_grad_sync()  # all gradients are needed at once
         self.finish_param_sync()
         self._check_storage()
         self.refresh_masters()
-        self._convert_grads()
-        if self._fused:
-            self._inner.grad_scale = self._grad_divisor()  # type: ignore[attr-defined]
-            self._inner.found_inf = vars(self).get("found_inf")  # type: ignore[attr-defined]
-            self._inner.step()
-        else:
-            self._unfused_step()
-        self._drop_converted_grads()
-        self._publish()
+        divisor = self._grad_divisor()
+        for flats in self._passes(at_once=scaled):
+            self.model.wait_for_buckets(flat.bucket for flat in flats)
+            self._update(flats, divisor)
+            self._round(flats)
+            if flats[-1] is self._flats[-1]:  # what the next forward reads first is gathered first
+                self._start_gathers(1)
+        self._start_gathers(len(self._gathers))
+        self._let_parameters_wait()
 
     def finish_param_sync(self) -> None:
         """Wait for the gathers under way. Reading a parameter does so by itself; what reads memory by its address, a
@@ -153,7 +157,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def mark_loaded(self) -> None:
         """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's."""
         self.finish_param_sync()
-        self._publish()
+        self._round(self._flats)
+        self._start_gathers(len(self._gathers))
         self.finish_param_sync()
         self._versions = [piece.wired.owned.param._version for piece in self.slices]
 
@@ -162,16 +167,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Multiply this rank's reduced gradients by ``inv_scale`` (0-dim fp32); returns whether a rank met Inf or NaN.
 
         The answer is fp32 on the device, 1 or 0, alike on all ranks; nothing waits for it. For ``GradScaler``.
+        Gradients stay in ``main_grad`` and its dtype, so that norms and clipping find them unscaled.
         """
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
-        self._convert_grads()
         found_inf = torch.zeros((), device=self.model.device)
-        grads = [run.master.grad for run in self._runs if run.master.grad is not None and run.master.numel()]
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-        for group in self.model.grids["dense"].axes:
-            sum_over_group(found_inf, group)
-        return found_inf.clamp_(max=1.0)
+        torch._amp_foreach_non_finite_check_and_unscale_([flat.grads for flat in self._flats], found_inf, inv_scale)
+        return self.model.grids["dense"].sum(found_inf).clamp_(max=1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's moments, groups and masters. It fits this number of ranks and this bucket plan only.
@@ -188,8 +190,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` gave on the same rank of the same layout; parameters follow the masters."""
         if state_dict.get("layout") != self._layout_key():
             raise ValueError(
-                f"this optimizer state was saved with another bucket plan, rank or number of ranks: it has layout "
-                f"{state_dict.get('layout')}, and this is {self._layout_key()}; save_checkpoint writes what fits any"
+                f"this optimizer state was saved with another bucket plan, rank or number of ranks, with other "
+                f"parameter groups or another class: it has layout {state_dict.get('layout')}, and this is "
+                f"{self._layout_key()}; save_checkpoint writes what fits any"
             )
         state = self.state
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
@@ -220,26 +223,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # ---- One step's parts. ----
 
-    def _attach_grads(self) -> None:
-        """Where gradients have the masters' dtype they are the same memory for ever."""
-        for run in self._runs:
-            if run.grads.dtype is run.master.dtype:
-                run.master.grad = run.grads
+    def _passes(self, *, at_once: bool) -> list[list[FlatBucket]]:
+        """The buckets of each pass of the inner optimizer: one pass where nothing is to be hidden by another."""
+        overlaps = self.model.config.overlap_param_gather and bool(self._gathers)
+        if at_once or (self.model.is_reduced and not overlaps):
+            return [self._flats]
+        return step_order(self._flats, reduced=self.model.is_reduced, gathers=overlaps)
 
-    def _convert_grads(self) -> None:
-        """Elsewhere they are converted, once in an iteration."""
-        if self._converted_in == self.model.iteration:
-            return
-        self._converted_in = self.model.iteration
+    def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None) -> None:
+        """One pass over the masters of these buckets: the others have no gradient in it."""
+        chosen = {id(flat.params) for flat in flats}
         for run in self._runs:
-            if run.grads.dtype is not run.master.dtype:
-                run.master.grad = run.grads.to(run.master.dtype)
+            run.master.grad = run.grads.to(run.master.dtype) if id(run.flat.params) in chosen else None
+        found_inf = vars(self).get("found_inf")
+        if self._runs_fused():
+            self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
+            self._inner.step()
+        else:  # gradients are divided first, and the host asks once whether to skip
+            grads = [run.master.grad for run in self._runs if run.master.grad is not None]
+            if divisor is not None and grads:  # with whole parameters this rank may have none
+                torch._foreach_div_(grads, divisor)
+            if found_inf is None or not found_inf.item():
+                self._inner.step()
+        for run in self._runs:
+            run.master.grad = None
 
-    def _drop_converted_grads(self) -> None:
-        self._converted_in = -1
-        for run in self._runs:
-            if run.grads.dtype is not run.master.dtype:
-                run.master.grad = None
+    def _runs_fused(self) -> bool:
+        """Whether the kernel itself divides gradients and skips; groups say it, also those that were loaded."""
+        return is_fused(type(self._inner)) and all(group["fused"] for group in self.param_groups)
 
     def _grad_divisor(self) -> Tensor | None:
         """What gradients are divided by on the way: the loss scale, and the inverse of the clipping coefficient."""
@@ -252,24 +263,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         inverse = clip_coefficient(self.grad_norm, self.max_grad_norm).reciprocal().float()
         return inverse if scale is None else inverse * scale
 
-    def _unfused_step(self) -> None:
-        """Classes without a fused kernel: gradients are divided first, and the host asks once whether to skip."""
-        divisor = self._grad_divisor()
-        grads = [run.master.grad for run in self._runs if run.master.grad is not None]
-        if divisor is not None and grads:  # with whole parameters this rank may have none
-            torch._foreach_div_(grads, divisor)
-        found_inf = vars(self).get("found_inf")
-        if found_inf is None or not found_inf.item():
-            self._inner.step()
-
-    def _publish(self) -> None:
-        """Round the masters into this rank's shard of the parameters, and gather the others'."""
-        rounded = [flat for flat in self._flats if flat.master.data_ptr() != flat.mine.data_ptr()]
+    def _round(self, flats: Sequence[FlatBucket]) -> None:
+        """Round masters into this rank's shard of the parameters."""
+        rounded = [flat for flat in flats if flat.master.data_ptr() != flat.mine.data_ptr()]
         if rounded:
             torch._foreach_copy_([flat.mine for flat in rounded], [flat.master for flat in rounded])
-        timeline = self.model.timeline
-        for gather in self._gathers:
-            gather.start(self._stream, timeline)
+
+    def _start_gathers(self, count: int) -> None:
+        """Issue the first so many gathers, as far as they are not under way."""
+        for gather in self._gathers[:count]:
+            if not gather.under_way:
+                gather.start(self._stream, self.model.timeline)
+
+    def _let_parameters_wait(self) -> None:
+        """From here on whoever reads a parameter waits for its gather; without overlap everybody waits now."""
         if not self.model.config.overlap_param_gather:
             self.finish_param_sync()
             return
@@ -278,8 +285,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gather.guard()
 
     def _layout_key(self) -> str:
-        first = self._flats[0]
-        return f"{self.model.plan.fingerprint[:16]}/{first.first}/{len(self._runs)}"
+        cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in self._runs]
+        digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
+        return f"{type(self._inner).__name__}/{self.model.plan.fingerprint[:16]}/{digest}"
 
     def _check_storage(self) -> None:
         for piece in self.slices:

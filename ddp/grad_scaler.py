@@ -21,5 +21,10 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if not isinstance(optimizer, DistributedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not allow_fp16 and any(grad.dtype is torch.float16 for grad in optimizer.model.reduced_grads()):
+            raise ValueError(
+                "unscale_() of fp16 gradients would lose the small ones: accumulate in fp32 "
+                "(grad_reduce_in_fp32=True), or leave unscaling to step(), which does it in fp32"
+            )
         found = optimizer.unscale_grads(inv_scale)
         return {found.device: found}

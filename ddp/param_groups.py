@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .wiring import WiredParam
 
-__all__ = ["assign_groups", "check_optimizer_class", "is_fused"]
+__all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused"]
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """One kernel for all tensors, that divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
@@ -26,16 +27,27 @@ _ELEMENTWISE = (
 """Each element's update depends on that element's gradient and state alone."""
 
 
-def check_optimizer_class(cls: type, *, whole: bool) -> None:
+def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool) -> None:
     """Raise ``ValueError`` for a class whose update of one element depends on others, which shards and runs cut apart.
 
     Classes of torch are known; another one says ``elementwise = True`` itself. With whole parameters any class may work
-    that looks at one parameter at a time; one that looks at all of them (L-BFGS) may not.
+    that looks at one parameter at a time; one that looks at all of them (L-BFGS) may not. Every rank raises, whatever
+    its shards hold.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {cls!r}")
     if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise ValueError(f"{cls.__name__} cannot update flat shards: it needs all parameters at once, or sparse ones")
+        raise ValueError(
+            f"{cls.__name__} cannot update flat shards: it needs all parameters at once, or sparse gradients; use it "
+            f"as it is with model.expose_grads() and use_distributed_optimizer=False"
+        )
+    if whole and issubclass(cls, torch.optim.Muon):
+        for entry in wired:
+            if entry.owned.param.dim() != 2:
+                raise ValueError(
+                    f"{cls.__name__} updates matrices, and parameter '{entry.owned.name}' has shape "
+                    f"{list(entry.owned.param.shape)}: use a class of your own that updates the others otherwise"
+                )
     if whole or cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
         return
     raise ValueError(
@@ -51,6 +63,23 @@ def is_fused(cls: type) -> bool:
     return cls in _FUSED
 
 
+def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise what the class's constructor raises for options that it does not take, those of each group too.
+
+    torch checks the constructor's own options alone: in a group, a misspelt or a negative one would pass.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    for index, given in enumerate([{}, *own]):
+        if {**options, **given}.get("differentiable"):
+            raise ValueError("differentiable=True: the step works on masters, which no graph leads to; leave it out")
+        try:
+            cls([nn.Parameter(torch.zeros(1, 1))], **{**options, **given})
+        except (TypeError, ValueError) as error:
+            if index == 0:
+                raise
+            raise type(error)(f"param_groups[{index - 1}]: {error}") from None
+
+
 Selector = str | Sequence[str] | Callable[[str, torch.Tensor], bool]
 
 
@@ -60,6 +89,8 @@ def assign_groups(wired: Iterable[WiredParam], groups: Sequence[Mapping[str, Any
     Each group's ``"params"`` is a name or pattern (``"*.bias"``), a sequence of them, or a function of a parameter's
     name and the parameter. Raises ``ValueError`` for a group that selects nothing, and for a name that matches nothing.
     """
+    if isinstance(groups, Mapping | str) or not all(isinstance(group, Mapping) for group in groups):
+        raise TypeError(f"param_groups is a sequence of dicts, one for each group; got {groups!r}")
     params = {entry.owned.name: entry.owned.param for entry in wired}
     selected = [_selected(index, group, params) for index, group in enumerate(groups)]
     assigned = {
@@ -76,9 +107,9 @@ def _selected(index: int, group: Mapping[str, Any], params: Mapping[str, torch.T
     if "params" not in group:
         raise ValueError(f"param_groups[{index}] has no 'params': a name, a pattern, a list of them, or a function")
     selector: Selector = group["params"]
-    if callable(selector):
+    if callable(selector) and not isinstance(selector, nn.Module):
         return {name for name, param in params.items() if selector(name, param)}
-    patterns = [selector] if isinstance(selector, str) else list(selector)
+    patterns = list(selector) if isinstance(selector, Iterable) and not isinstance(selector, str) else [selector]
     found: set[str] = set()
     for pattern in patterns:
         if not isinstance(pattern, str):
