@@ -84,7 +84,10 @@ def test_every_plan_is_sound(specs: list[ParamSpec], degree: int, bucket_numel: 
                 assert slot.spec.delayed is bucket.delayed, "delayed and undelayed never mix"
                 assert not slot.spec.own_bucket or len(bucket.slots) == 1
             assert end <= bucket.end
-            assert bucket.numel % math.lcm(degree, BUSBW_ALIGNMENT if busbw else 128) == 0
+            alignment = math.lcm(degree, BUSBW_ALIGNMENT if busbw else 128)
+            assert bucket.numel % alignment == 0
+            between = (PARAM_ALIGNMENT - 1) * (len(bucket.slots) - 1)
+            assert bucket.padding <= between + (alignment - 1 if end > bucket.start else alignment)
             shards = [bucket.shard(rank) for rank in range(degree)]
             assert (shards[0][0], shards[-1][1]) == (0, bucket.numel)
             assert all(a[1] == b[0] for a, b in itertools.pairwise(shards))
