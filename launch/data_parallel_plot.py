@@ -33,7 +33,11 @@ def draw_data_parallel(measurements: Sequence[Measurement], path: Path) -> Path:
 def _bars(section: Section) -> list[Measurement]:
     """One for each measured row, slowest first, since bars are drawn upwards; a floor counts once."""
     measured = {row.row: row for row in section.rows if not row.problem}
-    return sorted(measured.values(), key=lambda row: -row.step_ms)
+    return sorted(measured.values(), key=lambda row: -_length(section, row))
+
+
+def _length(section: Section, row: Measurement) -> float:
+    return section.floor_ms(row.row) if row.row in (FLOOR, PEER_FLOOR) else row.step_ms
 
 
 def _draw_section(axes: Axes, section: Section) -> None:
@@ -42,7 +46,7 @@ def _draw_section(axes: Axes, section: Section) -> None:
     has_floor = not math.isnan(floor)
     for place, row in enumerate(bars):
         is_floor = row.row in (FLOOR, PEER_FLOOR)
-        length = section.floor_ms(row.row) if is_floor else row.step_ms
+        length = _length(section, row)
         colour = BACKWARD if is_floor else HIDDEN if row.row in OURS else TRAIN
         axes.barh(place, length, 0.78, color=colour)
         ratio = f"  {length / floor:.2f}" if has_floor else ""
