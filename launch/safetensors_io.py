@@ -1,0 +1,221 @@
+"""Weights as one safetensors file: out of a checkpoint or a model, and into a model.
+
+Names are the model's own; a tensor with several names is stored under the first, and the others are in the file's own
+metadata. ``dtype`` None keeps each parameter's; another one is rounded from the fp32 master where there is one, so that
+``torch.float32`` gives the masters themselves. Buffers keep theirs.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..ddp import DistributedDataParallel, DistributedOptimizer
+from ..ddp.checkpoint_boxes import Piece
+from ..ddp.checkpoint_contents import ModelTensors, model_tensors
+from ..ddp.checkpoint_manifest import dtype_named
+from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call, place_of_experts, ranks_of
+from ..ddp.checkpoint_storage import check_stored, open_checkpoint, read_pieces
+
+__all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
+
+_TIED = "maingrad.tied"
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str], target: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Write the weights in a checkpoint's folder to the file ``target``; no process group, no model.
+
+    dtype  None: each parameter's own; else that of all floating-point parameters
+
+    Raises ``FileNotFoundError`` and ``ValueError`` as ``load_checkpoint`` does.
+    """
+    folder = Path(checkpoint)
+    manifest, metadata = open_checkpoint(folder)
+    _check_one_model(manifest.num_expert_sets)
+    pieces, by_name = [], {}
+    for name, entry in {**manifest.parameters, **manifest.buffers}.items():
+        master = dtype is not None and entry.has_master
+        data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype))
+        pieces.append(Piece(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
+        by_name[name] = data
+    check_stored(metadata, pieces)
+    read_pieces(folder, metadata, pieces, None)
+    for name in manifest.parameters:
+        by_name[name] = _rounded(by_name[name], dtype)
+    _write(Path(target), by_name, manifest.tied)
+
+
+@torch.no_grad()
+def save_safetensors(
+    target: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: DistributedOptimizer | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model's weights to the file ``target``.
+
+    model      a ``DistributedDataParallel`` model: collective over its ranks, the first of which writes; any other
+               module is written by this process alone
+    optimizer  has the masters that ``dtype`` is rounded from; None: it is rounded from the parameters
+    dtype      None: each parameter's own; else that of all floating-point parameters
+
+    All ranks raise alike.
+    """
+    ranks = ranks_of(model)
+    check_same_call(str(target), optimizer, ranks)
+    _, num_expert_sets = place_of_experts(model, ranks)
+    tensors = model_tensors(_unwrapped(model))
+    ranks.alike(lambda: _check_one_model(num_expert_sets))
+    found: dict[str, Tensor] = {}
+    if optimizer is not None:
+        optimizer.finish_param_sync()
+        if dtype is not None and ranks.writes:
+            optimizer.refresh_masters()
+            found = {name: master.cpu() for name, master in _gather_masters(optimizer, ranks)}
+
+    def write() -> None:
+        if ranks.leads:
+            # Parameters are whole on every rank.
+            weights = {name: found.get(name, param.detach()) for name, param in tensors.parameters.items()}
+            rounded = {name: _rounded(weight, dtype).cpu() for name, weight in weights.items()}
+            _write(Path(target), {**rounded, **tensors.buffers}, tensors.tied)
+
+    ranks.alike(write)
+
+
+@torch.no_grad()
+def load_safetensors(
+    source: str | os.PathLike[str], model: nn.Module, optimizer: DistributedOptimizer | None = None
+) -> None:
+    """Read a file of weights into a model, in place; floating-point values are rounded to the model's dtypes.
+
+    model      a ``DistributedDataParallel`` model: collective over its ranks, each of which reads the file; any other
+               module is filled by this process alone
+    optimizer  its masters get the file's values unrounded; None: they follow the parameters at the next step. Moments
+               stay as they are
+
+    A tied tensor may be in the file under any of its names. Raises ``ValueError``, alike on all ranks and before the
+    model has changed, for a file that is damaged, tensors that are missing, unknown or of another shape.
+    """
+    path = Path(source)
+    ranks = ranks_of(model)
+    check_same_call(str(path), optimizer, ranks)
+    tensors = model_tensors(_unwrapped(model))
+    present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
+    stored_as = ranks.alike(lambda: _match(path, tensors, present))
+    if optimizer is not None:
+        optimizer.finish_param_sync()
+    slices = {} if optimizer is None else {part.name: part for part in optimizer.slices}
+
+    def read() -> None:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name, tensor in present.items():
+                value = file.get_tensor(stored_as[name])
+                if name in slices:
+                    part = slices[name]
+                    part.master.copy_(value.flatten()[part.start : part.end])
+                else:
+                    tensor.copy_(value)
+
+    ranks.alike(read)
+    if optimizer is not None:
+        optimizer.mark_loaded()
+
+
+def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+    """Beside its place first: ``target`` is never half a file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f"{target.name}.incomplete")
+    metadata = {"format": "pt", _TIED: json.dumps(dict(tied))}
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, staging, metadata)
+    staging.replace(target)
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return weight if dtype is None or not weight.is_floating_point() else weight.to(dtype)
+
+
+def _gather_masters(optimizer: DistributedOptimizer, ranks: CheckpointRanks) -> Iterator[tuple[str, Tensor]]:
+    """On the first rank of an instance the masters of parameters in half precision, one at a time; else nothing.
+
+    Collective over the instance.
+    """
+    slices = [part for part in optimizer.slices if part.master.dtype is not part.param.dtype]
+    mine = [(part.start, part.end) for part in slices]
+    ranges, here = [mine], 0
+    if ranks.group is not None:
+        ranges, here = [[]] * ranks.group.size(), ranks.group.rank()
+        dist.all_gather_object(ranges, mine, group=ranks.group)
+    for index, part in enumerate(slices):
+        numel = part.wired.owned.param.numel()
+        owners = [rank for rank, parts in enumerate(ranges) if parts[index][0] < parts[index][1]]
+        if ranges[0][index] == (0, numel):
+            owners = [0]  # all of it is there, whoever else has it
+        if here == 0:
+            whole = torch.empty(numel, dtype=part.master.dtype, device=part.master.device)
+            for rank in owners:
+                start, end = ranges[rank][index]
+                if rank == 0:
+                    whole[start:end] = part.master
+                else:
+                    dist.recv(whole[start:end], group=ranks.group, group_src=rank)
+            yield part.name, whole.view(part.shape)
+        elif here in owners:
+            dist.send(part.master, group=ranks.group, group_dst=0)
+
+
+def _match(path: Path, tensors: ModelTensors, present: Mapping[str, Tensor]) -> dict[str, str]:
+    """Under which name of the file each tensor of the model lies. Raises where they do not match."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file '{path}'")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            stored_as, known = {}, set()
+            stored = set(file.keys())
+            for name, tensor in present.items():
+                aliases = [alias for alias, first in tensors.tied.items() if first == name]
+                found = [each for each in (name, *aliases) if each in stored]
+                if not found:
+                    raise ValueError(f"'{name}' of the model is not in '{path}'")
+                for each in found:
+                    _check_like(file.get_slice(each), tensor, each, path)
+                for alias in found[1:]:
+                    if not torch.equal(file.get_tensor(alias), file.get_tensor(found[0])):
+                        raise ValueError(f"'{found[0]}' and '{alias}' are one parameter here and differ in '{path}'")
+                stored_as[name] = found[0]
+                known.update(found)
+    except SafetensorError as error:
+        raise ValueError(f"'{path}' is truncated, damaged or no safetensors file ({error})") from error
+    unknown = sorted(stored - known)
+    if unknown:
+        raise ValueError(f"'{path}' has {len(unknown)} tensor(s) that the model does not have, such as '{unknown[0]}'")
+    return stored_as
+
+
+def _check_like(stored: Any, tensor: Tensor, name: str, path: Path) -> None:
+    shape, dtype = stored.get_shape(), stored.get_dtype()
+    if list(shape) != list(tensor.shape):
+        raise ValueError(f"'{name}' has shape {list(shape)} in '{path}' and {list(tensor.shape)} in the model")
+    if dtype.startswith(("F", "BF")) != tensor.is_floating_point():
+        raise ValueError(f"'{name}' is {dtype} in '{path}' and {tensor.dtype} in the model")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _check_one_model(num_expert_sets: int) -> None:
+    if num_expert_sets > 1:
+        raise ValueError(
+            f"ranks have {num_expert_sets} different sets of experts: there is no one model whose weights these are"
+        )
