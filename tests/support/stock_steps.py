@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
 
-__all__ = ["backward", "batch_of", "loss_of", "make_net", "select", "stock_run", "train"]
+__all__ = ["WIDTH", "backward", "batch_of", "loss_of", "make_net", "select", "stock_run", "train"]
 
 WIDTH = 64
 
@@ -41,7 +41,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def stock_run(dtype: torch.dtype, ranks: int, steps: int, make_stock: MakeStock) -> list[dict[str, Tensor]]:
-    """Weights after every step of a stock optimizer on fp32 masters, fed with the mean over ranks of plain gradients."""
+    """Weights after every step of a stock optimizer on fp32 masters, fed with the mean over ranks of gradients."""
     model = make_net(dtype)
     masters = {name: nn.Parameter(param.detach().float()) for name, param in model.named_parameters()}
     optimizer = make_stock(masters)

@@ -1,0 +1,306 @@
+"""Every elementwise class of ``torch.optim`` over flat shards is bitwise the class itself; others are refused by name.
+
+The reference is the stock class with the same options, one fp32 master for each parameter, on gradients that the test
+adds up by hand (``stock_steps``). No tolerance anywhere: each element's arithmetic is the same.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from loops import assert_same, weights, wrap
+from stock_steps import WIDTH, backward, batch_of, make_net, stock_run, train
+from summed_by_hand import tree_sum
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedOptimizer
+from maingrad.launch import simulate
+
+STEPS = 5
+BF16 = torch.bfloat16
+
+
+class Case(NamedTuple):
+    cls: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        return " ".join([self.cls.__name__, *(f"{key}={value}" for key, value in self.options.items() if key != "lr")])
+
+
+optim = torch.optim
+CASES = [
+    Case(optim.AdamW, {"lr": 0.02}),
+    Case(optim.AdamW, {"lr": 0.02, "amsgrad": True}),
+    Case(optim.AdamW, {"lr": 0.02, "maximize": True}),
+    Case(optim.AdamW, {"lr": 0.02, "fused": False}),
+    Case(optim.AdamW, {"lr": 0.02, "foreach": True}),
+    Case(optim.Adam, {"lr": 0.02, "weight_decay": 0.1}),
+    Case(optim.Adam, {"lr": 0.02, "amsgrad": True, "maximize": True, "fused": False, "foreach": False}),
+    Case(optim.SGD, {"lr": 0.1}),
+    Case(optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    Case(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    Case(optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": False}),
+    Case(optim.SGD, {"lr": 0.1, "momentum": 0.9, "maximize": True, "foreach": True}),
+    Case(optim.Adadelta, {"lr": 1.0, "weight_decay": 0.01}),
+    Case(optim.Adadelta, {"lr": 1.0, "foreach": True}),
+    Case(optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "initial_accumulator_value": 0.01}),
+    Case(optim.Adagrad, {"lr": 0.05, "fused": True}),
+    Case(optim.Adamax, {"lr": 0.02, "weight_decay": 0.01}),
+    Case(optim.ASGD, {"lr": 0.05, "t0": 2.0}),
+    Case(optim.NAdam, {"lr": 0.02, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    Case(optim.RAdam, {"lr": 0.02, "betas": (0.5, 0.8)}),
+    Case(optim.RMSprop, {"lr": 0.02, "momentum": 0.9, "centered": True}),
+    Case(optim.RMSprop, {"lr": 0.02, "foreach": True}),
+    Case(optim.Rprop, {"lr": 0.02}),
+]
+
+
+def stock_options(case: Case) -> dict[str, Any]:
+    """Where torch has a fused kernel ours is the default."""
+    fused = case.cls in (optim.AdamW, optim.Adam, optim.SGD) and not case.options.get("foreach")
+    return {"fused": True, **case.options} if fused else case.options
+
+
+@functools.lru_cache(maxsize=8)
+def expected_of(index: int, dtype: torch.dtype, ranks: int) -> list[dict[str, Tensor]]:
+    case = CASES[index]
+    return stock_run(dtype, ranks, STEPS, lambda masters: case.cls(masters.values(), **stock_options(case)))
+
+
+def check(index: int, dtype: torch.dtype, ranks: int, **config: Any) -> None:
+    case = CASES[index]
+    expected = expected_of(index, dtype, ranks)
+    for name, weight in make_net(dtype).named_parameters():
+        assert not torch.equal(expected[-1][name], weight), f"{name} does not move"
+    options = {**case.options, "optimizer_class": case.cls}
+    for history, optimizer in simulate(train, ranks, dtype, range(STEPS), config, options):
+        for ours, theirs in zip(history, expected, strict=True):
+            assert_same(ours, theirs)
+        for key, value in case.options.items():
+            assert optimizer.param_groups[0][key] == value
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+def test_a_class_over_shards_is_the_class_itself(index: int) -> None:
+    """bf16 parameters with fp32 masters on three ranks, in several buckets."""
+    check(index, BF16, 3, use_distributed_optimizer=True, bucket_size=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+def test_a_class_is_itself_everywhere(index: int, dtype: torch.dtype, ranks: int, sharded: bool) -> None:
+    check(index, dtype, ranks, use_distributed_optimizer=sharded, overlap_param_gather=sharded)
+
+
+def test_every_elementwise_class_of_torch_is_there() -> None:
+    """A class that comes with another torch is either here or refused below."""
+    classes = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
+    assert classes - {optim.Optimizer} == {case.cls for case in CASES} | {
+        optim.LBFGS,
+        optim.SparseAdam,
+        optim.Adafactor,
+        optim.Muon,
+    }
+
+
+# ---- Whole parameters. ----
+
+
+def make_matrices(dtype: torch.dtype) -> nn.Sequential:
+    """Two dims each, as Muon wants; odd ones, so that shards are not even."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(4, WIDTH, bias=False, dtype=dtype),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 15, bias=False, dtype=dtype),
+        nn.Tanh(),
+        nn.Linear(15, 7, bias=False, dtype=dtype),
+    )
+
+
+def make_mixed(dtype: torch.dtype) -> nn.Sequential:
+    """Matrices and vectors of odd sizes."""
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Linear(4, 17, dtype=dtype), nn.Tanh(), nn.LayerNorm(17, dtype=dtype), nn.Linear(17, 7, dtype=dtype)
+    )
+
+
+class Sign(optim.Optimizer):
+    """Lion without its second momentum, as a user might write it: each element alone."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1e-3, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    average = self.state[param].setdefault("average", torch.zeros_like(param))
+                    average.lerp_(param.grad, 1 - group["beta"])
+                    param.sub_(average.sign(), alpha=group["lr"])
+
+
+class RowWise(optim.Optimizer):
+    """Normalises each row of a matrix: not elementwise, and right with whole parameters."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rows = param.grad.flatten(1) if param.dim() > 1 else param.grad[None]
+                    param.sub_((rows / (rows.norm(dim=1, keepdim=True) + 1e-6)).view_as(param), alpha=group["lr"])
+
+
+def train_whole(
+    make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, config: dict[str, Any], options: dict[str, Any]
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Weights at the end, and how many elements this rank updated."""
+    ddp = wrap(make(dtype), use_distributed_optimizer=True, keep_params_whole=True, **config)
+    optimizer = DistributedOptimizer(ddp, **options)
+    for step in range(STEPS):
+        backward(ddp, step, dtype)
+        optimizer.step()
+        ddp.zero_grad_buffer()
+    return weights(ddp), [piece.end - piece.start for piece in optimizer.slices]
+
+
+def stock_whole(
+    make: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, ranks: int, cls: Any, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    model = make(dtype)
+    masters = {name: nn.Parameter(param.detach().float()) for name, param in model.named_parameters()}
+    optimizer = cls(masters.values(), **options)
+    for step in range(STEPS):
+        grads: list[dict[str, Tensor]] = []
+        for rank in range(ranks):
+            model.zero_grad()
+            (model(batch_of(step, rank, dtype)) - 1).square().mean().backward()
+            grads.append({name: param.grad.float() * (1 / ranks) for name, param in model.named_parameters()})
+        for name, master in masters.items():
+            master.grad = tree_sum([grad[name] for grad in grads])
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+    return weights(model)
+
+
+WHOLE: dict[str, tuple[Callable[[torch.dtype], nn.Module], Case]] = {
+    "Muon": (make_matrices, Case(optim.Muon, {"lr": 0.05})),
+    "Muon, as RMS of AdamW": (make_matrices, Case(optim.Muon, {"lr": 0.05, "adjust_lr_fn": "match_rms_adamw"})),
+    "Adafactor": (make_mixed, Case(optim.Adafactor, {"lr": 0.05, "weight_decay": 0.1})),
+    "Adafactor, foreach": (make_mixed, Case(optim.Adafactor, {"lr": 0.05, "foreach": True})),
+    "of the user's own": (make_mixed, Case(RowWise, {"lr": 0.05})),
+    "RMSprop": (make_mixed, Case(optim.RMSprop, {"lr": 0.05})),
+}
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_parameters_take_classes_of_matrices(name: str, dtype: torch.dtype, ranks: int) -> None:
+    make, (cls, options) = WHOLE[name]
+    expected = stock_whole(make, dtype, ranks, cls, options)
+    results = simulate(train_whole, ranks, make, dtype, {}, {**options, "optimizer_class": cls})
+    sizes = [param.numel() for param in make(dtype).parameters()]
+    for ours, numels in results:
+        assert_same(ours, expected)
+        assert ranks == 1 or sum(numels) < sum(sizes), "every rank updates a part"
+    for by_rank in zip(*(numels for _, numels in results), strict=True):
+        assert sorted(by_rank)[:-1] == [0] * (ranks - 1), "one rank updates all of a parameter"
+
+
+def test_a_class_that_says_it_is_elementwise_is_taken_at_its_word() -> None:
+    expected = stock_run(BF16, 3, STEPS, lambda masters: Sign(masters.values(), lr=0.02, beta=0.8))
+    options = {"optimizer_class": Sign, "lr": 0.02, "beta": 0.8}
+    config = {"use_distributed_optimizer": True, "bucket_size": 300}
+    for history, optimizer in simulate(train, 3, BF16, range(STEPS), config, options):
+        for ours, theirs in zip(history, expected, strict=True):
+            assert_same(ours, theirs)
+        for piece in optimizer.slices:
+            assert set(piece.state()) == ({"average"} if piece.end > piece.start else set())
+
+
+def test_a_subclass_of_a_stock_class_says_it_too() -> None:
+    class Logged(optim.AdamW):
+        pass
+
+    with pytest.raises(ValueError, match=r"Logged is not known to be elementwise.*Logged\.elementwise = True"):
+        DistributedOptimizer(wrap(make_net()), optimizer_class=Logged)
+    Logged.elementwise = True
+    stock = stock_run(torch.float32, 1, STEPS, lambda masters: optim.AdamW(masters.values(), lr=0.02, fused=False))
+    ours, _ = train(torch.float32, range(STEPS), {}, {"optimizer_class": Logged, "lr": 0.02})
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert_same(mine, theirs)
+
+
+# ---- Refused. ----
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("cls", [optim.LBFGS, optim.SparseAdam])
+def test_classes_that_need_all_parameters_at_once_are_refused(cls: type[optim.Optimizer], whole: bool) -> None:
+    ddp = wrap(make_net(), use_distributed_optimizer=True, keep_params_whole=whole)
+    with pytest.raises(ValueError, match=rf"{cls.__name__} cannot update flat shards.*model\.expose_grads\(\)"):
+        DistributedOptimizer(ddp, optimizer_class=cls)
+
+
+@pytest.mark.parametrize("cls", [optim.Adafactor, optim.Muon, RowWise])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_classes_of_matrices_are_refused_without_whole_parameters(cls: type[optim.Optimizer], sharded: bool) -> None:
+    ddp = wrap(make_net(), use_distributed_optimizer=sharded)
+    with pytest.raises(ValueError, match=rf"{cls.__name__} is not known to be elementwise.*keep_params_whole=True"):
+        DistributedOptimizer(ddp, optimizer_class=cls)
+
+
+def muon_on_vectors() -> str:
+    ddp = wrap(make_net(), use_distributed_optimizer=True, keep_params_whole=True)
+    with pytest.raises(ValueError, match="Muon updates matrices") as raised:
+        DistributedOptimizer(ddp, optimizer_class=optim.Muon)
+    return str(raised.value)
+
+
+def test_muon_refuses_vectors_on_every_rank_alike() -> None:
+    """Also on those whose shards hold matrices alone, which would wait for the others for ever."""
+    for message in simulate(muon_on_vectors, 3):
+        assert "parameter '3.bias' has shape [128]" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bettas": (0.9, 0.99)}, TypeError, "unexpected keyword argument 'bettas'"),
+        ({"lr": -0.1}, ValueError, "Invalid learning rate"),
+        ({"betas": (0.9, 1.0)}, ValueError, "Invalid beta parameter at index 1"),
+        ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
+        ({"differentiable": True}, ValueError, "differentiable=True: the step works on masters"),
+        ({"optimizer_class": optim.RMSprop, "differentiable": True}, ValueError, "differentiable=True"),
+        ({"optimizer_class": optim.RMSprop, "fused": True}, TypeError, "unexpected keyword argument 'fused'"),
+        ({"optimizer_class": optim.SGD, "nesterov": True}, ValueError, "Nesterov momentum requires a momentum"),
+        ({"optimizer_class": optim.SGD, "betas": (0.9, 0.99)}, TypeError, "unexpected keyword argument 'betas'"),
+        ({"optimizer_class": nn.Linear}, TypeError, "subclass of torch.optim.Optimizer, got <class .*Linear"),
+        ({"optimizer_class": optim.AdamW([nn.Parameter(torch.zeros(1))])}, TypeError, "subclass of torch.optim"),
+        ({"max_grad_norm": 0.0}, ValueError, "max_grad_norm must be positive"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm must be positive"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        DistributedOptimizer(wrap(make_net()), **options)
