@@ -6,8 +6,7 @@ whose turn has come is launched (``launcher.py``, ``collectives.py``); ``finish_
 """
 
 import copy
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,22 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
+from .attachment import attach_params
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .iteration_checks import check_no_stranger, check_nothing_bypassed, check_nothing_pending, check_scalable
 from .launcher import BucketLauncher
 from .layout import BucketLayout
-from .main_grad import attach, check_unattached, detach, forget_failed_backward
+from .main_grad import forget_failed_backward
 from .nan_check import NanCheck
 from .param_gather import ParamGather
 from .placements import placements_of
 from .rank_grid import RankGrid, make_grids
 from .readiness import Readiness
 from .reduction import GradReduction
-from .stock_optimizer import clear_exposed_grad, expose_grad, guard_stock_optimizers
+from .stock_optimizer import clear_exposed_grad, expose_grad
 from .timeline import Timeline
 from .wiring import (
     WiredParam,
@@ -135,7 +134,7 @@ class DistributedDataParallel(nn.Module):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        self._attach()
+        attach_params(self, self._wired, self._readiness)
         if init_sync:
             self.broadcast_params()
 
@@ -207,6 +206,26 @@ class DistributedDataParallel(nn.Module):
             total = self.grids["dense"].sum(total).clamp_(min=1.0)  # no tokens: gradients are zeros
             torch._foreach_div_(self.reduced_grads(), total)
         self._finished = True
+
+    def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
+        """After ``start_grad_sync``: wait for some of them; with the last one ``finish_grad_sync`` is done.
+
+        ``DistributedOptimizer.step`` updates what has arrived while the rest is under way. Of no use to what needs all
+        gradients at once (``can_wait_by_bucket``).
+        """
+        for bucket in buckets:
+            self._launcher.wait_for(bucket)
+        self._finished = all(bucket.phase is Phase.REDUCED for bucket in self.buckets)
+
+    @property
+    def can_wait_by_bucket(self) -> bool:
+        """Whether ``finish_grad_sync`` does no more than wait."""
+        return not (self.config.check_for_nan_in_grad or self.config.calculate_per_token_loss)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether ``finish_grad_sync`` is done with this iteration."""
+        return self._finished
 
     def zero_grad_buffer(self) -> None:
         """Start a new iteration: no gradient is in any bucket.
@@ -280,6 +299,14 @@ class DistributedDataParallel(nn.Module):
             self._launcher.timeline = None
             timeline.close()
 
+    def check_started(self, caller: str) -> None:
+        """Raise unless ``start_grad_sync`` has launched what was left: the iteration's backwards are over."""
+        if not self._launched:
+            raise RuntimeError(
+                f"{caller} before finish_grad_sync() or start_grad_sync(): this iteration's gradients are not reduced "
+                f"yet"
+            )
+
     def check_reduced(self, caller: str) -> None:
         """Raise unless every bucket of this iteration is reduced."""
         if not self._finished:
@@ -338,21 +365,6 @@ class DistributedDataParallel(nn.Module):
         self._after_forward(outputs)
         return outputs
 
-    def _attach(self) -> None:
-        """Give every parameter its accumulator and its hook; a dead wrapper takes them back."""
-        # Back edges (hook -> readiness) are weak: a model that is let go frees its memory without the collector.
-        handles, params = [], []
-        for wired in self._wired:
-            check_unattached(wired.owned.param, wired.record.name)  # all of them before the first is touched
-        for wired in self._wired:
-            param, record = wired.owned.param, wired.record
-            attach(param, record)
-            handles.append(param.register_post_accumulate_grad_hook(self._readiness.grad_hook(wired.bucket, record)))
-            self._readiness.expect_delayed(wired)
-            params.append((torch.utils.weak.TensorWeakRef(param), record))
-        handles.append(guard_stock_optimizers())
-        weakref.finalize(self, _unwire, handles, params).atexit = False
-
     @torch.compiler.disable
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
@@ -370,13 +382,3 @@ class DistributedDataParallel(nn.Module):
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
         self._readiness.watch(outputs)
-
-
-def _unwire(handles: list[RemovableHandle], params: list[tuple[torch.utils.weak.TensorWeakRef, GradRecord]]) -> None:
-    for handle in handles:
-        handle.remove()
-    for reference, record in params:
-        param = reference()
-        if param is not None:
-            clear_exposed_grad(param, record)
-            detach(param)

@@ -86,7 +86,7 @@ def make_grid(
         inner, outer = _cut(group_or_default(ranks), num_instances)
     gather = inner
     if separate_gather and inner is not None and inner.size() > 1:
-        gather = dist.new_group(dist.get_process_group_ranks(inner), use_local_synchronization=True)
+        gather = _group_of(dist.get_process_group_ranks(inner), like=inner)
     return RankGrid(inner, outer, gather)
 
 
@@ -140,5 +140,12 @@ def _cut(
     ranks = dist.get_process_group_ranks(group)
     inner_size = size // num_instances
     instance, place = divmod(group_rank(group), inner_size)
-    inner = dist.new_group(ranks[instance * inner_size : (instance + 1) * inner_size], use_local_synchronization=True)
-    return inner, dist.new_group(ranks[place::inner_size], use_local_synchronization=True)
+    inner = _group_of(ranks[instance * inner_size : (instance + 1) * inner_size], like=group)
+    return inner, _group_of(ranks[place::inner_size], like=group)
+
+
+def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new group, which its members alone make. It has this group's backend, not the default group's."""
+    backend = dist.get_backend_config(like)
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return group
