@@ -190,7 +190,7 @@ class Timeline:
             self._waits.append((bucket, collective, start, self.mark()))
 
     def close(self) -> None:
-        """Turn marks into seconds. A collective that is still under way is waited for."""
+        """Turn marks into seconds. A collective that is still under way is waited for; one that failed has no span."""
         self._closed = True
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -202,11 +202,11 @@ class Timeline:
         self.waits += [WaitSpan(name, kind, since(start), since(end)) for name, kind, start, end in self._waits]
         self.phases += [PhaseSpan(name, since(start), since(end)) for name, start, end in self._phases]
         for one in self._collectives:
-            name, launched, finished = (
-                "none" if one.alone else one.collective,
-                since(one.launched),
-                since(one.finished()),
-            )
+            try:
+                finished = since(one.finished())
+            except RuntimeError:  # raised for whoever needs the result; here it would stand in front of that error
+                continue
+            name, launched = "none" if one.alone else one.collective, since(one.launched)
             if one.collective == "all_gather":
                 self.gathers.append(GatherSpan(one.bucket, name, one.nbytes, launched, finished))
             else:

@@ -106,3 +106,6 @@ def test_a_failed_collective_fails_for_whoever_waits(threads: bool) -> None:
     flight = watch(timeline, "all_gather", BrokenWork())
     with pytest.raises(RuntimeError, match="a peer is gone"):
         flight.wait()
+    watch(timeline, "all_gather", SlowWork(0.0), "bucket 1").wait()
+    timeline.close()
+    assert [gather.bucket for gather in timeline.gathers] == ["bucket 1"], "what failed has no end to record"
