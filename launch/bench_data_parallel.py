@@ -52,6 +52,12 @@ class DataParallelBench:
     """Rows of which two further steps are traced; a digest of rank 0's trace goes beside the table."""
     keep_traces: bool = False
     """Keep the traces themselves too, as .json.gz."""
+    bucket_size: int | None = None
+    """Elements at which our rows close a bucket; None: the library's own rule."""
+    num_buckets: int | None = None
+    """Number of buckets of our rows, instead of their size."""
+    pad_buckets: bool = False
+    """Our rows end buckets at multiples of 2^16 elements."""
     timeout: float = 120.0
     """Seconds after which a rank gives up on a collective or on another rank."""
     stem: str = "data_parallel"
@@ -133,7 +139,7 @@ def bench_data_parallel(
     """
     done: list[Measurement] = []
     for setting in choose_settings(bench.settings):
-        case = Case(setting, ranks.rank, ranks.size, ranks.device)
+        case = Case(setting, ranks.rank, ranks.size, ranks.device, _options_of_ours(bench))
         traced = set(bench.trace)
         for name in choose_rows(bench, rows):
             trace = _Trace(out_dir, f"{setting.name}_{name}", bench.keep_traces) if name in traced else None
@@ -142,6 +148,16 @@ def bench_data_parallel(
             log(_line(done[-1]))
             save(done)
     return done
+
+
+def _options_of_ours(bench: DataParallelBench) -> dict[str, Any]:
+    """Fields of our configuration that the command line sets."""
+    options = {
+        "bucket_size": bench.bucket_size,
+        "num_buckets": bench.num_buckets,
+        "pad_buckets_for_high_nccl_busbw": bench.pad_buckets,
+    }
+    return {name: value for name, value in options.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +179,12 @@ def _measure(
     trace: _Trace | None,
     log: Callable[[str], None],
 ) -> Measurement:
+    options = case.ours if name in OURS and row.trains else {}
     about: dict[str, Any] = {
         "setting": case.setting.name,
         "num_ranks": case.num_ranks,
         "row": name,
-        "label": row.label,
+        "label": ", ".join([row.label, *(f"{key}={value}" for key, value in options.items())]),
         "trains": row.trains,
         "machine": machine,
     }

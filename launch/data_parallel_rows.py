@@ -3,8 +3,9 @@
 A row builds a training step. What it needs it makes inside ``build``; what the process keeps of it, ``close`` gives up.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ class Case(NamedTuple):
     rank: int
     num_ranks: int
     device: torch.device
+    ours: Mapping[str, Any] = {}
+    """Fields of ``DistributedDataParallelConfig`` that our rows set beyond their own."""
 
     def tokens(self) -> Tensor:
         """[M, 1, T + 1] of this rank."""
@@ -121,7 +124,7 @@ def _build_ours(
     model: GPT = make_model(case.setting, fused_linear if fused else plain_linear, torch.bfloat16, case.device)
     if compiled:
         model.compile_parts()
-    ddp = DistributedDataParallel(model, config)
+    ddp = DistributedDataParallel(model, dataclasses.replace(config, **case.ours))
     optimizer = DistributedOptimizer(ddp, lr=LEARNING_RATE)
     tokens = case.tokens()
 

@@ -1,6 +1,7 @@
 """``maingrad bench data-parallel``: every row does the same work, and what fails is a row with its reason."""
 
 import csv
+import dataclasses
 import math
 import os
 import subprocess
@@ -123,13 +124,15 @@ def test_a_row_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
 
     closed: list[str] = []
     rows = {"broken": Row("broken", broken, close=lambda: closed.append("broken")), "ddp": OURS["ddp"]}
+    bench = dataclasses.replace(BRIEF, bucket_size=3000)
     lines: list[str] = []
     saved: list[int] = []
     ranks = Ranks.from_env()
     done = bench_data_parallel(
-        BRIEF, ranks, tmp_path, rows=rows, log=lines.append, save=lambda rows: saved.append(len(rows))
+        bench, ranks, tmp_path, rows=rows, log=lines.append, save=lambda rows: saved.append(len(rows))
     )
     assert [(row.row, row.problem) for row in done] == [("broken", "RuntimeError: out of luck"), ("ddp", "")]
+    assert done[1].label == "maingrad DDP, bucket_size=3000"
     assert saved == [1, 2]
     assert closed == ["broken"]
     assert any("in broken" in line for line in lines)  # the traceback
