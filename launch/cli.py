@@ -39,6 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument("--out-dir", type=Path, default=Path("runs/compare"), help="where the comparison goes")
     report.add_argument("--stem", default="comparison", help="its files are STEM.csv, STEM.md and STEM.png")
     report.set_defaults(run=_report)
+    export = commands.add_parser("export", help="weights of a checkpoint as one safetensors file")
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint")
+    export.add_argument("target", type=Path, metavar="TARGET.safetensors", help="file to write")
+    export.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of all weights, rounded from the fp32 masters where there are any; otherwise each one's own",
+    )
+    export.set_defaults(run=_export)
     bench = commands.add_parser("bench", help="measure on this machine", epilog="Sizes: --dim 1024 --num-layers 4 ...")
     bench.add_argument(
         "what",
@@ -126,6 +135,22 @@ def _report(known: argparse.Namespace, overrides: list[str], stop: StopRequest) 
     if known.compare:
         base, other = known.compare
         print(compare_runs(base, other, known.out_dir, known.stem))
+    return 0
+
+
+def _export(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
+    import torch
+
+    from .config import ConfigError
+    from .safetensors_io import export_safetensors
+
+    if overrides:
+        raise ConfigError(f"export takes a checkpoint, a file and --dtype; got {' '.join(overrides)}")
+    try:
+        export_safetensors(known.checkpoint, known.target, dtype=known.dtype and getattr(torch, known.dtype))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    print(known.target)
     return 0
 
 

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
+from maingrad.launch.config_file import load_config
 from maingrad.launch.metrics import read_metrics
+from maingrad.launch.model import build_model
 from maingrad.launch.signals import stop_on_signals
 
 MAINGRAD = [sys.executable, "-m", "maingrad"]
@@ -63,6 +67,26 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     simulated = run(*MAINGRAD, "simulate", path, "--ranks", "2", "--train.out-dir", tmp_path / "simulated" / "run")
     assert simulated.returncode == 0, simulated.stderr
     assert records(tmp_path / "simulated")["final"]["weights_sha256"] == found["final"]["weights_sha256"]
+
+
+def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    settings = ["--train.save-every", "6", "--model.param-dtype", "bfloat16"]
+    assert main(["simulate", str(tiny_toml(tmp_path)), "--ranks", "2", *settings]) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    capsys.readouterr()
+    for name, arguments, dtype in (("own", [], torch.bfloat16), ("masters", ["--dtype", "float32"], torch.float32)):
+        target = tmp_path / f"{name}.safetensors"
+        assert main(["export", str(checkpoint), str(target), *arguments]) == 0
+        assert capsys.readouterr().out.strip() == str(target)
+        weights = load_file(target)
+        assert {tensor.dtype for tensor in weights.values()} == {dtype}
+        model = build_model(load_config(tiny_toml(tmp_path), settings).model, seed=0)
+        assert {key: tensor.shape for key, tensor in weights.items()} == {
+            key: parameter.shape for key, parameter in model.named_parameters()
+        }
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.safetensors")]) == 2
+    assert str(tmp_path / "run") in capsys.readouterr().err
+    assert main(["export", str(checkpoint), str(tmp_path / "x.safetensors"), "--train.steps", "3"]) == 2
 
 
 def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
