@@ -54,14 +54,15 @@ class PiecesSavePlanner(SavePlanner):
     def __init__(self, pieces: Sequence[Piece], notes: Any = None) -> None:
         self._pieces = pieces
         self._notes = notes
-        self._views = _views(pieces)
+        self._views: dict[MetadataIndex, Tensor] = {}
         self.all_notes: list[Any] = []
         """On the coordinator, once the plan is made: every rank's notes."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing to set up: the pieces say it all."""
+        """In here, an error of one rank is every rank's."""
+        self._views = _views(self._pieces)
 
     def create_local_plan(self) -> SavePlan:
         """All of this rank's boxes, whether or not others hold them as well."""
@@ -127,12 +128,13 @@ class PiecesLoadPlanner(LoadPlanner):
     def __init__(self, pieces: Sequence[Piece], metadata: Metadata) -> None:
         self._pieces = pieces
         self._metadata = metadata
-        self._views = _views(pieces)
+        self._views: dict[MetadataIndex, Tensor] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing to set up: the pieces say it all."""
+        """In here, an error of one rank is every rank's."""
+        self._views = _views(self._pieces)
 
     def create_local_plan(self) -> LoadPlan:
         """Whatever overlaps this rank's pieces."""
