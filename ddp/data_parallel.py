@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .attachment import attach_params
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
+from .failure_report import FailureReporter
 from .grad_record import GradRecord
 from .iteration_checks import check_no_stranger, check_nothing_bypassed, check_nothing_pending, check_scalable
 from .launcher import BucketLauncher
@@ -26,7 +27,7 @@ from .main_grad import forget_failed_backward
 from .nan_check import NanCheck
 from .param_gather import ParamGather
 from .placements import placements_of
-from .rank_grid import RankGrid, make_grids
+from .rank_grid import RankGrid, all_groups, make_grids
 from .readiness import Readiness
 from .reduction import GradReduction
 from .stock_optimizer import clear_exposed_grad, expose_grad
@@ -90,21 +91,25 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.config = config = config or DistributedDataParallelConfig()
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
-        self.grids: dict[str, RankGrid] = make_grids(
-            process_group,
-            expert_process_group,
-            has_experts=any(kind_of(owned.param) == "expert" for owned in trainable),
-            num_instances=config.num_distributed_optimizer_instances,
-            separate_gather=config.overlap_param_gather,
-        )
+        self.failures = FailureReporter()
+        with self.failures.watch("the making of process groups"):
+            self.grids: dict[str, RankGrid] = make_grids(
+                process_group,
+                expert_process_group,
+                has_experts=any(kind_of(owned.param) == "expert" for owned in trainable),
+                num_instances=config.num_distributed_optimizer_instances,
+                separate_gather=config.overlap_param_gather,
+            )
         """The ranks that each kind of parameters, dense and expert, is reduced over."""
+        self.failures.groups = all_groups(self.grids.values())
 
         # What there is to reduce, and where it will lie.
         self.device = check_setup(trainable, config, self.grids.values())
         shards = config.use_distributed_optimizer
         degrees = {kind: grid.inner_size if shards else 1 for kind, grid in self.grids.items()}
         self.plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
-        check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
+        with self.failures.watch("the comparison of models between ranks"):
+            check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
 
         # Storage, and the collectives over it.
         buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
@@ -122,7 +127,9 @@ class DistributedDataParallel(nn.Module):
             for kind, grid in self.grids.items()
         }
         self._nan_check = NanCheck(self.records, self.device) if config.check_for_nan_in_grad else None
-        self._launcher = BucketLauncher(self.buckets, self._reductions, self._nan_check, device=self.device)
+        self._launcher = BucketLauncher(
+            self.buckets, self._reductions, self._nan_check, self.failures, device=self.device
+        )
         self._gathers: Sequence[ParamGather] = ()
 
         self._readiness = Readiness(self._wired, self._launcher, config, self.device)
@@ -200,10 +207,13 @@ class DistributedDataParallel(nn.Module):
         self.start_grad_sync()
         self._launcher.wait()
         if self._nan_check is not None:
-            self._nan_check.raise_where_found(self.buckets, self.grids["dense"])
+            with self.failures.watch("the search for NaN and Inf"):
+                self._nan_check.raise_where_found(self.buckets, self.grids["dense"])
         if num_tokens is not None:
             total = torch.as_tensor(num_tokens, dtype=torch.float32, device=self.device).reshape(()).clone()
-            total = self.grids["dense"].sum(total).clamp_(min=1.0)  # no tokens: gradients are zeros
+            with self.failures.watch("the sum of tokens"):
+                self.grids["dense"].sum(total)
+            total.clamp_(min=1.0)  # no tokens: gradients are zeros
             torch._foreach_div_(self.reduced_grads(), total)
         self._finished = True
 
@@ -267,9 +277,10 @@ class DistributedDataParallel(nn.Module):
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all others, experts among those that have the same."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            self.grids[kind_of(tensor)].broadcast(tensor.detach())
-            torch.autograd.graph.increment_version(tensor)  # collectives do not, and masters are refreshed by it
+        with self.failures.watch("the broadcast of parameters and buffers"):
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                self.grids[kind_of(tensor)].broadcast(tensor.detach())
+                torch.autograd.graph.increment_version(tensor)  # collectives do not, and masters are refreshed by it
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Hand the gradients to stock optimizers and ``clip_grad_norm_`` as ``.grad``, after ``finish_grad_sync``.

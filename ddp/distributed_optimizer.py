@@ -94,7 +94,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         # Gathers, first what the forward reads first.
         self._gathers = [
-            ParamGather(flat.bucket.name, flat.params, [w.owned.param for w in flat.wired], model.grids[group])
+            ParamGather(
+                flat.bucket.name, flat.params, [w.owned.param for w in flat.wired], model.grids[group], model.failures
+            )
             for flat in reversed(self._flats)
             if placements_of(model.config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
         ]
@@ -173,7 +175,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._agreed_in = self.model.iteration
         found_inf = torch.zeros((), device=self.model.device)
         torch._amp_foreach_non_finite_check_and_unscale_([flat.grads for flat in self._flats], found_inf, inv_scale)
-        return self.model.grids["dense"].sum(found_inf).clamp_(max=1.0)
+        with self.model.failures.watch("the search for Inf in scaled gradients"):
+            self.model.grids["dense"].sum(found_inf)
+        return found_inf.clamp_(max=1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's moments, groups and masters. It fits this number of ranks and this bucket plan only.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from .rank_fates import RankFates, announce
 
-__all__ = ["CollectiveError", "FailureReporter"]
+__all__ = ["CollectiveError", "FailureReporter", "Watch"]
 
 _CLOSING_TAG = 0x6D617467  # of messages that nobody sends
 
@@ -51,6 +51,7 @@ class FailureReporter:
     def __init__(self) -> None:
         self.groups: Iterable[dist.ProcessGroup] = ()
         """Those that the wrapper communicates over."""
+        self._first: CollectiveError | None = None
         self.active = dist.is_available() and dist.is_initialized() and _on_processes()
         """False without ``torch.distributed``, and on simulated ranks, whose errors tell everything themselves."""
         if self.active:
@@ -59,17 +60,22 @@ class FailureReporter:
             with suppress(RuntimeError):  # whoever needs the store itself says that it is out of reach
                 announce(self._store, self._rank)
 
-    def watch(self, what: str, bucket: str | None = None, num_params: int = 0) -> "_Watch":
+    def watch(self, what: str, bucket: str | None = None, num_params: int = 0) -> "Watch":
         """A ``with`` block around a collective, or the wait for it, whose failure is to be reported.
 
         what        name of the collective, or what it is for
         bucket      name of the bucket that it reduces or gathers
         num_params  parameters of that bucket
         """
-        return _Watch(self, what, bucket, num_params)
+        return Watch(self, what, bucket, num_params)
 
     def report(self, error: RuntimeError, waited_for: str, seconds: float) -> CollectiveError:
-        """The error to raise from ``error``. Asking for the other ranks takes up to a few seconds."""
+        """The error to raise from ``error``. Asking for the other ranks takes up to a few seconds.
+
+        Later failures follow from the first, which is reported again.
+        """
+        if self._first is not None:
+            return self._first
         for group in self.groups:
             _close_connections(group)
         fates = RankFates(self._store, self._rank, self._world_size, waited_for)
@@ -78,10 +84,11 @@ class FailureReporter:
             f"rank {self._rank} waited {seconds:.2f} s for {waited_for}, which failed: {_in_short(error)}",
             *fates.lines(),
         ]
-        return CollectiveError("\n  ".join(lines), rank=self._rank, gone=fates.gone, silent=fates.silent)
+        self._first = CollectiveError("\n  ".join(lines), rank=self._rank, gone=fates.gone, silent=fates.silent)
+        return self._first
 
 
-class _Watch:
+class Watch:
     """See ``FailureReporter.watch``. Texts are made when something fails."""
 
     __slots__ = ("_bucket", "_num_params", "_reporter", "_since", "_what")

@@ -32,7 +32,8 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
         squares.append(square / replicas)
     total = torch.stack(squares).sum()
     if summed:
-        total = model.grids["dense"].sum(total)
+        with model.failures.watch("the sum of the gradients' squares"):
+            total = model.grids["dense"].sum(total)
     else:
         total = total * model.grids["dense"].size
     return total.sqrt().to(widest)

@@ -11,6 +11,7 @@ import torch
 
 from .bucket import Bucket, Phase
 from .collectives import InFlight
+from .failure_report import FailureReporter, Watch
 from .nan_check import NanCheck
 from .reduction import GradReduction
 from .timeline import Mark, Timeline
@@ -26,6 +27,7 @@ class BucketLauncher:
         buckets: Sequence[Bucket],
         reductions: Mapping[str, GradReduction],
         nan_check: NanCheck | None,
+        failures: FailureReporter,
         *,
         device: torch.device,
     ) -> None:
@@ -33,13 +35,15 @@ class BucketLauncher:
         self._buckets = buckets
         self._reductions = reductions
         self._nan_check = nan_check
+        self._failures = failures
         self._device = device
         # Everything around a collective runs here, so that the compute stream never stands behind it. Where a bucket
         # takes several, the next bucket's first one runs beside this one's second.
         num_streams = max(1, *(reduction.num_collectives for reduction in reductions.values()))
         self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)] if device.type == "cuda" else []
+        self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
         self._next = 0
-        self._in_flight: list[InFlight] = []
+        self._in_flight: dict[int, InFlight] = {}
         self._ready_marks: dict[int, Mark] = {}
 
     def note_ready(self, bucket: Bucket) -> None:
@@ -55,14 +59,22 @@ class BucketLauncher:
             self._launch_next()
 
     def wait(self) -> None:
-        """Order the current stream (CUDA) or this thread (CPU) behind every launched collective."""
-        for bucket, flight in zip(self._buckets, self._in_flight, strict=True):
-            if not self._streams:
+        """Order the current stream (CUDA) or this thread (CPU) behind every launched reduction."""
+        for bucket in self._buckets:
+            self.wait_for(bucket)
+
+    def wait_for(self, bucket: Bucket) -> None:
+        """The same for one bucket's."""
+        flight = self._in_flight.get(bucket.index)
+        if flight is None:
+            return
+        if self._reduced:
+            torch.cuda.current_stream(self._device).wait_event(self._reduced[bucket.index])
+        else:
+            with self._watch(bucket):
                 flight.wait()
-            bucket.phase = Phase.REDUCED
-        for stream in self._streams:
-            torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._in_flight.clear()
+        del self._in_flight[bucket.index]
+        bucket.phase = Phase.REDUCED
 
     def reset(self) -> None:
         """Start a new iteration."""
@@ -82,17 +94,23 @@ class BucketLauncher:
     def _launch(self, bucket: Bucket) -> None:
         bucket.phase = Phase.REDUCING
         if not self._streams:
-            self._in_flight.append(self._reduce(bucket))
+            with self._watch(bucket):
+                self._in_flight[bucket.index] = self._reduce(bucket)
             return
         stream = self._streams[bucket.index % len(self._streams)]
         # Waiting for each stream as it is now covers every contribution that its hooks have reported.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for raw in bucket.streams:
             stream.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._watch(bucket):
             flight = self._reduce(bucket)
             flight.wait()  # orders this stream, and issues what follows the first collective
-        self._in_flight.append(flight)
+            self._reduced[bucket.index].record(stream)
+        self._in_flight[bucket.index] = flight
+
+    def _watch(self, bucket: Bucket) -> Watch:
+        reduction = self._reductions[bucket.layout.group]
+        return self._failures.watch(reduction.name, bucket.name, len(bucket.records))
 
     def _reduce(self, bucket: Bucket) -> InFlight:
         for record in bucket.records:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from .collectives import InFlight, all_gather_shards
+from .failure_report import FailureReporter, Watch
 from .rank_grid import RankGrid
 from .timeline import Timeline
 
@@ -32,17 +33,21 @@ _GATHER = "_maingrad_gather"
 class ParamGather:
     """The all-gather of one bucket of parameters.
 
-    name    of the bucket
-    flat    [n] the parameters, of which this rank's shard is up to date before ``start``
-    params  those whose storage lies in ``flat``
-    grid    the ranks
+    name      of the bucket
+    flat      [n] the parameters, of which this rank's shard is up to date before ``start``
+    params    those whose storage lies in ``flat``
+    grid      the ranks
+    failures  reports a gather that fails; its parameters raise for ever then
     """
 
-    def __init__(self, name: str, flat: Tensor, params: Sequence[nn.Parameter], grid: RankGrid) -> None:
+    def __init__(
+        self, name: str, flat: Tensor, params: Sequence[nn.Parameter], grid: RankGrid, failures: FailureReporter
+    ) -> None:
         self.name = name
         self.flat = flat
         self._params = [TensorWeakRef(param) for param in params]  # which refer to this while they wait
         self._grid = grid
+        self._failures = failures
         self._flight: InFlight | None = None
         self._timeline: Timeline | None = None  # recording since this gather was launched
         self._event: torch.cuda.Event | None = None
@@ -55,14 +60,21 @@ class ParamGather:
             return
         self._home = torch.cuda.current_stream(self.flat.device)
         stream.wait_stream(self._home)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._watch():
             self._flight = self._launch(timeline)
             self._flight.wait()
             self._event = torch.cuda.Event()
             self._event.record(stream)
 
+    @property
+    def under_way(self) -> bool:
+        """Started, and nobody has waited for it."""
+        return self._flight is not None
+
     def guard(self) -> None:
         """Have every parameter wait at its first use from now on."""
+        if self._flight is None or self._flight.work is None:
+            return
         for param in self._live_params():
             waiting = _waiting_class(type(param))
             if waiting is None:  # a class of fixed shape: wait now
@@ -73,11 +85,12 @@ class ParamGather:
 
     def arrive(self) -> None:
         """Order the current stream (CUDA) or this thread (CPU) behind the gather; nothing waits for it any more."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return
         if self._event is None:
-            flight.wait()
+            with self._watch():
+                flight.wait()
         else:
             current = torch.cuda.current_stream(self.flat.device)
             waits_from = None if self._timeline is None else self._timeline.mark()
@@ -87,6 +100,7 @@ class ParamGather:
             if current != self._home:  # used on a side stream first; from here on the main one may use it unasked
                 self._home.wait_event(self._event)
             self._event = self._home = None
+        self._flight = None
         for param in self._live_params():
             if param.__dict__.pop(_GATHER, None) is not None:
                 param.__class__ = type(param).__bases__[0]
@@ -94,6 +108,9 @@ class ParamGather:
     def holds(self, params: set[int]) -> bool:
         """Whether one of these, by ``id``, waits for it."""
         return any(id(param) in params for param in self._live_params())
+
+    def _watch(self) -> Watch:
+        return self._failures.watch("all_gather", self.name, len(self._params))
 
     def _live_params(self) -> Iterator[Tensor]:
         for reference in self._params:

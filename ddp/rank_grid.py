@@ -3,7 +3,7 @@
 process group of 8 ranks, 2 instances      inner (0 1 2 3) (4 5 6 7)      outer (0 4) (1 5) (2 6) (3 7)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import group_or_default, group_rank, group_size, sum_over_group
 
-__all__ = ["RankGrid", "make_grid", "make_grids"]
+__all__ = ["RankGrid", "all_groups", "make_grid", "make_grids"]
 
 
 class RankGrid(NamedTuple):
@@ -111,6 +111,14 @@ def make_grids(
         "dense": dense,
         "expert": make_grid(expert_ranks, num_instances=num_instances, separate_gather=separate_gather),
     }
+
+
+def all_groups(grids: Iterable[RankGrid]) -> list[dist.ProcessGroup]:
+    """Every group of more than one rank, once."""
+    groups = {
+        id(group): group for grid in grids for group in (grid.inner, grid.outer, grid.gather) if group is not None
+    }
+    return [group for group in groups.values() if group.size() > 1]
 
 
 def _groups_of_mesh(mesh: DeviceMesh, num_instances: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
