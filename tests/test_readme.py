@@ -1,5 +1,6 @@
 """Code in the README and in docs runs as it is printed, and its commands exist."""
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,15 @@ def test_commands_and_links_exist() -> None:
     for document in documents:
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
+
+
+def test_names_in_docs_exist() -> None:
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for module, name in re.findall(r"`(maingrad\.\w+)\.(\w+)", document.read_text()):
+            try:
+                importlib.import_module(f"{module}.{name}")
+            except ModuleNotFoundError:
+                assert hasattr(importlib.import_module(module), name), f"{document.name}: {module}.{name}"
 
 
 def test_architecture_names_every_file_of_the_library() -> None:

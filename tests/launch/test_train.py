@@ -151,7 +151,7 @@ def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: i
         assert backward["end"] <= phase["start"] < phase["end"]
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("param_dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_every_kind_of_parallelism_trains_the_same_model(tmp_path: Path, param_dtype: str):
     """Bit for bit: sharding decides where a number is kept, overlapping when it is sent.
 
