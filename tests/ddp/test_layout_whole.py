@@ -155,6 +155,14 @@ def test_small_buckets_wait_until_shards_can_be_even() -> None:
     assert [bucket.numel for bucket in plan.buckets] == [512, 1024]
 
 
+def test_shards_start_at_multiples_of_64_even_where_nothing_is_in_them() -> None:
+    """An eighth of 128 would be 16; the empty parameter goes to rank 1, which has less than rank 0."""
+    plan = plan_gradients(
+        [spec("weight", 64, own_bucket=True), spec("empty", 0)], shard_degree=8, keep_params_whole=True
+    )
+    assert [(bucket.numel, bucket.slots[0].start) for bucket in plan.buckets] == [(512, 0), (512, 512 + 64)]
+
+
 def test_the_last_bucket_takes_in_those_before_it() -> None:
     # 400 at the end: with 4 shards it needs 1600 elements beside it.
     assert cut([100] * 16 + [400], 1, degree=4) == [4, 13]
