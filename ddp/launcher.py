@@ -68,8 +68,12 @@ class BucketLauncher:
         flight = self._in_flight.get(bucket.index)
         if flight is None:
             return
+        timeline = self.timeline
         if self._reduced:
+            waits_from = None if timeline is None else timeline.mark()
             torch.cuda.current_stream(self._device).wait_event(self._reduced[bucket.index])
+            if timeline is not None and waits_from is not None:
+                timeline.note_wait(bucket.name, self._reductions[bucket.layout.group].name, waits_from)
         else:
             with self._watch(bucket):
                 flight.wait()
