@@ -7,12 +7,19 @@ import torch.distributed as dist
 
 from .data_parallel import DistributedDataParallel
 
-__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts", "ranks_of"]
+__all__ = ["CheckpointRanks", "check_same_call", "located", "place_of_experts", "ranks_of"]
 
 T = TypeVar("T")
 
-_KINDS: tuple[type[Exception], ...] = (FileNotFoundError, FileExistsError, OSError, ValueError, TypeError)
-"""Errors that keep their class on the way to other ranks; any other becomes a RuntimeError."""
+_KINDS: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    FileExistsError,
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+)
+"""Errors that keep their class on the way to other ranks; any other becomes the last one."""
 
 
 class CheckpointRanks(NamedTuple):
@@ -46,16 +53,26 @@ class CheckpointRanks(NamedTuple):
         try:
             result = action()
         except Exception as error:
-            kind = next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), -1)
-            mine, cause = (kind, str(error) or type(error).__name__, dist.get_rank()), error
+            mine, cause = (_kind_of(error), str(error) or type(error).__name__, dist.get_rank()), error
         answers = self.gather(mine)
         failures = [answer for answer in answers if answer is not None]
         if failures:
             kind, text, rank = failures[0]
             if len({answer and answer[1] for answer in answers}) > 1:
                 text += f" (on rank {rank})"
-            raise (RuntimeError if kind < 0 else _KINDS[kind])(text) from cause
+            raise _KINDS[kind](text) from cause
         return result  # type: ignore[no-any-return]
+
+
+def _kind_of(error: BaseException) -> int:
+    return next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
+
+
+def located(error: BaseException, rank: int) -> BaseException:
+    """The error of another rank, which says so; what is no ``Exception`` (Ctrl-C) stays as it is."""
+    if not isinstance(error, Exception):
+        return error
+    return _KINDS[_kind_of(error)](f"{error} (on rank {rank})")
 
 
 def ranks_of(model: Any) -> CheckpointRanks:

@@ -16,6 +16,7 @@ from .checkpoint_folder import describe_missing
 from .checkpoint_manifest import Manifest
 from .checkpoint_metadata import check_files, read_metadata
 from .checkpoint_planner import PieceReader, PiecesLoadPlanner, PiecesSavePlanner, PieceWriter
+from .checkpoint_ranks import located
 
 __all__ = ["check_stored", "check_written", "open_checkpoint", "read_pieces", "write_pieces"]
 
@@ -85,5 +86,8 @@ def _run(action: Callable[..., Any], group: dist.ProcessGroup | None) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             action(no_dist=True)
     except CheckpointException as failure:
-        error, _ = failure.failures[min(failure.failures)]
+        first = min(failure.failures)
+        error, _ = failure.failures[first]
+        if group is not None and len(failure.failures) < group.size():
+            error = located(error, dist.get_global_rank(group, first))
         raise error from None

@@ -1,6 +1,7 @@
 """A checkpoint is the model and its optimizer, bit for bit, whatever ranks, buckets, placement are on either side."""
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -429,3 +430,25 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
         assert_same(loaded, saved[rank % 2])
     with pytest.raises(Exception, match=r"2 different set\(s\) of experts, and these ranks have 1"):
         load_checkpoint(tmp_path / "c", Experts(1, 0))
+
+
+# ---- The documentation. ----
+
+PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
+DOCS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+def run_docs(folder: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(DOCS[0].replace('"runs/', f'"{folder}/'), names)
+    assert names["extra"]["step"] == 100
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_documentation_runs(tmp_path: Path) -> None:
+    """The first block on two ranks, the others on what it wrote."""
+    assert len(DOCS) == 3
+    simulate(run_docs, 2, tmp_path)
+    for block in DOCS[1:]:
+        exec(block.replace('"runs/', f'"{tmp_path}/'), {})
+    assert (tmp_path / "fp32.safetensors").exists()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import save as torchs_save
 
 from maingrad.ddp import DistributedOptimizer, checkpoint_folder, load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint_planner import PieceWriter
 from maingrad.launch import simulate
 
 ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
@@ -404,3 +405,44 @@ def test_an_empty_folder_is_a_fine_place(tmp_path: Path) -> None:
 def test_a_missing_parent_is_made(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
     load_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
+
+
+def save_where_rank_1_cannot_write(folder: Path) -> str:
+    ddp, optimizer = build(seed=1, **ZERO1)
+    return errors_of(lambda: save_checkpoint(folder, ddp, optimizer))
+
+
+def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PieceWriter.write_data
+
+    def full(self: PieceWriter, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("No space left on device")
+        return original(self, plan, planner)
+
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(PieceWriter, "write_data", full)
+        errors = simulate(save_where_rank_1_cannot_write, 3, checkpoint)
+    assert set(errors) == {"OSError: No space left on device (on rank 1)"}
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank does not see what the others wrote."""
+    original = PieceWriter.write_data
+
+    def elsewhere(self: PieceWriter, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            self.path = tmp_path / "disk of rank 1"
+            self.path.mkdir()
+        return original(self, plan, planner)
+
+    monkeypatch.setattr(PieceWriter, "write_data", elsewhere)
+    errors = simulate(save_where_rank_1_cannot_write, 2, tmp_path / "c")
+    assert errors[0] == errors[1]
+    assert "__1_0.distcp' is missing" in errors[0]
+    assert "a checkpoint lies on a file system that all ranks share" in errors[0]
+    assert not (tmp_path / "c").exists()
