@@ -4,7 +4,8 @@ process group of 8 ranks, 2 instances      inner (0 1 2 3) (4 5 6 7)      outer 
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import group_or_default, group_rank, group_size, sum_over_group
 
-__all__ = ["RankGrid", "all_groups", "make_grid", "make_grids"]
+__all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids"]
 
 
 class RankGrid(NamedTuple):
@@ -70,20 +71,26 @@ class RankGrid(NamedTuple):
 
 
 def make_grid(
-    ranks: dist.ProcessGroup | DeviceMesh | None, *, num_instances: int = 1, separate_gather: bool = False
+    ranks: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    num_instances: int = 1,
+    separate_gather: bool = False,
+    option: str = "process_group",
 ) -> RankGrid:
     """The grid over a process group (None: the default one), or of a DeviceMesh: (inner), or (outer, inner).
 
     num_instances    cuts a process group into so many runs of consecutive ranks; a 2-D mesh says it by itself
     separate_gather  give gathers a communicator of their own
+    option           what ``ranks`` is called where the user gave it, for errors
 
     Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of more
-    dims, and where the ranks do not divide.
+    dims, for ranks that this one is not among, and where the ranks do not divide.
     """
+    check_member(ranks, option)
     if isinstance(ranks, DeviceMesh):
-        inner, outer = _groups_of_mesh(ranks, num_instances)
+        inner, outer = _groups_of_mesh(ranks, num_instances, option)
     else:
-        inner, outer = _cut(group_or_default(ranks), num_instances)
+        inner, outer = _cut(group_or_default(ranks), num_instances, option)
     gather = inner
     if separate_gather and inner is not None and inner.size() > 1:
         gather = _group_of(dist.get_process_group_ranks(inner), like=inner)
@@ -98,7 +105,10 @@ def make_grids(
     num_instances: int,
     separate_gather: bool,
 ) -> dict[str, RankGrid]:
-    """The grid of each kind of parameters. Where nothing says which ranks share experts, it is all of them."""
+    """The grid of each kind of parameters. Where nothing says which ranks share experts, it is all of them.
+
+    Raises ``ValueError`` for ranks of experts that are not among the others, over which norms are summed.
+    """
     if expert_ranks is not None and not has_experts:
         raise ValueError(
             "expert_process_group has no effect: no trainable parameter has the attribute allreduce = False, which "
@@ -107,10 +117,16 @@ def make_grids(
     dense = make_grid(ranks, num_instances=num_instances, separate_gather=separate_gather)
     if expert_ranks is None:
         return {"dense": dense, "expert": dense}
-    return {
-        "dense": dense,
-        "expert": make_grid(expert_ranks, num_instances=num_instances, separate_gather=separate_gather),
-    }
+    expert = make_grid(
+        expert_ranks, num_instances=num_instances, separate_gather=separate_gather, option="expert_process_group"
+    )
+    outside = sorted(set(_ranks_of(expert_ranks)) - set(_ranks_of(ranks)))
+    if outside:
+        raise ValueError(
+            f"expert_process_group has ranks {outside}, which are not in process_group {_ranks_of(ranks)}: the ranks "
+            f"that hold the same experts must be among those that hold the same dense parameters"
+        )
+    return {"dense": dense, "expert": expert}
 
 
 def all_groups(grids: Iterable[RankGrid]) -> list[dist.ProcessGroup]:
@@ -121,28 +137,60 @@ def all_groups(grids: Iterable[RankGrid]) -> list[dist.ProcessGroup]:
     return [group for group in groups.values() if group.size() > 1]
 
 
-def _groups_of_mesh(mesh: DeviceMesh, num_instances: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+def check_member(ranks: Any, option: str) -> None:
+    """Raise ``ValueError`` where this rank is not among ``ranks``, ``TypeError`` where these are no ranks at all.
+
+    option  what ``ranks`` is called where the user gave it
+    """
+    if isinstance(ranks, DeviceMesh):
+        member = ranks.get_coordinate() is not None
+    elif ranks is None or isinstance(ranks, dist.ProcessGroup):
+        member = True
+    elif ranks == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
+        member = False
+    else:
+        raise TypeError(f"{option} is a ProcessGroup, a DeviceMesh or None; got {type(ranks).__name__}")
+    if not member:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in {option}: give each rank a group or mesh that it belongs to, and wrap "
+            f"on its members only"
+        )
+
+
+def _ranks_of(ranks: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
+    """Global ranks."""
+    if isinstance(ranks, DeviceMesh):
+        return [int(rank) for rank in ranks.mesh.flatten().tolist()]
+    group = group_or_default(ranks)
+    return [0] if group is None else dist.get_process_group_ranks(group)
+
+
+def _groups_of_mesh(
+    mesh: DeviceMesh, num_instances: int, option: str
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"a data-parallel mesh is (inner) or (outer, inner); this one has dims {mesh.mesh_dim_names}")
+        raise ValueError(
+            f"{option}: a data-parallel mesh is (inner) or (outer, inner); this one has {mesh.ndim} dims "
+            f"{mesh.mesh_dim_names}"
+        )
     outer = mesh.get_group(0) if mesh.ndim == 2 else None
     if num_instances not in (1, group_size(outer)):
         raise ValueError(
-            f"num_distributed_optimizer_instances is {num_instances}, and the outer axis of the mesh has "
-            f"{group_size(outer)} ranks: leave the option out, the mesh says it"
+            f"num_distributed_optimizer_instances is {num_instances}, and the mesh of {option} has "
+            f"{group_size(outer)} instances: leave the option out, a mesh of two dims (outer, inner) says it"
         )
     return mesh.get_group(mesh.ndim - 1), outer
 
 
 def _cut(
-    group: dist.ProcessGroup | None, num_instances: int
+    group: dist.ProcessGroup | None, num_instances: int, option: str
 ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
     if num_instances == 1:
         return group, None
     size = group_size(group)
     if size % num_instances:
         raise ValueError(
-            f"num_distributed_optimizer_instances = {num_instances} does not divide the {size} ranks of the process "
-            f"group"
+            f"num_distributed_optimizer_instances = {num_instances} does not divide the {size} ranks of {option}"
         )
     assert group is not None, "one rank divides into one instance only"
     ranks = dist.get_process_group_ranks(group)
@@ -153,7 +201,16 @@ def _cut(
 
 
 def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new group, which its members alone make. It has this group's backend, not the default group's."""
-    backend = dist.get_backend_config(like)
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    """A new group, which its members alone make, with this group's backend and timeout, not the default group's."""
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, backend=dist.get_backend_config(like), timeout=_timeout_of(like), use_local_synchronization=True
+    )
     return group
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long its collectives may take; None where its backends do not say: their default."""
+    if type(group) is not dist.ProcessGroup:  # simulated: nothing takes time
+        return None
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return max((entry._timeout for entry in options if entry is not None), default=None)

@@ -1,5 +1,6 @@
 """Ties a model's parameters to buckets: who owns each one, where it lies in the plan, and whether that still holds."""
 
+import dataclasses
 import hashlib
 import os
 from collections import defaultdict
@@ -10,21 +11,23 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .bucket import Bucket
 from .buffer import FlatBuffer
-from .collectives import group_rank
+from .collectives import group_or_default
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .main_grad import is_delayed
-from .rank_grid import RankGrid
+from .rank_grid import RankGrid, check_member
 from .wgrad_module import DelayedWgradModule, FusedWgradModule
 
 __all__ = [
     "OwnedParam",
     "WiredParam",
     "allocate_buckets",
+    "check_same_config",
     "check_same_on_all_ranks",
     "check_setup",
     "find_owned_params",
@@ -221,36 +224,45 @@ def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broad
     """
     kinds = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
     for own in kinds:
-        params = [line for kind in own for line in _describe_params(plan, kind)]
-        rest = [line for kind in own for line in _describe_rest(broadcast, kind)]
+        model = [line for kind in own for line in _describe_params(plan, kind)]
+        model += [line for kind in own for line in _describe_rest(broadcast, kind)]
         buckets = [line for kind in own for line in _describe_buckets(plan, kind)]
         for group in grids[own[0]].axes:
-            _compare(group, params, rest, buckets)
+            _compare(group, {"model": model, "gradient plan": buckets})
 
 
-def _compare(group: dist.ProcessGroup, *mine: list[str]) -> None:
-    """Compare lists over a group; the last describes buckets, the others the model."""
+def check_same_config(config: DistributedDataParallelConfig, ranks: dist.ProcessGroup | DeviceMesh | None) -> None:
+    """Compare configs before a collective depends on them; every rank raises ``ValueError`` with what differs."""
+    check_member(ranks, "process_group")
+    if isinstance(ranks, DeviceMesh):
+        groups = [ranks.get_group(axis) for axis in range(ranks.ndim)]
+    else:
+        default = group_or_default(ranks)
+        groups = [] if default is None else [default]
+    lines = [f"{field.name} = {getattr(config, field.name)}" for field in dataclasses.fields(config)]
+    for group in groups:
+        if group.size() > 1:
+            _compare(group, {"config": lines})
+
+
+def _compare(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:
+    """Compare this rank's lines with the others'; raises ``ValueError`` with the first that differs, and its title."""
     fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
     fingerprints: list[str] = [""] * group.size()
     dist.all_gather_object(fingerprints, fingerprint, group=group)
     if len(set(fingerprints)) == 1:
         return
-    lists: list[tuple[list[str], ...]] = [mine] * group.size()
-    dist.all_gather_object(lists, mine, group=group)
+    all_lines: list[Mapping[str, list[str]]] = [mine] * group.size()
+    dist.all_gather_object(all_lines, mine, group=group)
     other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
-    for section, (ours, theirs) in enumerate(zip(lists[0], lists[other], strict=True)):
-        for first, second in zip_longest(ours, theirs, fillvalue="nothing"):
-            if first == second:
-                continue
-            if section == len(mine) - 1:
+    first_name, other_name = (f"rank {dist.get_global_rank(group, rank)}" for rank in (0, other))
+    for title, ours in all_lines[0].items():
+        for first, second in zip_longest(ours, all_lines[other][title], fillvalue="nothing"):
+            if first != second:
                 raise ValueError(
-                    f"the gradient plan differs between rank 0 and rank {other}: {first}, and {second}; wrap with the "
-                    f"same config everywhere"
+                    f"the {title} differs between ranks (this is rank {dist.get_rank()}): {first_name} has {first} "
+                    f"where {other_name} has {second}"
                 )
-            raise ValueError(
-                f"the model differs between ranks (this is rank {group_rank(group)}): "
-                f"rank 0 has {first} where rank {other} has {second}"
-            )
 
 
 def _describe_params(plan: GradPlan, kind: str) -> Iterator[str]:

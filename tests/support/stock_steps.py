@@ -64,9 +64,10 @@ def stock_run(dtype: torch.dtype, ranks: int, steps: int, make_stock: MakeStock)
     return history
 
 
-def backward(ddp: DistributedDataParallel, step: int, dtype: torch.dtype) -> None:
-    """One microbatch of this rank, and the reduction."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def backward(ddp: DistributedDataParallel, step: int, dtype: torch.dtype, rank: int | None = None) -> None:
+    """One microbatch of this rank, or of another one, and the reduction."""
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
     loss_of(ddp, batch_of(step, rank, dtype)).backward()
     ddp.finish_grad_sync()
 
