@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
 from tiny_run import tiny_config
 
 from maingrad.launch import simulate
@@ -168,6 +169,26 @@ def test_every_kind_of_parallelism_trains_the_same_model(tmp_path: Path, param_d
     for other in (run("zero1"), run("zero1", overlap_param_gather=False), run("hybrid")):
         assert other[0] == losses
         assert all(torch.equal(weights[name], other[1][name]) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_hybrid_on_processes(tmp_path: Path, wire: str | None):
+    """The second collective of a bucket follows the first one on a thread of the recording, and changes nothing."""
+    config = tiny_config(
+        tmp_path,
+        parallel="hybrid",
+        model={"param_dtype": "bfloat16"},
+        ddp={"grad_reduce_wire_dtype": wire},
+        optimizer={"max_grad_norm": None},
+    )
+    losses, weights = losses_and_weights_of(simulate(train, 4, config)[0])
+    for other_losses, other_weights in run_ranks(losses_and_weights, 4, config):
+        assert other_losses == losses
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert {span["collective"] for span in records(config, "timeline")[0]["buckets"]} == {
+        "reduce_scatter" if wire is None else "all_to_all"
+    }
 
 
 def test_the_recording_reaches_into_the_next_forward(tmp_path: Path):
