@@ -35,6 +35,7 @@ from .timeline import Timeline
 from .wiring import (
     WiredParam,
     allocate_buckets,
+    check_same_config,
     check_same_on_all_ranks,
     check_setup,
     find_owned_params,
@@ -92,6 +93,8 @@ class DistributedDataParallel(nn.Module):
         self.config = config = config or DistributedDataParallelConfig()
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.failures = FailureReporter()
+        with self.failures.watch("the comparison of configs between ranks"):
+            check_same_config(config, process_group)
         with self.failures.watch("the making of process groups"):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
@@ -199,6 +202,10 @@ class DistributedDataParallel(nn.Module):
                 "finish_grad_sync(num_tokens) goes with DistributedDataParallelConfig(calculate_per_token_loss=True), "
                 "and only with it"
             )
+        if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
+            raise ValueError(
+                f"finish_grad_sync(num_tokens) takes one number for this rank, not a tensor of {list(num_tokens.shape)}"
+            )
         if self._finished:
             raise RuntimeError(
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
@@ -213,7 +220,7 @@ class DistributedDataParallel(nn.Module):
             total = torch.as_tensor(num_tokens, dtype=torch.float32, device=self.device).reshape(()).clone()
             with self.failures.watch("the sum of tokens"):
                 self.grids["dense"].sum(total)
-            total.clamp_(min=1.0)  # no tokens: gradients are zeros
+            total.masked_fill_(total == 0, 1.0)  # no tokens: gradients are zeros
             torch._foreach_div_(self.reduced_grads(), total)
         self._finished = True
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_ranks"]
+__all__ = ["load_module", "run_ranks"]
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 START_TIMEOUT = 60.0
@@ -164,7 +164,7 @@ def _serve(connection: Connection, rank: int, world_size: int, folder: str) -> N
 def _run_job(job: bytes) -> bytes:
     try:
         module, file, name, args = pickle.loads(job)
-        fn = getattr(_load(module, file), name)
+        fn = getattr(load_module(module, file), name)
         torch.manual_seed(0)
         return pickle.dumps(fn(*pickle.loads(args)))
     except BaseException as error:
@@ -177,7 +177,7 @@ def _run_job(job: bytes) -> bytes:
         return answer
 
 
-def _load(name: str, file: str) -> Any:
+def load_module(name: str, file: str) -> Any:
     """The module as pytest named it, so that what it defines can be pickled to and fro."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
