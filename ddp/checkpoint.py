@@ -23,7 +23,7 @@ from .checkpoint_boxes import Piece
 from .checkpoint_contents import Notes, StoredNames, check_model, make_manifest, model_tensors, pieces_of_model
 from .checkpoint_manifest import Manifest, SavedOptimizer
 from .checkpoint_optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
-from .checkpoint_ranks import check_same_call, place_of_experts, ranks_of
+from .checkpoint_ranks import check_same_call, place_of_experts, ranks_of, saying
 from .data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 
@@ -130,7 +130,7 @@ def load_checkpoint(
     try:
         ranks.alike(lambda: read_pieces(source, metadata, pieces, ranks.group))
     except Exception as error:
-        raise type(error)(f"{error}; the model is partly overwritten, do not go on with it") from error
+        raise saying(error, "; the model is partly overwritten, do not go on with it") from error
     if load is not None:
         load.finish()
     return manifest.extra

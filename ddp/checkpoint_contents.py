@@ -24,20 +24,22 @@ class StoredNames(NamedTuple):
     """Names in the file: the model's own, but for experts that not all ranks have."""
 
     expert_set: int = 0
+    """Which set of experts this rank has; -1: none."""
     num_expert_sets: int = 1
 
     def of(self, name: str, tensor: Tensor) -> str:
         """Under which name ``tensor``, called ``name`` in the model, is stored."""
         if self.num_expert_sets == 1 or kind_of(tensor) == "dense":
             return name
-        return name + self._suffix(self.expert_set)
+        return name + self.suffix(self.expert_set)
 
     def elsewhere(self, stored: str) -> bool:
         """Whether a stored parameter is an expert that other ranks have."""
-        others = (self._suffix(index) for index in range(self.num_expert_sets) if index != self.expert_set)
+        others = (self.suffix(index) for index in range(self.num_expert_sets) if index != self.expert_set)
         return self.num_expert_sets > 1 and stored.endswith(tuple(others))
 
-    def _suffix(self, expert_set: int) -> str:
+    def suffix(self, expert_set: int) -> str:
+        """What the names of one set's experts end with."""
         return f"@expert_set_{expert_set}_of_{self.num_expert_sets}"
 
 
@@ -119,6 +121,11 @@ def make_manifest(
             if (knows and entry != both) or (entry.kind, entry.group) != (both.kind, both.group):
                 raise ValueError(f"ranks disagree on parameter '{name}': one has {both}, another {entry}")
             parameters[name] = both
+    for index in range(names.num_expert_sets):
+        if names.num_expert_sets > 1 and not any(name.endswith(names.suffix(index)) for name in parameters):
+            raise ValueError(
+                f"experts of set {index} are on no rank of the first instance, which writes: instances must hold all"
+            )
     buffers = {name: SavedTensor.of(buffer) for name, buffer in tensors.buffers.items()}
     return Manifest(parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
 

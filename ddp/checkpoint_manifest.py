@@ -117,6 +117,8 @@ class Manifest:
         optimizer = content["optimizer"]
         if optimizer is not None:
             groups = tuple(dict(group) for group in optimizer["groups"])
+            for value in (value for group in groups for value in group.values()):
+                from_json(value)  # so that what cannot be read is found here
             optimizer = SavedOptimizer(str(optimizer["optimizer_class"]), groups)
         parameters, buffers = (
             {name: _parse_tensor(entry) for name, entry in content[kind].items()} for kind in ("parameters", "buffers")
@@ -127,6 +129,8 @@ class Manifest:
 
 def _parse_tensor(entry: Mapping[str, Any]) -> SavedTensor:
     dtype_named(entry["dtype"])
+    for value in entry["scalars"].values():
+        from_json(value)
     return SavedTensor(
         shape=tuple(int(size) for size in entry["shape"]),
         dtype=entry["dtype"],

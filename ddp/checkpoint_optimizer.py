@@ -132,6 +132,8 @@ class OptimizerLoad(NamedTuple):
                 loaded, current = from_json(value), group.get(key)
                 if isinstance(current, Tensor):
                     current.fill_(loaded)  # captured graphs and schedulers hold this tensor
+                elif isinstance(loaded, Tensor) and key in group:
+                    group[key] = loaded.item()  # a number here, whatever it was there
                 else:
                     group[key] = list(loaded) if isinstance(current, list) else loaded
         self.optimizer.mark_loaded()

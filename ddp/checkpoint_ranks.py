@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from .data_parallel import DistributedDataParallel
 
-__all__ = ["CheckpointRanks", "check_same_call", "located", "place_of_experts", "ranks_of"]
+__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts", "ranks_of", "saying"]
 
 T = TypeVar("T")
 
@@ -68,11 +68,9 @@ def _kind_of(error: BaseException) -> int:
     return next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
 
 
-def located(error: BaseException, rank: int) -> BaseException:
-    """The error of another rank, which says so; what is no ``Exception`` (Ctrl-C) stays as it is."""
-    if not isinstance(error, Exception):
-        return error
-    return _KINDS[_kind_of(error)](f"{error} (on rank {rank})")
+def saying(error: BaseException, more: str) -> BaseException:
+    """An error of the same kind that says more. What is no ``Exception`` (Ctrl-C) stays as it is."""
+    return _KINDS[_kind_of(error)](f"{error}{more}") if isinstance(error, Exception) else error
 
 
 def ranks_of(model: Any) -> CheckpointRanks:
@@ -86,7 +84,7 @@ def ranks_of(model: Any) -> CheckpointRanks:
 
 
 def place_of_experts(model: Any, ranks: CheckpointRanks) -> tuple[int, int]:
-    """(index, count): which of so many sets of experts this rank holds; (0, 1) where all ranks have the same.
+    """(index, count): which of so many sets of experts this rank holds, -1 for none; (0, 1) where all have the same.
 
     Collective over ``ranks``.
     """
@@ -100,7 +98,9 @@ def place_of_experts(model: Any, ranks: CheckpointRanks) -> tuple[int, int]:
                 dist.all_gather_object(firsts, first, group=group)
                 first = min(firsts)
     known = sorted(set(ranks.gather(first)) - {-1})
-    return (known.index(first), len(known)) if first >= 0 else (0, max(len(known), 1))
+    if len(known) <= 1:
+        return 0, 1
+    return known.index(first) if first >= 0 else -1, len(known)
 
 
 def check_same_call(path: str, optimizer: object, ranks: CheckpointRanks) -> None:

@@ -16,7 +16,7 @@ from .checkpoint_folder import describe_missing
 from .checkpoint_manifest import Manifest
 from .checkpoint_metadata import check_files, read_metadata
 from .checkpoint_planner import PieceReader, PiecesLoadPlanner, PiecesSavePlanner, PieceWriter
-from .checkpoint_ranks import located
+from .checkpoint_ranks import saying
 
 __all__ = ["check_stored", "check_written", "open_checkpoint", "read_pieces", "write_pieces"]
 
@@ -89,5 +89,5 @@ def _run(action: Callable[..., Any], group: dist.ProcessGroup | None) -> None:
         first = min(failure.failures)
         error, _ = failure.failures[first]
         if group is not None and len(failure.failures) < group.size():
-            error = located(error, dist.get_global_rank(group, first))
+            error = saying(error, f" (on rank {dist.get_global_rank(group, first)})")
         raise error from None

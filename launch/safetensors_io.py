@@ -120,12 +120,11 @@ def load_safetensors(
     def read() -> None:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name, tensor in present.items():
-                value = file.get_tensor(stored_as[name])
-                if name in slices:
-                    part = slices[name]
-                    part.master.copy_(value.flatten()[part.start : part.end])
-                else:
-                    tensor.copy_(value)
+                part = slices.get(name)
+                if part is None:
+                    tensor.copy_(file.get_tensor(stored_as[name]))
+                elif part.start < part.end:
+                    part.master.copy_(file.get_tensor(stored_as[name]).flatten()[part.start : part.end])
 
     ranks.alike(read)
     if optimizer is not None:

@@ -15,6 +15,7 @@ from loops import assert_same, weights, wrap
 from torch import Tensor, nn
 from torch.distributed.checkpoint import load as torchs_load
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
 from maingrad.ddp import (
@@ -224,6 +225,18 @@ def test_hyperparameters_come_back_and_moments_stay_where_they_are(tmp_path: Pat
     simulate(hyperparameters_and_memory, 2, tmp_path / "c")
 
 
+@pytest.mark.parametrize("there, here", [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5)], ids=["to", "from"])
+def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: Any, here: Any) -> None:
+    model, optimizer = build(optimizer={"lr": there})
+    save_checkpoint(tmp_path / "c", model, optimizer)
+    model, optimizer = build(optimizer={"lr": here})
+    load_checkpoint(tmp_path / "c", model, optimizer)
+    loaded = optimizer.param_groups[0]["lr"]
+    assert type(loaded) is type(here)
+    assert loaded == 0.25
+    assert not isinstance(here, Tensor) or loaded is here
+
+
 def test_before_the_first_step_there_are_no_moments_to_keep(tmp_path: Path) -> None:
     def save_and_load() -> dict[str, Tensor]:
         ddp, optimizer = build(**ZERO1)
@@ -421,6 +434,24 @@ def with_experts(folder: Path, load: bool) -> dict[str, Tensor]:
     optimizer.step()
     save_checkpoint(folder, ddp, optimizer)
     return weights(ddp)
+
+
+def with_experts_apart(folder: Path) -> None:
+    """Instances (0 1) and (2 3) of the dense layer, with experts of their own."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    ddp = DistributedDataParallel(
+        Experts(0, rank // 2), config, process_group=mesh, expert_process_group=groups[rank // 2]
+    )
+    save_checkpoint(folder, ddp, DistributedOptimizer(ddp))
+
+
+def test_experts_that_no_writer_holds_are_missed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="experts of set 1 are on no rank of the first instance"):
+        simulate(with_experts_apart, 4, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None:

@@ -113,6 +113,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "manifest of another kind": (edit_manifest(format="x"), ValueError, "its format is not 'maingrad.checkpoint'"),
     "manifest to come": (edit_manifest(version=2), ValueError, "has version 2 of the format, and this .* version 1"),
     "manifest without parameters": (edit_manifest(parameters=None), ValueError, r"maingrad\.json' is damaged"),
+    "an option of no dtype": (
+        edit_manifest(optimizer={"optimizer_class": "AdamW", "groups": [{"lr": {"tensor": 1.0, "dtype": "x"}}]}),
+        ValueError,
+        r"maingrad\.json' is damaged \(ValueError: 'x' is no dtype\)",
+    ),
     "a moment nowhere": (forget_moments, ValueError, r"'optimizer\.state\.\S+\.exp_avg_cubed' is missing in the"),
     "torch's own": (other_format, ValueError, r"no complete checkpoint of maingrad"),
     "a file": (replace_by_file, ValueError, r"step-3' is a file, and a checkpoint is a folder"),
