@@ -104,7 +104,7 @@ def delayed_group(delay: float, inner: dist.ProcessGroup | None = None) -> Itera
     inner = inner or dist.group.WORLD
     assert inner is not None, "torch.distributed is initialised"
     group = DelayedGroup(inner, delay)
-    registries: tuple[dict[Any, Any], ...] = (_world.pg_map, _world.pg_group_ranks)
+    registries: tuple[dict[Any, Any], ...] = (_world.pg_map, _world.pg_group_ranks, _world.pg_backend_config)
     for registry in registries:
         registry[group] = registry[inner]
     try:
