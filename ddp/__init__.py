@@ -6,10 +6,12 @@ from .checkpoint import save_checkpoint as save_checkpoint
 from .config import DistributedDataParallelConfig as DistributedDataParallelConfig
 from .data_parallel import DistributedDataParallel as DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+from .failure_report import CollectiveError as CollectiveError
 from .grad_norm import clip_grad_norm as clip_grad_norm
 from .grad_scaler import GradScaler as GradScaler
 
 __all__ = [
+    "CollectiveError",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",

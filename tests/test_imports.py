@@ -52,6 +52,7 @@ PUBLIC = {
         "wgrad_accumulate",
     },
     "maingrad.ddp": {
+        "CollectiveError",
         "DistributedDataParallel",
         "DistributedDataParallelConfig",
         "DistributedOptimizer",

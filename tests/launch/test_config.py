@@ -25,7 +25,11 @@ def refused(document: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_files_load(path: Path):
     config = load_config(path)
-    assert config.ddp == structure(config_to_dict(config)).ddp
+    assert config == structure(config_to_dict(config))
+    assert config.parallel == "zero1"
+    assert config.wrapper_config.overlap_grad_reduce
+    assert config.wrapper_config.overlap_param_gather
+    assert not load_config(path, ["--parallel", "ddp"]).wrapper_config.use_distributed_optimizer, "one word is enough"
 
 
 def test_shipped_files_are_there():
