@@ -250,7 +250,7 @@ def test_a_failure_of_one_rank_ends_the_row_on_all(tmp_path: Path) -> None:
 def test_everything_that_runs_on_cpu_trains_alike_on_two_ranks(tmp_path: Path) -> None:
     compiled = [name for name in ROWS if name.endswith("compiled")]
     bench = ["-m", "maingrad", "bench", "data-parallel", "--out-dir", str(tmp_path), *TINY]
-    done = under_torchrun(*bench, "--without", *compiled, timeout=240)
+    done = under_torchrun(*bench, "--without", *compiled, "--trace", "zero1", timeout=240)
     assert done.returncode == 0, done.stderr
     rows = {row.row: row for row in read_measurements(tmp_path / "data_parallel.csv")}
     reasons = {name: row.problem for name, row in rows.items() if row.problem}

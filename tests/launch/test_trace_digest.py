@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from maingrad.launch.trace_digest import digest, digest_trace, load_trace, record_trace
 
@@ -94,5 +95,15 @@ def test_a_trace_without_a_gpu_says_so(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     record_trace(lambda: steps.append(1), 2, path)
     assert len(steps) == 3  # one that is not recorded
-    assert path.exists()
-    assert digest([], 2) == "No activity of a GPU in this trace.\n"
+    assert digest_trace(path, 2) == "No activity of a GPU in this trace.\n"
+
+
+@pytest.mark.gpu
+def test_a_real_trace_has_the_kernels_of_its_steps(tmp_path: Path) -> None:
+    a = torch.randn(512, 512, device="cuda")
+    path = tmp_path / "trace.json.gz"
+    record_trace(lambda: torch.mm(a, a), 2, path)
+    activities = load_trace(path)
+    assert len(activities) == 2
+    assert all(each.launched is not None and each.launched <= each.start for each in activities)
+    assert row(digest_trace(path, 2), "exposed communication")[0] == "0.00"
