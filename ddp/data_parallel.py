@@ -113,6 +113,7 @@ class DistributedDataParallel(nn.Module):
         self.plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
         with self.failures.watch("the comparison of models between ranks"):
             check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
+            self.failures.look_around()
 
         # Storage, and the collectives over it.
         buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)

@@ -23,7 +23,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from .rank_fates import RankFates, announce
+from .rank_fates import Process, RankFates, announce, look_up
 
 __all__ = ["CollectiveError", "FailureReporter", "Watch"]
 
@@ -52,6 +52,7 @@ class FailureReporter:
         self.groups: Iterable[dist.ProcessGroup] = ()
         """Those that the wrapper communicates over."""
         self._first: CollectiveError | None = None
+        self._known: dict[int, Process] = {}
         self.active = dist.is_available() and dist.is_initialized() and _on_processes()
         """False without ``torch.distributed``, and on simulated ranks, whose errors tell everything themselves."""
         if self.active:
@@ -59,6 +60,13 @@ class FailureReporter:
             self._store = dist.distributed_c10d._get_default_store()
             with suppress(RuntimeError):  # whoever needs the store itself says that it is out of reach
                 announce(self._store, self._rank)
+
+    def look_around(self) -> None:
+        """Find out where rank 0 runs, which often serves the store: it cannot be asked for once that is gone."""
+        if self.active:
+            process = look_up(self._store, 0)
+            if process is not None:
+                self._known[0] = process
 
     def watch(self, what: str, bucket: str | None = None, num_params: int = 0) -> "Watch":
         """A ``with`` block around a collective, or the wait for it, whose failure is to be reported.
@@ -78,7 +86,7 @@ class FailureReporter:
             return self._first
         for group in self.groups:
             _close_connections(group)
-        fates = RankFates(self._store, self._rank, self._world_size, waited_for)
+        fates = RankFates(self._store, self._rank, self._world_size, waited_for, self._known)
         fates.inquire()
         lines = [
             f"rank {self._rank} waited {seconds:.2f} s for {waited_for}, which failed: {_in_short(error)}",

@@ -8,14 +8,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-__all__ = ["RankFates", "announce"]
+__all__ = ["Process", "RankFates", "announce", "look_up"]
 
 PATIENCE = 3.0
 """Seconds in which the other ranks may say that they failed as well."""
@@ -29,19 +29,29 @@ def announce(store: Store, rank: int) -> None:
     store.set(f"{_KEYS}/process/{rank}", json.dumps(_own_process()))
 
 
+def look_up(store: Store, rank: int) -> "Process | None":
+    """The process of a rank that has announced itself."""
+    text = _read(store, f"process/{rank}")
+    return None if text is None else Process(*json.loads(text))
+
+
 class RankFates:
     """The inquiry of a rank that waited for something in vain.
+
+    known   processes that were looked up before
 
     gone    ranks whose process has ended without a word
     silent  other ranks that have not said that they failed as well
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, waited_for: str) -> None:
+    def __init__(
+        self, store: Store, rank: int, world_size: int, waited_for: str, known: Mapping[int, "Process"]
+    ) -> None:
         self._store = store
         self._rank = rank
         self._waited_for = waited_for
         self._unheard = [other for other in range(world_size) if other != rank]
-        self._processes: dict[int, _Process] = {}
+        self._processes = dict(known)
         self._told: dict[int, str] = {}
         self._trouble: str | None = "it does not answer"
         self.gone: list[int] = []
@@ -61,8 +71,8 @@ class RankFates:
             lines.append(f"gone: {_listed(self.gone, self._describe_gone)}")
         if self._trouble is not None:
             lines.append(
-                f"the store, through which ranks tell each other, is out of reach ({self._trouble}): rank 0 serves it "
-                f"where the launcher does not, and may be gone; of the other ranks nothing is known"
+                f"the store, through which ranks tell each other, is out of reach ({self._trouble}): of the others "
+                f"nothing is known"
             )
         elif self.silent:
             lines.append(f"silent for {PATIENCE:g} s: {_listed(self.silent, self._describe_silent)}")
@@ -79,7 +89,13 @@ class RankFates:
             self._ask()
             self._trouble = None
         except RuntimeError as error:
+            # Rank 0 serves the store where the launcher does not, and has ended most likely, or is about to.
             self._trouble = str(error).partition("\n")[0]
+            deadline = time.monotonic() + PATIENCE
+            while not self.gone and self._processes and time.monotonic() < deadline:
+                self.gone = [rank for rank in self._unheard if rank in self._processes and self._has_ended(rank)]
+                time.sleep(_POLL)
+            self.silent = [rank for rank in self._unheard if rank not in self.gone]
 
     def _ask(self) -> None:
         self._store.set(f"{_KEYS}/waited_for/{self._rank}", self._waited_for)
@@ -88,7 +104,7 @@ class RankFates:
             # In this order: a rank that tells and then ends is not gone without a word.
             ended = [rank for rank in self._unheard if self._has_ended(rank)]
             for rank in self._unheard:
-                what = self._read(f"waited_for/{rank}")
+                what = _read(self._store, f"waited_for/{rank}")
                 if what is not None:
                     self._told[rank] = what
             self._unheard = [rank for rank in self._unheard if rank not in self._told]
@@ -105,15 +121,11 @@ class RankFates:
 
     def _has_ended(self, rank: int) -> bool:
         if rank not in self._processes:
-            process = self._read(f"process/{rank}")
+            process = look_up(self._store, rank)
             if process is None:
                 return False
-            self._processes[rank] = _Process(*json.loads(process))
+            self._processes[rank] = process
         return self._processes[rank].has_ended
-
-    def _read(self, key: str) -> str | None:
-        key = f"{_KEYS}/{key}"
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
     def _describe_gone(self, rank: int) -> str:
         process = self._processes[rank]
@@ -129,7 +141,7 @@ class RankFates:
         return f"rank {rank} ({where} runs: it waits elsewhere, or takes another number of steps)"
 
 
-class _Process(NamedTuple):
+class Process(NamedTuple):
     """A process. Only Linux tells of those that are not our children."""
 
     host: str
@@ -153,9 +165,14 @@ class _Process(NamedTuple):
         return state in ("Z", "X", "") or started != self.started  # a zombie, dead, or another process by now
 
 
-def _own_process() -> _Process:
+def _read(store: Store, key: str) -> str | None:
+    key = f"{_KEYS}/{key}"
+    return bytes(store.get(key)).decode() if store.check([key]) else None
+
+
+def _own_process() -> Process:
     pid = os.getpid()
-    return _Process(socket.gethostname(), pid, _state(pid)[1], _machine())
+    return Process(socket.gethostname(), pid, _state(pid)[1], _machine())
 
 
 def _machine() -> str:

@@ -35,6 +35,7 @@ class Ended(NamedTuple):
     """What it wrote to stdout and stderr, the traceback of its last exception included."""
     returned: Any
     """What its function returned; None where it did not."""
+    pid: int
 
 
 def run_to_the_end(
@@ -94,6 +95,7 @@ def _ending(process: ForkServerProcess, folder: Path, rank: int) -> Ended:
         process.exitcode,
         (folder / f"output-{rank}").read_text(errors="replace"),
         pickle.loads(result.read_bytes()) if result.exists() else None,
+        process.pid or 0,
     )
 
 
