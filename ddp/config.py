@@ -19,6 +19,9 @@ class DistributedDataParallelConfig:
     """Reduce-scatter: each rank gets the gradients of its shard, for ``DistributedOptimizer``. Otherwise all-reduce."""
     overlap_param_gather: bool = False
     """All-gather updated parameters under the next forward, instead of in ``DistributedOptimizer.step``."""
+    copy_engine_param_gather: bool = False
+    """Gathers that overlap run on the GPU's copy engines and take no multiprocessor from the forward. NCCL 2.28 or
+    newer; it falls back to kernels where a rank's memory is not mapped to all others (several nodes)."""
     num_distributed_optimizer_instances: int = 1
     """Hybrid: so many instances of consecutive ranks, shards inside each, replicas of them across."""
     bucket_size: int | None = None
@@ -61,6 +64,10 @@ class DistributedDataParallelConfig:
             raise ValueError(
                 "find_unused_parameters has no effect without overlap_grad_reduce: finish_grad_sync reduces zeros for "
                 "unused parameters anyway; turn overlap on, or drop the option"
+            )
+        if self.copy_engine_param_gather and not self.overlap_param_gather:
+            raise ValueError(
+                "copy_engine_param_gather has no effect without overlap_param_gather: turn it on, or drop the option"
             )
         if not self.use_distributed_optimizer:
             self._refuse_without_shards()

@@ -102,6 +102,7 @@ class DistributedDataParallel(nn.Module):
                 has_experts=any(kind_of(owned.param) == "expert" for owned in trainable),
                 num_instances=config.num_distributed_optimizer_instances,
                 separate_gather=config.overlap_param_gather,
+                copy_engines=config.copy_engine_param_gather,
             )
         """The ranks that each kind of parameters, dense and expert, is reduced over."""
         self.failures.groups = all_groups(self.grids.values())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .bucket import Bucket
 from .buffer import FlatBuffer
+from .collectives import group_size
 from .data_parallel import DistributedDataParallel
 from .layout import ParamSlot
 from .wiring import WiredParam
@@ -39,6 +40,8 @@ class FlatBucket(NamedTuple):
     """View of the bucket's gradients: the same range."""
     wired: tuple[WiredParam, ...]
     """Its parameters, in the order of the layout's slots."""
+    buffer: FlatBuffer
+    """What ``params`` is a view of."""
 
 
 class Run(NamedTuple):
@@ -116,7 +119,9 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
     by_index = {bucket.index: bucket for bucket in model.buckets}
     flats = []
     for layout in model.plan.buffers:
-        buffer = FlatBuffer(layout, layout.param_dtype, model.device)
+        gather = model.grids[layout.group].gather if model.config.copy_engine_param_gather else None
+        mapped_in = gather if group_size(gather) > 1 else None
+        buffer = FlatBuffer(layout, layout.param_dtype, model.device, mapped_in=mapped_in)
         for bucket_layout in layout.buckets:
             wired = tuple(by_name[slot.spec.name] for slot in bucket_layout.slots)
             for slot, entry in zip(bucket_layout.slots, wired, strict=True):
@@ -127,7 +132,7 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
             first, last = model.owned_range(bucket_layout)
             mine = params[first:last]
             master = mine.float() if mine.dtype in (torch.bfloat16, torch.float16) else mine
-            flats.append(FlatBucket(bucket, params, first, mine, master, bucket.grad_data[first:last], wired))
+            flats.append(FlatBucket(bucket, params, first, mine, master, bucket.grad_data[first:last], wired, buffer))
     return flats
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.compat import zero_cta_options
 from .collectives import group_or_default, group_rank, group_size, sum_over_group
 
 __all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids"]
@@ -75,12 +76,14 @@ def make_grid(
     *,
     num_instances: int = 1,
     separate_gather: bool = False,
+    copy_engines: bool = False,
     option: str = "process_group",
 ) -> RankGrid:
     """The grid over a process group (None: the default one), or of a DeviceMesh: (inner), or (outer, inner).
 
     num_instances    cuts a process group into so many runs of consecutive ranks; a 2-D mesh says it by itself
     separate_gather  give gathers a communicator of their own
+    copy_engines     one that uses the GPU's copy engines where it can
     option           what ``ranks`` is called where the user gave it, for errors
 
     Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of more
@@ -93,7 +96,8 @@ def make_grid(
         inner, outer = _cut(group_or_default(ranks), num_instances, option)
     gather = inner
     if separate_gather and inner is not None and inner.size() > 1:
-        gather = _group_of(dist.get_process_group_ranks(inner), like=inner)
+        options = zero_cta_options() if copy_engines else None
+        gather = _group_of(dist.get_process_group_ranks(inner), like=inner, options=options)
     return RankGrid(inner, outer, gather)
 
 
@@ -104,6 +108,7 @@ def make_grids(
     has_experts: bool,
     num_instances: int,
     separate_gather: bool,
+    copy_engines: bool = False,
 ) -> dict[str, RankGrid]:
     """The grid of each kind of parameters. Where nothing says which ranks share experts, it is all of them.
 
@@ -114,12 +119,11 @@ def make_grids(
             "expert_process_group has no effect: no trainable parameter has the attribute allreduce = False, which "
             "marks experts"
         )
-    dense = make_grid(ranks, num_instances=num_instances, separate_gather=separate_gather)
+    how = {"num_instances": num_instances, "separate_gather": separate_gather, "copy_engines": copy_engines}
+    dense = make_grid(ranks, **how)  # type: ignore[arg-type]
     if expert_ranks is None:
         return {"dense": dense, "expert": dense}
-    expert = make_grid(
-        expert_ranks, num_instances=num_instances, separate_gather=separate_gather, option="expert_process_group"
-    )
+    expert = make_grid(expert_ranks, **how, option="expert_process_group")  # type: ignore[arg-type]
     outside = sorted(set(_ranks_of(expert_ranks)) - set(_ranks_of(ranks)))
     if outside:
         raise ValueError(
@@ -200,10 +204,14 @@ def _cut(
     return inner, _group_of(ranks[place::inner_size], like=group)
 
 
-def _group_of(ranks: list[int], *, like: dist.ProcessGroup) -> dist.ProcessGroup:
+def _group_of(ranks: list[int], *, like: dist.ProcessGroup, options: Any = None) -> dist.ProcessGroup:
     """A new group, which its members alone make, with this group's backend and timeout, not the default group's."""
     group: dist.ProcessGroup = dist.new_group(
-        ranks, backend=dist.get_backend_config(like), timeout=_timeout_of(like), use_local_synchronization=True
+        ranks,
+        backend=dist.get_backend_config(like),
+        timeout=_timeout_of(like),
+        pg_options=options,
+        use_local_synchronization=True,
     )
     return group
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.compat import zero_cta_options
 from .bucket import Bucket
 from .buffer import FlatBuffer
 from .collectives import group_or_default
@@ -127,6 +128,12 @@ def check_setup(
         raise ValueError(
             f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "
             f"leave it None, and each rank divides its gradients before the collective"
+        )
+    on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
+    if config.copy_engine_param_gather and not (on_nccl and zero_cta_options() is not None):
+        raise ValueError(
+            f"copy_engine_param_gather needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its "
+            f"zero-CTA policy; got {device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"
         )
     if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(

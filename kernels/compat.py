@@ -18,6 +18,7 @@ __all__ = [
     "premultiplied_sum",
     "reduce_scatter_single",
     "runs_on_triton",
+    "zero_cta_options",
 ]
 
 
@@ -35,6 +36,17 @@ if dist.is_available():
 def premultiplied_sum(factor: float) -> Any:
     """NCCL's sum of values times ``factor``, scaled on the way. torch has it under a private name, for its own FSDP."""
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+
+
+def zero_cta_options() -> Any:
+    """Options of an NCCL group whose gathers take no multiprocessor; None where torch does not know them."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    policy = getattr(nccl, "NCCL_CTA_POLICY_ZERO", None)
+    if nccl is None or policy is None:
+        return None
+    options = nccl.Options()
+    options.config.cta_policy = policy
+    return options
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

@@ -131,7 +131,7 @@ def _build_ours(
     def step() -> Tensor:
         ddp.zero_grad_buffer()
         loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
-        ddp.finish_grad_sync()
+        ddp.start_grad_sync()  # the step waits, bucket by bucket
         optimizer.step()
         return loss
 
