@@ -37,6 +37,9 @@ class DdpConfig:
     overlap_param_gather: bool | None = None
     """Gather updated parameters under the next forward, instead of in the optimizer's step. None: as
     ``overlap_grad_reduce``, where ``parallel`` gathers at all."""
+    copy_engine_param_gather: bool = False
+    """Gathers that overlap run on the GPU's copy engines and take no multiprocessor from the forward (NCCL 2.28 or
+    newer)."""
     num_distributed_optimizer_instances: int | None = None
     """Instances of ``parallel = "hybrid"``, runs of consecutive ranks: as a rule one for each node. None: 2."""
     bucket_size: int | None = None
@@ -62,6 +65,7 @@ class DdpConfig:
         gathers = parallel != "ddp"
         for name, neutral in (
             ("overlap_param_gather", False),
+            ("copy_engine_param_gather", False),
             ("keep_params_whole", False),
             ("grad_reduce_wire_dtype", None),
         ):

@@ -121,6 +121,7 @@ def _alternatives(config: Config, ranks: int) -> dict[Parallel, DistributedDataP
         sharded,
         use_distributed_optimizer=False,
         overlap_param_gather=False,
+        copy_engine_param_gather=False,
         grad_reduce_wire_dtype=None,
         keep_params_whole=False,
     )
