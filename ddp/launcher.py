@@ -5,6 +5,7 @@ collectives of one group must be issued in one order. Nothing here blocks the ho
 ``wait``.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -45,6 +46,12 @@ class BucketLauncher:
         self._next = 0
         self._in_flight: dict[int, InFlight] = {}
         self._ready_marks: dict[int, Mark] = {}
+
+    def __del__(self) -> None:
+        # Let go while they run: freed memory returns to the stream it came from, which must not overtake a reduction.
+        if vars(self).get("_reduced") and self._in_flight and not sys.is_finalizing():
+            for index in self._in_flight:
+                torch.cuda.current_stream(self._device).wait_event(self._reduced[index])
 
     def note_ready(self, bucket: Bucket) -> None:
         """The last contribution of ``bucket`` is in: launch it if its turn has come, and whoever waited behind it."""

@@ -12,6 +12,7 @@ Gathers are issued in the reverse of the order in which backward fills the bucke
 
 import copy
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,11 @@ class ParamGather:
             self._flight.wait()
             self._event = torch.cuda.Event()
             self._event.record(stream)
+
+    def __del__(self) -> None:
+        # Let go while it runs: freed memory returns to the stream it came from, which must not overtake the gather.
+        if vars(self).get("_event") is not None and not sys.is_finalizing():
+            self._home.wait_event(self._event)
 
     @property
     def under_way(self) -> bool:
