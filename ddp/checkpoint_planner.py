@@ -6,10 +6,11 @@ the file was cut.
 """
 
 import io
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -43,6 +44,13 @@ __all__ = ["PieceReader", "PieceWriter", "PiecesLoadPlanner", "PiecesSavePlanner
 
 def _views(pieces: Iterable[Piece]) -> dict[MetadataIndex, Tensor]:
     return {MetadataIndex(piece.key, box.offsets): view for piece in pieces for box, view in piece.boxes()}
+
+
+def _narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The view of a box of ``tensor``."""
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor.detach()
 
 
 class PiecesSavePlanner(SavePlanner):
@@ -160,10 +168,7 @@ class PiecesLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """The view that the elements go to."""
-        view = self._views[read_item.dest_index]
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            view = view.narrow(dim, offset, length)
-        return view.detach()
+        return _narrowed(self._views[read_item.dest_index], read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing is left to do: ``tensor`` is a view of where it belongs."""
@@ -194,27 +199,27 @@ class PieceReader(FileSystemReader):
         for item in plan.items:
             assert item.type is LoadItemType.TENSOR
             by_chunk.setdefault(item.storage_index, []).append(item)
-        for index, items in by_chunk.items():
-            chunk = self._read_chunk(index)
-            for item in items:
-                part = chunk
-                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    part = part.narrow(dim, offset, length)
-                target = planner.resolve_tensor(item)
-                target.copy_(part)
-                planner.commit_tensor(item, target)
+        places = self._metadata.storage_data
+        in_order = sorted(by_chunk, key=lambda index: (places[index].relative_path, places[index].offset))
+        for name, indices in itertools.groupby(in_order, key=lambda index: str(places[index].relative_path)):
+            with (Path(self.path) / name).open("rb") as file:
+                for index in indices:
+                    chunk = self._read_chunk(file, index)
+                    for item in by_chunk[index]:
+                        target = planner.resolve_tensor(item)
+                        target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))
+                        planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_chunk(self, index: MetadataIndex) -> Tensor:
+    def _read_chunk(self, file: BinaryIO, index: MetadataIndex) -> Tensor:
         stored, extent = self._metadata.state_dict_metadata[index.fqn], self._metadata.storage_data[index]
         assert isinstance(stored, TensorStorageMetadata)
         sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
         path = Path(self.path) / extent.relative_path
-        with path.open("rb") as file:
-            file.seek(extent.offset)
-            data = file.read(extent.length)
+        file.seek(extent.offset)
+        data = file.read(extent.length)
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # damaged bytes raise nearly anything

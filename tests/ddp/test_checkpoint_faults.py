@@ -294,8 +294,16 @@ TROUBLE = {
 }
 
 
-@pytest.mark.parametrize("trouble", TROUBLE)
-@pytest.mark.parametrize("run", [simulate, run_ranks])
+@pytest.mark.parametrize(
+    "run, trouble",
+    [
+        *((simulate, trouble) for trouble in TROUBLE),
+        *(
+            pytest.param(run_ranks, trouble, marks=() if trouble == "value" else pytest.mark.slow)
+            for trouble in TROUBLE
+        ),
+    ],
+)
 def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..., list[str]], trouble: str) -> None:
     errors = run(save_with_trouble_on_rank_1, 2, tmp_path / "c", trouble)
     assert errors[0] == errors[1]

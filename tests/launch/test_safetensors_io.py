@@ -40,7 +40,9 @@ def save_both_ways(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     return model_state(ddp)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "wrapper", [pytest.param(n, marks=pytest.mark.slow if n in ("overlapping", "whole") else ()) for n in WRAPPERS]
+)
 def test_from_a_checkpoint_and_from_a_model_it_is_one_file(tmp_path: Path, wrapper: str) -> None:
     ranks, config = WRAPPERS[wrapper]
     state = simulate(save_both_ways, ranks, tmp_path, config)[0]
@@ -68,6 +70,7 @@ def test_from_a_checkpoint_and_from_a_model_it_is_one_file(tmp_path: Path, wrapp
     assert not list(tmp_path.glob("*.incomplete"))
 
 
+@pytest.mark.slow
 def test_real_ranks_write_the_same_file(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     run_ranks(save_both_ways, 2, tmp_path / "real", ZERO1)
