@@ -19,8 +19,9 @@ import torch.distributed as dist
 from ending_ranks import Ended, Store, run_to_the_end
 from loops import FEATURES, ddp_backward, loss_of, make_batches, make_model, wrap
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, save_checkpoint
+from maingrad.ddp import DistributedOptimizer, save_checkpoint
 from maingrad.te_integration import Linear
 
 ALL_REDUCE: dict[str, Any] = {"overlap_grad_reduce": True}
@@ -190,3 +191,285 @@ def test_a_rank_that_dies_is_named_by_all_others(
             told = re.findall(r"rank (\d+)(?: in|,|$)", report["fates"].partition("\n")[2], re.MULTILINE)
             assert {int(other) for other in told} == others
             assert "silent" not in report["fates"]
+
+
+def test_a_rank_that_dies_before_it_wraps_its_model_is_named() -> None:
+    all_ended = run_to_the_end(one_ends, 3, ALL_REDUCE, 2, "before wrapping", "os._exit", collective_timeout=60.0)
+    assert all_ended[2].exit_code == 7
+    for rank in (0, 1):
+        report = the_report(rank, all_ended[rank])
+        assert report["what"] == "the comparison of configs between ranks"
+        assert (
+            report["fates"]
+            == f"  silent for 3 s: rank 2 (has wrapped no model)\n  failed in the same: rank {1 - rank}\n"
+        )
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout() -> None:
+    all_ended = run_to_the_end(one_ends, 3, ALL_REDUCE, 1, "in backward", "6.5", collective_timeout=2.0)
+    assert all_ended[1].exit_code == 0
+    for rank in (0, 2):
+        report = the_report(rank, all_ended[rank])
+        assert_names_a_bucket(report["what"])
+        assert "Timed out waiting 2000ms" in report["why"] or "closed" in report["why"]
+        assert 1.5 < float(report["seconds"]) < 4.0
+        silent, same = report["fates"].splitlines()
+        pid = all_ended[1].pid
+        assert re.fullmatch(rf"  silent for 3 s: rank 1 \(process {pid} on \S+ runs: it waits elsewhere, .*\)", silent)
+        assert same == f"  failed in the same: rank {2 - rank}"
+
+
+def reads_on(victim: int) -> list[str]:
+    """Read parameters again and again after their gather has failed."""
+    model = wrap(make_model(), bucket_size=BUCKET_SIZE, **ZERO1)
+    optimizer = DistributedOptimizer(model)
+    ddp_backward(model, make_batches(2))
+    if dist.get_rank() == victim:
+        end_by("os._exit")
+    optimizer.step()
+    errors = []
+    readers: list[Any] = [model.state_dict, model.module[0].weight.sum, lambda: loss_of(model, make_batches(1)[0])]
+    for read in [*readers, *readers]:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as raised:
+            read()
+        errors.append(f"{type(raised.value).__name__} {raised.value}")
+        assert not errors[1:] or time.monotonic() - start < 0.5, "the others are asked for once"
+    return errors
+
+
+def test_parameters_whose_gather_failed_never_show_old_values() -> None:
+    all_ended = run_to_the_end(reads_on, 2, 1)
+    assert [ended.exit_code for ended in all_ended] == [0, 7], all_ended[0].output
+    errors = all_ended[0].returned
+    assert len(errors) == 6
+    for error in errors:
+        assert re.match(
+            r"CollectiveError rank 0 waited \d.\d\d s for all_gather of bucket \d .*\n  gone: rank 1 ", error
+        )
+
+
+# ---- Different numbers of steps. ----
+
+
+def other_number_of_steps(config: dict[str, Any], then: str, folder: str) -> None:
+    """Rank 1 takes two steps, the others three."""
+    model = wrap(make_trapped(), bucket_size=BUCKET_SIZE, **config)
+    optimizer = DistributedOptimizer(model, max_grad_norm=1.0)
+    for _ in range(2 if dist.get_rank() == 1 else 3):
+        ddp_backward(model, make_batches(2))
+        optimizer.step()
+        model.zero_grad_buffer()
+    if then == "returns":
+        return
+    if then == "lingers":
+        dist.destroy_process_group()
+        time.sleep(7.0)
+    elif then == "barrier":
+        dist.barrier()
+    elif then == "metric":
+        dist.all_reduce(torch.ones(1))
+    elif then == "checkpoint":
+        save_checkpoint(folder, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "config, then",
+    [
+        ("all-reduce", "returns"),
+        ("ZeRO-1", "barrier"),
+        ("all-reduce", "metric"),
+        ("ZeRO-1", "checkpoint"),
+        *(
+            pytest.param(config, then, marks=pytest.mark.slow)
+            for config in CONFIGS
+            for then in ("returns", "lingers", "barrier", "metric", "checkpoint")
+        ),
+    ],
+)
+def test_ranks_that_take_other_numbers_of_steps_end(config: str, then: str, tmp_path: Path) -> None:
+    all_ended = run_to_the_end(
+        other_number_of_steps, 4, CONFIGS[config], then, str(tmp_path), collective_timeout=3.0, limit=20.0
+    )
+    early = all_ended[1]
+    if then in ("returns", "lingers"):
+        assert early.exit_code == 0, early.output
+    else:  # its own collective fails, or gloo finds that sizes differ
+        assert early.exit_code in (1, -signal.SIGABRT), early.output
+        assert "Timed out" in early.output or "onnection" in early.output or "mismatch" in early.output
+    for rank in (0, 2, 3):
+        report = the_report(rank, all_ended[rank])
+        assert_names_a_bucket(report["what"])
+        assert float(report["seconds"]) < 5.0
+        if then == "lingers":
+            assert f"silent for 3 s: rank 1 (process {early.pid} on " in report["fates"]
+            assert "it waits elsewhere, or takes another number of steps" in report["fates"]
+        else:
+            assert_gone(report, 1, all_ended)
+
+
+# ---- Different numbers of microbatches. ----
+
+
+def uneven_batches(rank: int, count: int) -> list[Tensor]:
+    """Small integers, for which fp32 sums are exact in any order."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(-3, 4, (2 + index, FEATURES), generator=generator).float() for index in range(count)]
+
+
+def make_whole(fuse: bool) -> nn.Sequential:
+    model = nn.Sequential(
+        Linear(FEATURES, 16, fuse_wgrad_accumulation=fuse), nn.ReLU(), Linear(16, 4, fuse_wgrad_accumulation=fuse)
+    )
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
+    return model
+
+
+def uneven(counts: list[int], config: dict[str, Any], steps: int) -> list[dict[str, Tensor]]:
+    """The weights after each step, where this rank has so many microbatches."""
+    rank = dist.get_rank()
+    model = wrap(make_whole(True), bucket_size=BUCKET_SIZE, calculate_per_token_loss=True, **config)
+    optimizer = DistributedOptimizer(model, lr=0.5, optimizer_class=torch.optim.SGD)
+    weights = []
+    for step in range(steps):
+        batches = uneven_batches(10 * step + rank, counts[rank])
+        tokens = torch.tensor([sum(len(batch) for batch in batches)])
+        with model.no_sync():
+            for batch in batches[:-1]:
+                model(batch).sum().backward()
+        for batch in batches[-1:]:
+            model(batch).sum().backward()
+        with NothingIsRead():
+            model.finish_grad_sync(tokens)
+        optimizer.step()
+        model.zero_grad_buffer()
+        weights.append({name: param.detach().clone() for name, param in model.module.named_parameters()})
+    return weights
+
+
+class NothingIsRead(TorchDispatchMode):
+    """No operation hands a tensor's value to the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in READERS, f"{func} reads a value"
+        return func(*args, **(kwargs or {}))
+
+
+READERS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+}
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [2, 0, 1], [0, 0, 4]])
+@pytest.mark.parametrize("config", ["all-reduce", "ZeRO-1"])
+def test_ranks_may_have_different_numbers_of_microbatches(counts: list[int], config: str) -> None:
+    steps = 2
+    plain = make_whole(False)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    all_ended = run_to_the_end(uneven, len(counts), counts, CONFIGS[config], steps)
+    assert all(ended.exit_code == 0 for ended in all_ended), "\n".join(ended.output for ended in all_ended)
+    for step in range(steps):
+        batches = torch.cat([b for rank, count in enumerate(counts) for b in uneven_batches(10 * step + rank, count)])
+        optimizer.zero_grad()
+        plain(batches).sum().backward()
+        for param in plain.parameters():
+            assert param.grad is not None
+            param.grad /= len(batches)
+        optimizer.step()
+        for ended in all_ended:
+            for name, param in plain.named_parameters():
+                # Sums of whole numbers, divided once by the tokens; the second step's are rounded.
+                bound = 0.0 if step == 0 else 1e-5
+                assert torch.allclose(ended.returned[step][name], param, rtol=bound, atol=bound), (step, name)
+
+
+# ---- Models that differ between ranks. ----
+
+
+def wrap_what_differs(difference: str) -> None:
+    rank = dist.get_rank()
+    odd = rank == 2
+    names = {"name": "ac" if odd else "ab", "order": "ba" if odd else "ab"}.get(difference, "ab")
+    model = nn.ModuleDict({name: nn.Linear(3, 4 if difference == "shape" and odd else 3) for name in names})
+    if difference == "dtype" and odd:
+        model["b"].double()
+    if difference == "frozen" and odd:
+        model["b"].weight.requires_grad_(False)
+    if difference == "number" and odd:
+        model["extra"] = nn.Linear(1, 1)
+    config = {
+        "config": {"bucket_size": 100 + rank},
+        "gathers": {"use_distributed_optimizer": True, "overlap_param_gather": odd},
+        "instances": {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 3 if odd else 1},
+    }
+    wrap(model, **config.get(difference, {}))
+
+
+@pytest.mark.parametrize(
+    "difference, named",
+    [
+        ("name", r"the model .*: rank 0 has 'b.bias' .* where rank 2 has 'c.bias' .*"),
+        ("shape", r"the model .*: rank 0 has 'b.bias' torch.float32 \[3\] .* where rank 2 has 'b.bias' .* \[4\] .*"),
+        ("dtype", r"the model .*: rank 0 has 'b.bias' torch.float32 .* where rank 2 has 'b.bias' torch.float64 .*"),
+        ("order", r"the model .*: rank 0 has 'b.bias' .* where rank 2 has 'a.bias' .*"),
+        ("frozen", r"the model .*: rank 0 has 'b.weight' .* where rank 2 has 'a.bias' .*"),
+        ("number", r"the model .*: rank 0 has 'b.bias' .* where rank 2 has 'extra.bias' .*"),
+        ("config", r"the config .*: rank 0 has bucket_size = 100 where rank 1 has bucket_size = 101"),
+        ("gathers", r"the config .*: rank 0 has overlap_param_gather = False where rank 2 has .* = True"),
+        ("instances", r"the config .*: rank 0 has num_d.* = 1 where rank 2 has num_d.* = 3"),
+    ],
+)
+def test_models_that_differ_end_every_rank(difference: str, named: str) -> None:
+    for rank, ended in enumerate(run_to_the_end(wrap_what_differs, 3, difference)):
+        assert ended.exit_code == 1
+        last = ended.output.strip().rpartition("\n")[2]
+        named_here = named.replace(" .*:", rf" differs between ranks \(this is rank {rank}\):", 1)
+        assert re.fullmatch("ValueError: " + named_here, last), ended.output
+
+
+# ---- Under torchrun. ----
+
+SCRIPT = """
+import os, signal, sys
+import torch.distributed as dist
+sys.path += [{support!r}]
+from loops import ddp_backward, make_batches, make_model, wrap
+from maingrad.ddp import DistributedOptimizer
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first rank is gone
+dist.init_process_group("gloo")
+model = wrap(make_model(), bucket_size=64, overlap_grad_reduce=True, use_distributed_optimizer=True)
+optimizer = DistributedOptimizer(model)
+for step in range(3):
+    if step == 1 and dist.get_rank() == 1:
+        os._exit(7)
+    ddp_backward(model, make_batches(2))
+    optimizer.step()
+    model.zero_grad_buffer()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_the_survivors_reports(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(support=str(Path(__file__).parent.parent / "support")))
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 1, ran.stderr
+    for rank in (0, 2):
+        found = re.findall(rf"CollectiveError: rank {rank} waited .* for (.*), which failed: .*", ran.stderr)
+        assert len(found) == 1, ran.stderr
+        assert re.fullmatch(r"(all_gather|reduce_scatter) of bucket \d \(.*\), \d parameters", found[0])
+    assert len(re.findall(r"gone: rank 1 \(process \d+ on \S+ has ended\)", ran.stderr)) == 2
+    assert re.search(r"exitcode +: 7 ", ran.stderr), "torchrun's summary names the first to fail"
