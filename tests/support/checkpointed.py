@@ -49,7 +49,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 def take_steps(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, steps: Sequence[int], rank: int) -> None:
     for step in steps:
-        tokens = batch(step, rank)
+        tokens = batch(step, rank).to(ddp.device)
         nn.functional.cross_entropy(ddp(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten()).backward()
         ddp.finish_grad_sync()
         optimizer.step()
