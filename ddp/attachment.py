@@ -31,7 +31,7 @@ def attach_params(wrapper: object, wired: Sequence[WiredParam], readiness: Readi
         handles.append(param.register_post_accumulate_grad_hook(readiness.grad_hook(entry.bucket, record)))
         readiness.expect_delayed(entry)
         params.append((TensorWeakRef(param), record))
-    handles.append(guard_stock_optimizers())
+    guard_stock_optimizers(wrapper)
     weakref.finalize(wrapper, _detach_params, handles, params).atexit = False
 
 

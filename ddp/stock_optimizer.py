@@ -4,6 +4,7 @@ Gradients live in ``main_grad``, so that ``.grad`` is None and ``torch.optim.Ada
 a no-op without a word. A hook that torch runs before every optimizer's step looks for that.
 """
 
+import functools
 import weakref
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from .grad_record import GradRecord
 from .main_grad import record_of
@@ -42,12 +42,28 @@ def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
         record.exposed = False
 
 
-def guard_stock_optimizers() -> RemovableHandle:
-    """Refuse steps over parameters whose gradient was not exposed; remove the handle with the wrapper."""
-    return register_optimizer_step_pre_hook(_before_step)
+_guarding: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Wrappers that are alive. The hook is torch's for the whole process, and so is this."""
+
+
+def guard_stock_optimizers(wrapper: object) -> None:
+    """Refuse steps over parameters whose gradient was not exposed, for as long as ``wrapper`` lives.
+
+    One hook serves all wrappers and is never removed: a wrapper may die while torch goes through the hooks of another
+    optimizer's step, which a removal would break.
+    """
+    _register_once()
+    _guarding.add(wrapper)
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _guarding:
+        return
     ours = _records_of(optimizer)
     for record in ours:
         if not record.exposed:

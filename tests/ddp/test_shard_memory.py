@@ -13,6 +13,7 @@ from reachable import live_nbytes, nbytes_of, reachable_tensors
 from stock_steps import backward, batch_of, loss_of, make_net
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GradScaler, clip_grad_norm
 from maingrad.ddp.param_gather import ParamGather
@@ -355,3 +356,22 @@ def test_memory_that_a_reduction_still_writes_is_not_reused_before_it_ends(monke
     assert stream.waited_for == []
     del ddp
     assert stream.waited_for == [events[0], events[2]]
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_a_model_may_be_let_go_in_the_middle_of_another_optimizers_step() -> None:
+    """The collector comes when it likes, also while torch goes through the hooks that run before a step."""
+    handle = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
+    ddp = wrap(make_net())
+    ddp.itself = [ddp]
+    reference = weakref.ref(ddp)
+    del ddp
+    other = make_net()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    loss_of(other, batch_of(0, 0, FP32)).backward()
+    try:
+        assert reference() is not None
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert reference() is None
