@@ -44,6 +44,8 @@ class Bucket:
         self.records = tuple(records)
         self.streams: set[int] = set()
         """Raw CUDA streams on which contributions of this iteration were written; empty on other devices."""
+        self.idle = True
+        """Whether the phase is ``IDLE``; for hooks, which ask for every parameter."""
         self._num_ready = 0
         self._phase = Phase.IDLE
 
@@ -68,6 +70,7 @@ class Bucket:
         if phase not in _MOVES[self._phase]:
             raise RuntimeError(f"{self.name} cannot go from {self._phase.value} to {phase.value}")
         self._phase = phase
+        self.idle = phase is Phase.IDLE
         if phase is Phase.REDUCING:
             self._close(
                 "was launched: run earlier backwards under no_sync(), use non-reentrant recompute, and with "

@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.Module):
             )
             for kind, grid in self.grids.items()
         }
-        self._nan_check = NanCheck(self.records, self.device) if config.check_for_nan_in_grad else None
+        self._nan_check = NanCheck(self.buckets, self.device) if config.check_for_nan_in_grad else None
         self._launcher = BucketLauncher(
             self.buckets, self._reductions, self._nan_check, self.failures, device=self.device
         )
@@ -217,7 +217,7 @@ class DistributedDataParallel(nn.Module):
         self._launcher.wait()
         if self._nan_check is not None:
             with self.failures.watch("the search for NaN and Inf"):
-                self._nan_check.raise_where_found(self.buckets, self.grids["dense"])
+                self._nan_check.raise_where_found(self.grids["dense"])
         if num_tokens is not None:
             total = torch.as_tensor(num_tokens, dtype=torch.float32, device=self.device).reshape(()).clone()
             with self.failures.watch("the sum of tokens"):
@@ -251,7 +251,7 @@ class DistributedDataParallel(nn.Module):
 
         Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
         """
-        if not (self._launched or self._readiness.touched or any(record.written for record in self.records)):
+        if not (self._launched or any(not bucket.idle for bucket in self.buckets)):
             return
         check_nothing_pending(self.records, "zero_grad_buffer()")
         for bucket in self.buckets:

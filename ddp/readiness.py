@@ -7,6 +7,7 @@ in a backward; then, and for a parameter that several modules own, ready means t
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +40,14 @@ class Readiness:
         self._launcher = launcher
         self._overlap = config.overlap_grad_reduce
         self._find_unused = config.find_unused_parameters
-        self._device = device
+        self._raw_stream: Callable[[], int] | None = None
+        """The current CUDA stream, as cheaply as torch tells it; None on other devices."""
+        if device.type == "cuda":
+            self._raw_stream = partial(torch._C._cuda_getCurrentRawStream, device.index)
 
         # State of the iteration.
         self.sync = True
         """False for every microbatch but the final one."""
-        self.touched = False
-        """A hook has run since the iteration began."""
 
         # State of the backward.
         self._outer_task: int | None = None  # the graph task that reached the outputs; None outside and where unknown
@@ -55,7 +57,6 @@ class Readiness:
 
     def reset(self) -> None:
         """Start a new iteration."""
-        self.touched = False
         self._passed.clear()
         self._unused = None
 
@@ -87,12 +88,13 @@ class Readiness:
     def grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
         """The post-accumulate-grad hook of one parameter. It holds nothing that holds the parameter."""
         here = weakref.ref(self)
+        profiling = torch._C._autograd._profiler_enabled
 
         def hook(param: Tensor) -> None:
             live = here()
             if live is None:
                 return
-            if torch._C._autograd._profiler_enabled():
+            if profiling():
                 with torch.profiler.record_function(f"maingrad::grad {record.name} -> bucket {bucket.index}"):
                     live.on_grad(param, bucket, record)
             else:
@@ -118,7 +120,8 @@ class Readiness:
         if record.foreign_delayer is not None:
             record.pending.append(PendingWgrad(record.foreign_delayer))  # it comes in the module's backward_dw
         absorb_grad(param, record)
-        self._note_write(bucket)
+        if bucket.idle or self._raw_stream is not None:
+            self._note_write(bucket)
         if not (self.sync and self._overlap):
             return
         nested = self._outer_task is not None and torch._C._current_graph_task_id() != self._outer_task
@@ -161,11 +164,10 @@ class Readiness:
             self._launcher.timeline.backward_ended(self.sync)
 
     def _note_write(self, bucket: Bucket) -> None:
-        self.touched = True
-        if bucket.phase is Phase.IDLE:
+        if bucket.idle:
             bucket.phase = Phase.ACCUMULATING
-        if self._device.type == "cuda":
-            bucket.streams.add(torch._C._cuda_getCurrentRawStream(self._device.index))
+        if self._raw_stream is not None:
+            bucket.streams.add(self._raw_stream())
 
     def _mark_ready(self, bucket: Bucket, record: GradRecord) -> None:
         if record.pending:
@@ -173,5 +175,4 @@ class Readiness:
             return
         bucket.mark_ready(record)
         if bucket.phase is Phase.READY:
-            self.touched = True
             self._launcher.note_ready(bucket)
