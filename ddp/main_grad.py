@@ -102,8 +102,6 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     if flag:
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     ours, record.consumer_wrote = record.consumer_wrote, False
-    if ours and grad is None:
-        return  # what nearly every call comes to
     if flag and not ours:
         _check_foreign_write(record)
         if not getattr(param, "zero_out_wgrad", False):
