@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from ..ddp.grad_record import GradRecord
 from ..ddp.main_grad import absorb_grad, attach
+from ..kernels.compat import zero_cta_options
 from .data_parallel_model import (
     GPT,
     AddmmLinear,
@@ -152,6 +153,16 @@ def _zero1(case: Case) -> Step:
     return _build_ours(case, _zero1_config())
 
 
+def _zero1_copy_engines(case: Case) -> Step:
+    return _build_ours(case, dataclasses.replace(_zero1_config(), copy_engine_param_gather=True))
+
+
+def _refuse_copy_engines(case: Case) -> str | None:
+    if case.device.type == "cuda" and zero_cta_options() is not None:
+        return None
+    return "gathers on copy engines need GPUs, and a torch that knows NCCL's zero-CTA policy"
+
+
 def _zero1_no_overlap(case: Case) -> Step:
     return _build_ours(case, DistributedDataParallelConfig(use_distributed_optimizer=True))
 
@@ -199,6 +210,9 @@ OURS: Mapping[str, Row] = {
     FLOOR: Row("our floor: no collectives", _build_floor, with_groups=False, trains=False),
     PEER_FLOOR: Row("peers' floor: no collectives", _build_peer_floor, with_groups=False, trains=False),
     "zero1": Row("maingrad ZeRO-1", _zero1),
+    "zero1_copy_engines": Row(
+        "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=_refuse_copy_engines
+    ),
     "zero1_bf16_wire": Row("maingrad ZeRO-1, bf16 wire", _zero1_bf16_wire),
     "zero1_no_overlap": Row("maingrad ZeRO-1, no overlap", _zero1_no_overlap),
     "zero1_unfused": Row("maingrad ZeRO-1, nn.Linear", _zero1_unfused),

@@ -26,6 +26,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "both overlap": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True},
     "ranks scale": {**ZERO1, "overlap_grad_reduce": True, "average_in_collective": False},
     "one bucket": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10**9},
+    "copy engines": {
+        **ZERO1,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "copy_engine_param_gather": True,
+    },
     "NaN check": {**ZERO1, "overlap_grad_reduce": True, "overlap_param_gather": True, "check_for_nan_in_grad": True},
 }
 DELAYED = {"gather": CONFIGS["both overlap"], "reduce": CONFIGS["both overlap"], "compute": CONFIGS["both overlap"]}
@@ -228,7 +234,9 @@ def bytes_at_rest() -> list[tuple[int, int]]:
     torch.cuda.set_device(dist.get_rank())
     group = dist.new_group(backend="nccl")
     found = []
-    for settings in ({}, {}, {"use_distributed_optimizer": True}):  # the first one leaves the libraries' workspaces
+    sharded = {"use_distributed_optimizer": True}
+    mapped = {**sharded, "overlap_param_gather": True, "copy_engine_param_gather": True}
+    for settings in ({}, {}, sharded, mapped):  # the first one leaves the libraries' workspaces
         before = torch.cuda.memory_allocated()
         model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(4)]).cuda()
         config = DistributedDataParallelConfig(overlap_grad_reduce=True, **settings)
@@ -239,6 +247,7 @@ def bytes_at_rest() -> list[tuple[int, int]]:
             ddp.finish_grad_sync()
             optimizer.step()
             ddp.zero_grad_buffer()
+        optimizer.finish_param_sync()
         torch.cuda.synchronize()
         shards = dist.get_world_size() if settings else 1
         numel = ddp.plan.numel
@@ -255,3 +264,42 @@ def test_bytes_at_rest_on_a_gpu() -> None:
     for found in run_ranks(bytes_at_rest, 2, timeout=120.0):
         for measured, formula in found:
             assert measured == formula
+
+
+def weights_outlive_the_optimizer() -> bool:
+    """Parameters in memory that NCCL has mapped stay what they are when nobody gathers them any more."""
+    torch.cuda.set_device(dist.get_rank())
+    group = dist.new_group(backend="nccl")
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, copy_engine_param_gather=True
+    )
+    model = Model().cuda()
+    ddp = DistributedDataParallel(model, config, process_group=group)
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
+    tokens = batch(0, 0, dist.get_rank()).cuda()
+    nn.functional.cross_entropy(ddp(tokens).flatten(0, 1), tokens.flatten()).backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+    optimizer.finish_param_sync()
+    before = [p.detach().clone() for p in model.parameters()]
+    expected = model(tokens).detach().clone()
+    del ddp, optimizer
+    torch.cuda.empty_cache()
+    filler = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]  # where freed memory would be
+    same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    return same and torch.equal(model(tokens), expected) and len(filler) == 64
+
+
+@pytest.mark.gpu(2)
+def test_weights_in_mapped_memory_outlive_the_optimizer() -> None:
+    assert all(run_ranks(weights_outlive_the_optimizer, 2, timeout=120.0))
+
+
+def test_copy_engines_need_nccl() -> None:
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, copy_engine_param_gather=True
+    )
+    with pytest.raises(ValueError, match="copy_engine_param_gather needs parameters on CUDA"):
+        DistributedDataParallel(Model(), config)
+    with pytest.raises(ValueError, match="copy_engine_param_gather has no effect without overlap_param_gather"):
+        DistributedDataParallelConfig(use_distributed_optimizer=True, copy_engine_param_gather=True)
