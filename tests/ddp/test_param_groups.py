@@ -120,6 +120,28 @@ def test_a_group_may_lie_wholly_in_another_ranks_shard() -> None:
     assert [slices["0.weight"] for _, slices in results] == [0, 0, 0, 256]
 
 
+def runs_here(config: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 17), nn.Linear(17, 3))
+    groups = [{"params": "*.bias"}, {"params": "1.weight"}]
+    optimizer = DistributedOptimizer(wrap(model, use_distributed_optimizer=True, **config), param_groups=groups)
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for run in optimizer._runs:
+        found.setdefault(id(run.flat.params), []).append((run.start, run.end, run.flat.mine.numel()))
+    return list(found.values())
+
+
+@pytest.mark.parametrize("bucket_size", [1, None])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_runs_of_groups_follow_each_other_and_leave_no_padding_out(ranks: int, bucket_size: int | None) -> None:
+    """Odd sizes, so that shards begin and end in the padding between parameters: on eight ranks after 80 elements."""
+    for buckets in simulate(runs_here, ranks, {"bucket_size": bucket_size}):
+        for runs in buckets:
+            assert runs[0][0] == 0
+            assert [end for _, end, _ in runs[:-1]] == [start for start, _, _ in runs[1:]]
+            assert runs[-1][1] == runs[-1][2]
+
+
 # ---- Schedulers. ----
 
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = {

@@ -73,7 +73,7 @@ def grads_and_reference(variants: int, delayed: bool, config: dict[str, Any]) ->
         DistributedDataParallelConfig(**PER_TOKEN, bucket_size=300, **config),
         expert_process_group=expert_group(variants),
     )
-    own = torch.tensor(accumulate(ddp, count_of(rank)))
+    own = torch.tensor(float(accumulate(ddp, count_of(rank))))  # the dtype that is summed in
     with NoHostSync():
         ddp.finish_grad_sync(own)
     assert own == sum(len(microbatch(rank, i)) for i in range(count_of(rank))), "the caller's tensor is left alone"
