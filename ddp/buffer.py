@@ -1,5 +1,9 @@
 """Storage: one flat tensor for each buffer of a plan, and the views that parameters and buckets have of it."""
 
+import weakref
+from contextlib import suppress
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +19,8 @@ class FlatBuffer:
     It starts as zeros and nothing writes its padding, so that norms and collectives may read all of it.
 
     mapped_in  an NCCL group whose ranks map each other's buffer, so that copy engines can move it; None: plain memory.
-               Collective over the group
+               Collective over the group, which is to outlive the memory: let go of the model, and call
+               ``torch.cuda.empty_cache()``, before destroying it
     """
 
     def __init__(
@@ -54,3 +59,9 @@ class FlatBuffer:
         backend.register_mem_pool(self.pool, symm=True)  # type: ignore[attr-defined]
         torch.cuda.synchronize(device)
         dist.barrier(group=group)
+        weakref.finalize(self, _unmap, backend, self.pool).atexit = False
+
+
+def _unmap(backend: Any, pool: Any) -> None:
+    with suppress(RuntimeError):  # the group went first: nothing is mapped any more
+        backend.deregister_mem_pool(pool)

@@ -121,7 +121,7 @@ class DistributedDataParallel(nn.Module):
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
         self._zeroed_views = [record.view for record in self.records if not record.first_write_overwrites]
-        self._reductions = {
+        self.reductions: dict[str, GradReduction] = {
             kind: GradReduction(
                 grid,
                 placements_of(config),
@@ -133,7 +133,7 @@ class DistributedDataParallel(nn.Module):
         }
         self._nan_check = NanCheck(self.buckets, self.device) if config.check_for_nan_in_grad else None
         self._launcher = BucketLauncher(
-            self.buckets, self._reductions, self._nan_check, self.failures, device=self.device
+            self.buckets, self.reductions, self._nan_check, self.failures, device=self.device
         )
         self._gathers: Sequence[ParamGather] = ()
 
@@ -334,7 +334,7 @@ class DistributedDataParallel(nn.Module):
 
     def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
         """[start, end) of the bucket's elements that this rank reduces and updates: its shard, or all of them."""
-        return self._reductions[layout.group].owned_range(layout.numel)
+        return self.reductions[layout.group].owned_range(layout.numel)
 
     def reduced_grads(self, kind: str | None = None) -> list[Tensor]:
         """The part of each bucket that this rank may read after ``finish_grad_sync``; of one kind of parameters only,
@@ -344,16 +344,6 @@ class DistributedDataParallel(nn.Module):
             for bucket in self.buckets
             if kind in (None, bucket.layout.group)
         ]
-
-    def num_replicas(self, kind: str) -> int:
-        """How many ranks of a kind's grid hold the same reduced gradients as this one, itself included."""
-        grid = self.grids[kind]
-        return grid.outer_size if self._reductions[kind].scatters else grid.size
-
-    def is_primary(self, kind: str) -> bool:
-        """Whether this rank is the first of those that hold the same shards."""
-        grid = self.grids[kind]
-        return grid.outer_rank == 0 and (self._reductions[kind].scatters or grid.inner_rank == 0)
 
     @property
     def timeline(self) -> Timeline | None:

@@ -17,7 +17,7 @@ from .data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket, ParamSlice, Run, flatten_params, runs_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_gather import ParamGather
-from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused
+from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .placements import placements_of
 from .step_order import step_order
 
@@ -87,7 +87,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._agreed_in = -1  # iteration in which all ranks looked for Inf together
 
         self.slices: list[ParamSlice] = slices_of(
-            self._flats, self._runs, lambda wired: groups[wired.owned.name], model.is_primary, self.state
+            self._flats,
+            self._runs,
+            lambda wired: groups[wired.owned.name],
+            lambda kind: model.reductions[kind].is_primary,
+            self.state,
         )
         """Where each parameter meets this rank's shards: for checkpoints and exports."""
         self._versions = [piece.wired.owned.param._version for piece in self.slices]
@@ -228,7 +232,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---- One step's parts. ----
 
     def _passes(self, *, at_once: bool) -> list[list[FlatBucket]]:
-        """The buckets of each pass of the inner optimizer: one pass where nothing is to be hidden by another."""
+        """The buckets of each pass of the inner optimizer: one pass where nothing is to be hidden by another.
+
+        A class that is not torch's may count its steps for all parameters together: it has one pass.
+        """
+        at_once = at_once or not is_of_torch(type(self._inner))
         overlaps = self.model.config.overlap_param_gather and bool(self._gathers)
         if at_once or (self.model.is_reduced and not overlaps):
             return [self._flats]
@@ -243,6 +251,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._runs_fused():
             self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
             self._inner.step()
+            self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
         else:  # gradients are divided first, and the host asks once whether to skip
             grads = [run.master.grad for run in self._runs if run.master.grad is not None]
             if divisor is not None and grads:  # with whole parameters this rank may have none

@@ -27,7 +27,7 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
         widest = max(widest, *(grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
         square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
         # Summed over all ranks, what so many of them hold alike counts so often.
-        replicas = model.num_replicas(kind)
+        replicas = model.reductions[kind].num_replicas
         summed = summed or replicas < model.grids["dense"].size
         squares.append(square / replicas)
     total = torch.stack(squares).sum()

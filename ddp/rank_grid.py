@@ -67,8 +67,11 @@ class RankGrid(NamedTuple):
     @torch.no_grad()
     def broadcast(self, tensor: Tensor) -> None:
         """Copy the first rank's tensor to all others."""
+        whole = tensor.contiguous()  # NCCL takes no other
         for group in reversed(list(self.axes)):
-            dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+        if whole is not tensor:
+            tensor.copy_(whole)
 
 
 def make_grid(

@@ -64,6 +64,16 @@ class GradReduction:
         return "reduce_scatter" if self.wire_dtype is None else "all_to_all"
 
     @property
+    def num_replicas(self) -> int:
+        """How many ranks of the grid hold the same reduced gradients as this one, itself included."""
+        return self.grid.outer_size if self.scatters else self.grid.size
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this rank is the first of those."""
+        return self.grid.outer_rank == 0 and (self.scatters or self.grid.inner_rank == 0)
+
+    @property
     def num_collectives(self) -> int:
         """Collectives of one bucket."""
         return len(list(self.grid.axes))

@@ -169,6 +169,12 @@ class _Trace:
     keep: bool
 
 
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _measure(
     bench: DataParallelBench,
     case: Case,
@@ -194,13 +200,11 @@ def _measure(
         try:
             with ranks.attempt(with_groups=row.with_groups):
                 mine = _time_row(bench, case, row, trace)
+                _release(case.device)  # memory that a group has mapped goes before the group does
         except AnyRankFailed as failure:
             problem = str(failure)
             log(failure.details)
-    # What failed left its frames behind, and with them a model.
-    gc.collect()
-    if case.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _release(case.device)  # what failed left its frames behind, and with them a model
     # A refusal is the same on all ranks, or this is where they notice.
     told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
     problem = next((each for each, _ in told if each), None)
