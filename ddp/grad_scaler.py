@@ -1,5 +1,7 @@
 """Loss scaling for fp16 over sharded gradients: every rank skips the same steps."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,16 @@ class GradScaler(torch.amp.GradScaler):
     ``unscale_(optimizer)`` comes after ``finish_grad_sync``. Optimizers that are not ``DistributedOptimizer`` are
     treated as torch treats them. The host waits for nothing but what torch's own waits for.
     """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """``optimizer.step()`` with gradients unscaled, unless a rank met Inf or NaN."""
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # torch sets these for the step and multiplies by what it finds: the next step must find nothing.
+            vars(optimizer).pop("grad_scale", None)
+            vars(optimizer).pop("found_inf", None)
+            raise
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

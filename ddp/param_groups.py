@@ -9,7 +9,7 @@ from torch import nn
 
 from .wiring import WiredParam
 
-__all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused"]
+__all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused", "is_of_torch"]
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """One kernel for all tensors, that divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
@@ -63,21 +63,24 @@ def is_fused(cls: type) -> bool:
     return cls in _FUSED
 
 
+def is_of_torch(cls: type) -> bool:
+    """Whether it is one of torch's own classes, whose state is each parameter's alone."""
+    return cls in vars(torch.optim).values()
+
+
 def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what the class's constructor raises for options that it does not take, those of each group too.
+    """Raise what the class's constructor raises for options that it does not take, for those of each group.
 
     torch checks the constructor's own options alone: in a group, a misspelt or a negative one would pass.
     """
     own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    for index, given in enumerate([{}, *own]):
-        if {**options, **given}.get("differentiable"):
-            raise ValueError("differentiable=True: the step works on masters, which no graph leads to; leave it out")
+    if any(given.get("differentiable") for given in (options, *own)):
+        raise ValueError("differentiable=True: the step works on masters, which no graph leads to; leave it out")
+    for index, given in enumerate(own):
         try:
             cls([nn.Parameter(torch.zeros(1, 1))], **{**options, **given})
         except (TypeError, ValueError) as error:
-            if index == 0:
-                raise
-            raise type(error)(f"param_groups[{index - 1}]: {error}") from None
+            raise type(error)(f"param_groups[{index}]: {error}") from None
 
 
 Selector = str | Sequence[str] | Callable[[str, torch.Tensor], bool]

@@ -313,6 +313,26 @@ def test_unscaling_before_the_reduction_is_refused() -> None:
     scaler.update()
 
 
+def test_a_step_that_raised_leaves_no_scale_for_the_next_one() -> None:
+    """torch sets the scale on the optimizer and multiplies it by one that is there already."""
+    results = []
+    for fails in (False, True):
+        ddp = wrap(make_net(), use_distributed_optimizer=True)
+        optimizer = DistributedOptimizer(ddp, lr=0.1, optimizer_class=torch.optim.SGD)
+        scaler = GradScaler("cpu", init_scale=64.0)
+        scaler.scale(loss_of(ddp, batch_of(0, 0, FP32))).backward()
+        ddp.finish_grad_sync()
+        if fails:
+            weight = ddp.module[0].weight
+            kept, weight.data = weight.data, weight.data.clone()
+            with pytest.raises(RuntimeError, match="was given other storage"):
+                scaler.step(optimizer)
+            weight.data = kept
+        scaler.step(optimizer)
+        results.append(weights(ddp))
+    assert_same(*results)
+
+
 def test_a_disabled_scaler_does_nothing() -> None:
     results = []
     for scaler in (None, GradScaler("cpu", enabled=False)):

@@ -237,6 +237,47 @@ def test_a_class_that_says_it_is_elementwise_is_taken_at_its_word() -> None:
             assert set(piece.state()) == ({"average"} if piece.end > piece.start else set())
 
 
+class Counting(optim.Optimizer):
+    """Counts its steps in the group, as some fused and schedule-free optimizers do."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["k"])
+
+
+def test_a_class_with_a_count_of_its_own_steps_once_a_step() -> None:
+    """However many buckets are gathered one after the other."""
+    expected = stock_run(BF16, 3, STEPS, lambda masters: Counting(masters.values(), lr=0.5))
+    options = {"optimizer_class": Counting, "lr": 0.5}
+    config = {"use_distributed_optimizer": True, "bucket_size": 100, "overlap_param_gather": True}
+    for history, optimizer in simulate(train, 3, BF16, range(STEPS), config, options):
+        assert optimizer.param_groups[0]["k"] == STEPS
+        for ours, theirs in zip(history, expected, strict=True):
+            assert_same(ours, theirs)
+
+
+def test_the_fused_kernel_may_be_given_up_between_steps() -> None:
+    ddp = wrap(make_net())
+    optimizer = DistributedOptimizer(ddp, lr=0.02, max_grad_norm=0.05)
+    for step in range(2):
+        backward(ddp, step, torch.float32)
+        optimizer.step()
+        ddp.zero_grad_buffer()
+        optimizer.param_groups[0]["fused"] = False
+    expected, _ = train(torch.float32, range(2), {}, {"lr": 0.02, "max_grad_norm": 0.05})
+    for name, weight in weights(ddp).items():
+        torch.testing.assert_close(weight, expected[-1][name], rtol=1e-5, atol=1e-6)
+
+
 def test_a_subclass_of_a_stock_class_says_it_too() -> None:
     class Logged(optim.AdamW):
         pass
