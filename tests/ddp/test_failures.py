@@ -228,13 +228,11 @@ def reads_on(victim: int) -> list[str]:
         end_by("os._exit")
     optimizer.step()
     errors = []
-    readers: list[Any] = [model.state_dict, model.module[0].weight.sum, lambda: loss_of(model, make_batches(1)[0])]
-    for read in [*readers, *readers]:
-        start = time.monotonic()
+    last: Tensor = model.module[3].weight  # in another bucket
+    for read in (model.state_dict, model.state_dict, last.sum, last.clone, lambda: loss_of(model, make_batches(1)[0])):
         with pytest.raises(RuntimeError) as raised:
             read()
         errors.append(f"{type(raised.value).__name__} {raised.value}")
-        assert not errors[1:] or time.monotonic() - start < 0.5, "the others are asked for once"
     return errors
 
 
@@ -242,7 +240,7 @@ def test_parameters_whose_gather_failed_never_show_old_values() -> None:
     all_ended = run_to_the_end(reads_on, 2, 1)
     assert [ended.exit_code for ended in all_ended] == [0, 7], all_ended[0].output
     errors = all_ended[0].returned
-    assert len(errors) == 6
+    assert len(errors) == 5
     for error in errors:
         assert re.match(
             r"CollectiveError rank 0 waited \d.\d\d s for all_gather of bucket \d .*\n  gone: rank 1 ", error
