@@ -160,7 +160,7 @@ def _zero1_copy_engines(case: Case) -> Step:
 def _refuse_copy_engines(case: Case) -> str | None:
     if case.device.type == "cuda" and zero_cta_options() is not None:
         return None
-    return "gathers on copy engines need GPUs, and a torch that knows NCCL's zero-CTA policy"
+    return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
 
 
 def _zero1_no_overlap(case: Case) -> Step:
