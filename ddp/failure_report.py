@@ -121,7 +121,7 @@ class Watch:
 
 
 def _on_processes() -> bool:
-    return any(name in str(dist.get_backend()) for name in ("gloo", "nccl"))
+    return any(name in _backends(None) for name in ("gloo", "nccl"))
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -130,13 +130,18 @@ def _close_connections(group: dist.ProcessGroup) -> None:
     gloo has no call for it, but does so when a wait times out. So wait a millisecond for a message that nobody sends.
     Where the connection to a rank is closed already that raises at once and closes no other: then try the next rank.
     """
-    if "gloo" not in str(dist.get_backend(group)):
+    if "gloo" not in _backends(group):
         return
     nothing = torch.empty(1)
     for rank in range(group.size()):
         if rank != group.rank():
             with suppress(RuntimeError):
                 group.recv([nothing], rank, _CLOSING_TAG).wait(timedelta(milliseconds=1))
+
+
+def _backends(group: dist.ProcessGroup | None) -> str:
+    """Names by device, such as ``"cpu:gloo,cuda:nccl"``. ``get_backend`` knows none where torch chose them."""
+    return str(dist.get_backend_config(group))
 
 
 def _in_short(error: BaseException) -> str:

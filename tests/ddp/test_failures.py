@@ -193,6 +193,14 @@ def test_a_rank_that_dies_is_named_by_all_others(
             assert "silent" not in report["fates"]
 
 
+def test_a_rank_that_dies_is_named_where_torch_chose_the_backend() -> None:
+    all_ended = run_to_the_end(one_ends, 3, ZERO1, 2, "in backward", "SIGKILL", collective_timeout=60.0, backend=None)
+    for rank in (0, 1):
+        report = the_report(rank, all_ended[rank])
+        assert_gone(report, 2, all_ended)
+        assert report["fates"].endswith(f"  failed in the same: rank {1 - rank}\n")
+
+
 def test_a_rank_that_dies_before_it_wraps_its_model_is_named() -> None:
     all_ended = run_to_the_end(one_ends, 3, ALL_REDUCE, 2, "before wrapping", "os._exit", collective_timeout=60.0)
     assert all_ended[2].exit_code == 7

@@ -45,13 +45,15 @@ def run_to_the_end(
     collective_timeout: float = 5.0,
     limit: float = 25.0,
     store: Store = "launcher",
+    backend: str | None = "gloo",
 ) -> list[Ended]:
-    """Run ``fn(*args)`` on ``world_size`` processes whose default group is gloo, until all of them have ended.
+    """Run ``fn(*args)`` on ``world_size`` processes of one gloo group, until all of them have ended.
 
     fn                  a function at the top level of a module; it finds its rank by ``dist.get_rank()``
     collective_timeout  seconds, of the default group
     limit               seconds; whoever runs on then is killed, and ``TimeoutError`` has every rank's output
     store               who serves the store: this process, as torchrun does, rank 0, or the file system
+    backend             what ``init_process_group`` is given; None: torch chooses
     """
     folder = Path(tempfile.mkdtemp(prefix="ending-ranks-"))
     context = multiprocessing.get_context("forkserver")
@@ -60,7 +62,9 @@ def run_to_the_end(
     port = None if server is None else server.port
     job = (fn.__module__, fn.__code__.co_filename, fn.__name__, pickle.dumps(args))
     processes = [
-        context.Process(target=_rank, args=(job, rank, world_size, str(folder), store, port, collective_timeout))
+        context.Process(
+            target=_rank, args=(job, rank, world_size, str(folder), store, port, collective_timeout, backend)
+        )
         for rank in range(world_size)
     ]
     try:
@@ -107,6 +111,7 @@ def _rank(
     store: Store,
     port: int | None,
     collective_timeout: float,
+    backend: str | None,
 ) -> None:
     with Path(folder, f"output-{rank}").open("w") as output:
         os.dup2(output.fileno(), 1)
@@ -114,7 +119,7 @@ def _rank(
     torch.set_num_threads(1)
     timeout = timedelta(seconds=collective_timeout)
     chosen = _store(store, rank, world_size, folder, port)
-    dist.init_process_group("gloo", store=chosen, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=chosen, rank=rank, world_size=world_size, timeout=timeout)
     module, file, name, args = job
     returned = getattr(load_module(module, file), name)(*pickle.loads(args))
     Path(folder, f"returned-{rank}").write_bytes(pickle.dumps(returned))
