@@ -1,7 +1,6 @@
 """Storage: one flat tensor for each buffer of a plan, and the views that parameters and buckets have of it."""
 
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ class FlatBuffer:
     It starts as zeros and nothing writes its padding, so that norms and collectives may read all of it.
 
     mapped_in  an NCCL group whose ranks map each other's buffer, so that copy engines can move it; None: plain memory.
-               Collective over the group, which is to outlive the memory: let go of the model, and call
-               ``torch.cuda.empty_cache()``, before destroying it
+               Collective over the group. Mapped memory goes back to the device when the group is destroyed
     """
 
     def __init__(
@@ -32,8 +30,6 @@ class FlatBuffer:
         mapped_in: dist.ProcessGroup | None = None,
     ) -> None:
         self.layout = layout
-        self.pool: torch.cuda.MemPool | None = None
-        """Owns the memory of a mapped buffer: to be kept as long as gathers use it."""
         if mapped_in is None:
             self.data = torch.zeros(layout.numel, dtype=dtype, device=device)
         else:
@@ -51,17 +47,17 @@ class FlatBuffer:
         """NCCL's user buffer registration, as a symmetric window (torch's and NCCL's documentation call it so)."""
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # a communicator is made by its first collective
         backend = group._get_backend(device)
-        self.pool = torch.cuda.MemPool(backend.mem_allocator)
-        with torch.cuda.use_mem_pool(self.pool):
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
             self.data = torch.zeros(self.layout.numel, dtype=dtype, device=device)
         torch.cuda.synchronize(device)
         dist.barrier(group=group)
-        backend.register_mem_pool(self.pool, symm=True)  # type: ignore[attr-defined]
+        backend.register_mem_pool(pool, symm=True)  # type: ignore[attr-defined]
         torch.cuda.synchronize(device)
         dist.barrier(group=group)
-        weakref.finalize(self, _unmap, backend, self.pool).atexit = False
+        # torch 2.11 cannot unmap such memory cleanly: it stays mapped, and is kept from being freed, until the group ends.
+        weakref.finalize(group, _let_go, pool).atexit = False
 
 
-def _unmap(backend: Any, pool: Any) -> None:
-    with suppress(RuntimeError):  # the group went first: nothing is mapped any more
-        backend.deregister_mem_pool(pool)
+def _let_go(pool: Any) -> None:
+    """The group was the last to hold the pool."""

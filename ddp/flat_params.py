@@ -40,8 +40,6 @@ class FlatBucket(NamedTuple):
     """View of the bucket's gradients: the same range."""
     wired: tuple[WiredParam, ...]
     """Its parameters, in the order of the layout's slots."""
-    buffer: FlatBuffer
-    """What ``params`` is a view of."""
 
 
 class Run(NamedTuple):
@@ -132,7 +130,7 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
             first, last = model.owned_range(bucket_layout)
             mine = params[first:last]
             master = mine.float() if mine.dtype in (torch.bfloat16, torch.float16) else mine
-            flats.append(FlatBucket(bucket, params, first, mine, master, bucket.grad_data[first:last], wired, buffer))
+            flats.append(FlatBucket(bucket, params, first, mine, master, bucket.grad_data[first:last], wired))
     return flats
 
 
