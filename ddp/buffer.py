@@ -55,7 +55,7 @@ class FlatBuffer:
         backend.register_mem_pool(pool, symm=True)  # type: ignore[attr-defined]
         torch.cuda.synchronize(device)
         dist.barrier(group=group)
-        # torch 2.11 cannot unmap such memory cleanly: it stays mapped, and is kept from being freed, until the group ends.
+        # torch 2.11 cannot unmap such memory cleanly: it stays mapped, and is not freed, until the group ends.
         weakref.finalize(group, _let_go, pool).atexit = False
 
 
