@@ -40,7 +40,7 @@ class Bucket:
     def __init__(self, layout: BucketLayout, grad_data: Tensor, records: list[GradRecord]) -> None:
         self.layout = layout
         self.grad_data = grad_data
-        """[layout.numel] accumulators of all its parameters, padding included (always zeros)."""
+        """[layout.numel] accumulators of all its parameters, and padding: zeros when an iteration begins."""
         self.records = tuple(records)
         self.streams: set[int] = set()
         """Raw CUDA streams on which contributions of this iteration were written; empty on other devices."""
@@ -59,6 +59,16 @@ class Bucket:
         """For errors and profiler labels: index, first and last parameter."""
         first, last = self.records[0].name, self.records[-1].name
         return f"bucket {self.index} ({first})" if first == last else f"bucket {self.index} ({first} .. {last})"
+
+    def padding_views(self) -> list[Tensor]:
+        """The elements that belong to no parameter, as views of ``grad_data``."""
+        views, position = [], self.layout.start
+        for slot in [*sorted(self.layout.slots, key=lambda slot: (slot.start, slot.end)), None]:
+            start, end = (self.layout.end, self.layout.end) if slot is None else (slot.start, slot.end)
+            if position < start:
+                views.append(self.grad_data[position - self.layout.start : start - self.layout.start])
+            position = end
+        return views
 
     @property
     def phase(self) -> Phase:

@@ -121,6 +121,8 @@ class DistributedDataParallel(nn.Module):
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
         self._zeroed_views = [record.view for record in self.records if not record.first_write_overwrites]
+        # Nobody writes padding, but what multiplies whole buckets by NaN (clipping) would leave it there for ever.
+        self._zeroed_views += [view for bucket in self.buckets for view in bucket.padding_views()]
         self.reductions: dict[str, GradReduction] = {
             kind: GradReduction(
                 grid,

@@ -300,6 +300,31 @@ def test_inf_and_nan_reach_every_ranks_norm(value: float) -> None:
         assert not norm.isfinite()
 
 
+def norms_around_nan(config: dict[str, Any]) -> list[Tensor]:
+    """Of three iterations, the second with NaN on rank 0, each clipped."""
+    ddp = wrap(make_net(), **config)
+    found = []
+    for step in range(3):
+        factor = math.nan if step == 1 and dist.get_rank() == 0 else 1.0
+        (loss_of(ddp, batch_of(0, dist.get_rank(), torch.float32)) * factor).backward()
+        ddp.finish_grad_sync()
+        found.append(clip_grad_norm(ddp, 0.05))
+        ddp.zero_grad_buffer()
+    for bucket in ddp.buckets:
+        assert not bucket.grad_data.any()
+    return found
+
+
+@pytest.mark.parametrize("bucket_size", [1, None])
+@pytest.mark.parametrize("config", [{}, ZERO1, {**ZERO1, "keep_params_whole": True}], ids=str)
+def test_an_iteration_with_nan_leaves_nothing_behind(config: dict[str, Any], bucket_size: int | None) -> None:
+    """Also in padding, which clipping multiplied by NaN."""
+    for before, bad, after in simulate(norms_around_nan, 3, {**config, "bucket_size": bucket_size}):
+        assert bad.isnan()
+        assert torch.equal(before, after)
+        assert before.isfinite()
+
+
 def test_zero_gradients_are_left_as_they_are() -> None:
     ddp = wrap(make_net(), use_distributed_optimizer=True)
     ddp.finish_grad_sync()

@@ -161,7 +161,9 @@ def held(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
     return found
 
 
-def inf_in_one_shard(way: Way, config: dict[str, Any], place: str, offender: int) -> tuple[bool, int]:
+def inf_in_one_shard(
+    way: Way, config: dict[str, Any], place: str, offender: int, value: float = math.inf
+) -> tuple[bool, int]:
     """Two good steps, one with Inf, a good one; returns whether this rank's shard held the Inf, and steps counted."""
     ddp = wrap(make_net(way.dtype), **config, **(way.config or {}))
     optimizer = DistributedOptimizer(ddp, lr=0.02, **way.options)
@@ -172,7 +174,7 @@ def inf_in_one_shard(way: Way, config: dict[str, Any], place: str, offender: int
     def poison(grad: Tensor) -> Tensor:
         if poisoned[0] and rank_of() == offender:
             grad = grad.clone()
-            grad.view(-1)[-1] = math.inf
+            grad.view(-1)[-1] = value
         return grad
 
     param.register_hook(poison)
@@ -203,6 +205,15 @@ def test_inf_in_one_shard_skips_the_step_on_all_ranks(way: str) -> None:
     inside = "max_grad_norm" in WAYS[way].options or WAYS[way].clip is not None
     assert [has_inf for has_inf, _ in found] == [True, inside and found[1][0], inside and found[2][0]]
     assert [steps for _, steps in found] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_after_nan(way: str) -> None:
+    """Clipping multiplies by a coefficient that is NaN, padding too, which nothing else would ever clear."""
+    for _, steps in simulate(
+        inf_in_one_shard, 3, WAYS[way], {"use_distributed_optimizer": True}, "3.bias", 2, math.nan
+    ):
+        assert steps == 3
 
 
 @pytest.mark.parametrize("place", ["3.bias", "0.weight"])
