@@ -1,6 +1,5 @@
 """Storage: one flat tensor for each buffer of a plan, and the views that parameters and buckets have of it."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ class FlatBuffer:
     It starts as zeros and nothing writes its padding, so that norms and collectives may read all of it.
 
     mapped_in  an NCCL group whose ranks map each other's buffer, so that copy engines can move it; None: plain memory.
-               Collective over the group. Mapped memory goes back to the device when the group is destroyed
+               Collective over the group. The process keeps mapped memory until it ends
     """
 
     def __init__(
@@ -55,9 +54,9 @@ class FlatBuffer:
         backend.register_mem_pool(pool, symm=True)  # type: ignore[attr-defined]
         torch.cuda.synchronize(device)
         dist.barrier(group=group)
-        # torch 2.11 cannot unmap such memory cleanly: it stays mapped, and is not freed, until the group ends.
-        weakref.finalize(group, _let_go, pool).atexit = False
+        _MAPPED.append(pool)
 
 
-def _let_go(pool: Any) -> None:
-    """The group was the last to hold the pool."""
+_MAPPED: list[Any] = []
+"""Pools of mapped memory, for as long as the process lives: torch 2.11 aborts where one is freed with its group, or after
+it. What was in them is free for torch to use again, in them."""
