@@ -14,7 +14,7 @@ __all__ = ["FlatBuffer"]
 class FlatBuffer:
     """A flat tensor laid out by a ``BufferLayout``: gradients, or the parameters themselves.
 
-    It starts as zeros and nothing writes its padding, so that norms and collectives may read all of it.
+    It starts as zeros, and so does its padding in every iteration: norms and collectives may read all of it.
 
     mapped_in  an NCCL group whose ranks map each other's buffer, so that copy engines can move it; None: plain memory.
                Collective over the group. The process keeps mapped memory until it ends
