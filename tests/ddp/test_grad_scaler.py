@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
 from host_syncs import HostSync, NoHostSync
 from loops import assert_same, weights, wrap
 from stock_steps import batch_of, loss_of, make_net
@@ -205,6 +206,16 @@ def test_inf_in_one_shard_skips_the_step_on_all_ranks(way: str) -> None:
     inside = "max_grad_norm" in WAYS[way].options or WAYS[way].clip is not None
     assert [has_inf for has_inf, _ in found] == [True, inside and found[1][0], inside and found[2][0]]
     assert [steps for _, steps in found] == [3, 3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("way", WAYS)
+def test_processes_skip_alike_too(way: str, value: float) -> None:
+    """Over gloo."""
+    config = {"use_distributed_optimizer": True}
+    for _, steps in run_ranks(inf_in_one_shard, 2, WAYS[way], config, "3.bias", 1, value):
+        assert steps == 3
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,6 +1,7 @@
 """Bytes at rest are what the formula says, to the byte; a model that is let go frees them without the collector."""
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
 from loops import wrap
 from reachable import live_nbytes, nbytes_of, reachable_tensors
 from stock_steps import backward, batch_of, loss_of, make_net
@@ -295,7 +297,10 @@ LIVES = [
 ]
 
 
-def live_and_let_go(live: Callable[..., None], config: dict[str, Any], dtype: torch.dtype) -> list[str]:
+def live_and_let_go(
+    live: Callable[..., None], config: dict[str, Any], dtype: torch.dtype, patience: float = 0.0
+) -> list[str]:
+    """What is left. ``patience``: seconds in which gloo's threads may let go of what they worked on."""
     ddp = wrap(make_net(dtype), bucket_size=300, **config)
     optimizer = DistributedOptimizer(
         ddp, max_grad_norm=1.0, param_groups=[{"params": lambda name, param: "bias" in name, "weight_decay": 0.0}]
@@ -306,6 +311,9 @@ def live_and_let_go(live: Callable[..., None], config: dict[str, Any], dtype: to
     del ddp, optimizer
     if dist.is_initialized():
         dist.barrier()  # a collective under way keeps its memory until all ranks have joined it
+    deadline = time.monotonic() + patience
+    while watched.alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
     return watched.alive()
 
 
@@ -324,6 +332,23 @@ def test_all_memory_goes_with_the_last_name(live: Callable[..., None], overlap: 
 def test_all_memory_goes_on_one_rank(live: Callable[..., None], overlap: bool) -> None:
     config = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
     assert live_and_let_go(live, config, BF16) == []
+
+
+def live_and_let_go_in_a_process(name: str, overlap: bool) -> list[str]:
+    live = {live.__name__: live for live in LIVES}[name]
+    config = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
+    gc.disable()
+    try:
+        return live_and_let_go(live, config, BF16, patience=2.0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("live", LIVES)
+def test_all_memory_goes_in_processes_too(live: Callable[..., None], overlap: bool) -> None:
+    assert run_ranks(live_and_let_go_in_a_process, 2, live.__name__, overlap) == [[], []]
 
 
 class _Stream:
