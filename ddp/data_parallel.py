@@ -133,7 +133,9 @@ class DistributedDataParallel(nn.Module):
             )
             for kind, grid in self.grids.items()
         }
-        self._nan_check = NanCheck(self.buckets, self.device) if config.check_for_nan_in_grad else None
+        self._nan_check = None
+        if config.check_for_nan_in_grad:
+            self._nan_check = NanCheck(self.buckets, self.device, self.reductions["dense"])
         self._launcher = BucketLauncher(
             self.buckets, self.reductions, self._nan_check, self.failures, device=self.device
         )

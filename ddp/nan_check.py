@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .bucket import Bucket
 from .rank_grid import RankGrid
+from .reduction import GradReduction
 
 __all__ = ["NanCheck"]
 
@@ -15,12 +16,17 @@ __all__ = ["NanCheck"]
 class NanCheck:
     """The largest magnitude of every parameter's gradient on this rank, before it is summed with the others'.
 
+    reduction  says how gradients travel: what would overflow on the way is bad as well
+
     It costs one pass over the gradients, three integers from every rank, and one wait of the host in each
     ``finish_grad_sync``.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, reduction: GradReduction) -> None:
         self._names = [(record.name, bucket.name) for bucket in buckets for record in bucket.records]
+        largest_sent = torch.finfo(reduction.wire_dtype or torch.float64).max
+        self._bound = min(largest_sent / reduction.factor, torch.finfo(torch.float64).max)
+        self._or_more = f", or more than {reduction.wire_dtype} can hold," if reduction.wire_dtype else ""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._rank = torch.tensor(rank, device=device)
         # fp64 holds whatever a gradient is made of. Parameters without elements stay 0.
@@ -35,7 +41,7 @@ class NanCheck:
 
     def raise_where_found(self, ranks: RankGrid) -> None:
         """After all buckets: raise ``FloatingPointError`` on every rank, naming rank, bucket and parameter."""
-        bad = self._largest.isfinite().logical_not_()
+        bad = self._largest.le(self._bound).logical_not_()  # NaN is not less than anything
         # [1, 3]: this rank, how many gradients are bad, the first of them in launch order.
         rows = torch.stack([self._rank, bad.sum(), bad.byte().argmax()]).unsqueeze(0)
         for group in ranks.axes:
@@ -48,9 +54,10 @@ class NanCheck:
         rank, _, first = found[0]
         parameter, bucket = self._names[first]
         elsewhere = f"; {len(found)} ranks have such gradients" if len(found) > 1 else ""
+        total = sum(count for _, count, _ in found)
         raise FloatingPointError(
-            f"the gradient of parameter '{parameter}' holds NaN or Inf on rank {rank}, before it was reduced in "
-            f"{bucket}: the first of {sum(count for _, count, _ in found)} such gradients over all ranks{elsewhere}. "
+            f"the gradient of parameter '{parameter}' holds NaN or Inf{self._or_more} on rank {rank}, before it was "
+            f"reduced in {bucket}: the first of {total} such gradients over all ranks{elsewhere}. "
             f"The weights are as they were: call zero_grad_buffer() to go on without this iteration"
         )
 

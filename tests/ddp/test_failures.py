@@ -21,7 +21,7 @@ from loops import FEATURES, ddp_backward, loss_of, make_batches, make_model, wra
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from maingrad.ddp import DistributedOptimizer, save_checkpoint
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, save_checkpoint
 from maingrad.te_integration import Linear
 
 ALL_REDUCE: dict[str, Any] = {"overlap_grad_reduce": True}
@@ -191,6 +191,31 @@ def test_a_rank_that_dies_is_named_by_all_others(
             told = re.findall(r"rank (\d+)(?: in|,|$)", report["fates"].partition("\n")[2], re.MULTILINE)
             assert {int(other) for other in told} == others
             assert "silent" not in report["fates"]
+
+
+def one_ends_beside_experts(victim: int) -> None:
+    """Ranks 0 and 2 have the same experts, and 1 and 3; only some of the groups have lost a rank."""
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 4))
+    for parameter in model[1].parameters():
+        parameter.allreduce = False
+    mine = dist.get_rank() % 2
+    groups = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    wrapped = DistributedDataParallel(model, expert_process_group=groups[mine])
+    for step in range(3):
+        loss_of(wrapped, make_batches(1)[0]).backward()
+        if step == 1 and dist.get_rank() == victim:
+            end_by("SIGKILL")
+        wrapped.finish_grad_sync()
+        wrapped.zero_grad_buffer()
+
+
+def test_a_rank_that_dies_is_named_by_ranks_that_share_no_experts_with_it() -> None:
+    all_ended = run_to_the_end(one_ends_beside_experts, 4, 3, collective_timeout=60.0)
+    assert all_ended[3].exit_code == EXIT_CODES["SIGKILL"]
+    for rank in (0, 1, 2):
+        report = the_report(rank, all_ended[rank])
+        assert_gone(report, 3, all_ended)
+        assert "silent" not in report["fates"]
 
 
 def test_a_rank_that_dies_is_named_where_torch_chose_the_backend() -> None:

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from maingrad.ddp.bucket import Phase
-from maingrad.ddp.nan_check import NanCheck
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
@@ -37,7 +36,7 @@ class Mixed(nn.Module):
         self.norm = nn.LayerNorm(16, dtype=dtype)
         self.expert = nn.Linear(16, 16, dtype=dtype)
         for parameter in self.expert.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.allreduce = False
         self.last = nn.Linear(16, 4, dtype=dtype)
         self.nothing = nn.Parameter(torch.zeros(0, dtype=dtype))
         self.poison: tuple[str, float] | None = None
@@ -146,11 +145,12 @@ def test_bad_gradients_are_named_on_all_ranks_and_leave_no_trace(
 ) -> None:
     options = {**CONFIGS[config], "grad_reduce_in_fp32": dtype is not torch.bfloat16}
     results = simulate(two_trainings, 3, dtype, options, victim, layer, value, at)
+    or_more = ", or more than torch.bfloat16 can hold," if config == "bf16 on the wire" else ""
     for message, bucket in results:
         assert message == results[0][0], "alike on all ranks"
         assert message.startswith(
-            f"the gradient of parameter '{FIRST_NAMED[layer]}' holds NaN or Inf on rank {victim}, before it was "
-            f"reduced in {bucket}: the first of "
+            f"the gradient of parameter '{FIRST_NAMED[layer]}' holds NaN or Inf{or_more} on rank {victim}, before it "
+            f"was reduced in {bucket}: the first of "
         )
         assert ("the first of 1 such" in message) == (layer == "first"), "the delayed one is nobody else's trouble"
         assert message.endswith("call zero_grad_buffer() to go on without this iteration")
@@ -221,6 +221,29 @@ def test_the_largest_finite_gradients_are_no_error(magnitude: float, dtype: torc
     model.finish_grad_sync()
 
 
+def sent(dtype: torch.dtype, magnitude: float) -> str:
+    """The error of two ranks whose gradients have this magnitude and are halved on the way."""
+    model, _ = make(use_distributed_optimizer=True, grad_reduce_wire_dtype=dtype)
+    backwards(model, seed=1)
+    if dist.get_rank() == 1:
+        model.module.norm.weight.main_grad.fill_(magnitude)
+    try:
+        model.finish_grad_sync()
+    except FloatingPointError as error:
+        return str(error)
+    assert all(grad.isfinite().all() for grad in model.reduced_grads())
+    return ""
+
+
+@pytest.mark.parametrize(
+    "dtype, fits, overflows", [(torch.float16, 131_000, 131_072), (torch.bfloat16, 3e38, math.inf)]
+)
+def test_what_overflows_on_the_wire_is_found(dtype: torch.dtype, fits: float, overflows: float) -> None:
+    assert simulate(sent, 2, dtype, fits) == ["", ""]
+    for message in simulate(sent, 2, dtype, overflows):
+        assert f"'norm.weight' holds NaN or Inf, or more than {dtype} can hold, on rank 1" in message
+
+
 def test_complex_gradients_are_searched() -> None:
     model = DistributedDataParallel(
         nn.Linear(3, 2, dtype=torch.complex64), DistributedDataParallelConfig(check_for_nan_in_grad=True)
@@ -271,7 +294,8 @@ def test_the_host_reads_once_and_after_all_buckets(config: str, monkeypatch: pyt
 def test_noting_a_bucket_needs_no_values() -> None:
     """Tensors without values raise where one is read."""
     model, _ = make()
-    check = NanCheck(model.buckets, torch.device("cpu"))
+    check = model._nan_check
+    assert check is not None
     check._parts = {index: part.to("meta") for index, part in check._parts.items()}
     for bucket in model.buckets:
         for record in bucket.records:
