@@ -6,6 +6,7 @@ gathered (``param_gather.py``), under the next forward where the config says so.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -178,7 +179,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
         found_inf = torch.zeros((), device=self.model.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([flat.grads for flat in self._flats], found_inf, inv_scale)
+        by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch's kernel takes one at a time
+        for flat in self._flats:
+            by_dtype[flat.grads.dtype].append(flat.grads)
+        for dtype, grads in by_dtype.items():
+            if dtype is torch.bfloat16:  # which torch's kernel does not know on CUDA
+                largest = torch.stack(torch._foreach_norm(grads, torch.inf)).amax()
+                found_inf += largest.isfinite().logical_not_()
+                torch._foreach_mul_(grads, inv_scale)
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         with self.model.failures.watch("the search for Inf in scaled gradients"):
             self.model.grids["dense"].sum(found_inf)
         return found_inf.clamp_(max=1.0)

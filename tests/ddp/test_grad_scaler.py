@@ -13,6 +13,7 @@ from loops import assert_same, weights, wrap
 from stock_steps import batch_of, loss_of, make_net
 from summed_by_hand import tree_sum
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GradScaler, clip_grad_norm
 from maingrad.launch import simulate
@@ -284,6 +285,49 @@ def unscaled_grads(way: Way) -> None:
 @pytest.mark.parametrize("way", ["fused", "bf16 parameters", "bf16 gradients"])
 def test_unscaling_leaves_unscaled_gradients_where_they_are_read(way: str) -> None:
     simulate(unscaled_grads, 2, WAYS[way])
+
+
+class _UniformLists(TorchDispatchMode):
+    """torch's CUDA kernel takes every gradient of a call for one of the first one's dtype, and does not know bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_:
+            (dtype,) = {grad.dtype for grad in args[0]}
+            self.dtypes.append(dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class _SeveralDtypes(nn.Module):
+    """Its gradients are 4, and ``value`` more in the first element of the bf16 parameter."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.params = nn.ParameterList([torch.ones(100, dtype=dtype) for dtype in (FP32, BF16, FP32)])
+        self.value = value
+
+    def forward(self) -> Tensor:
+        total = sum((param.float() * 4).sum() for param in self.params)
+        return total + self.params[1][0].float() * self.value if self.value else total
+
+
+@pytest.mark.parametrize("value", [0.0, math.inf])
+def test_gradients_of_several_dtypes_are_unscaled_apart(value: float) -> None:
+    ddp = wrap(_SeveralDtypes(value), use_distributed_optimizer=True, grad_reduce_in_fp32=False, bucket_size=1)
+    optimizer = DistributedOptimizer(ddp)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(ddp()).backward()
+    ddp.finish_grad_sync()
+    with _UniformLists() as lists:
+        scaler.unscale_(optimizer)
+    assert lists.dtypes == [FP32]
+    assert all((param.main_grad[1:] == 4).all() for param in ddp.module.params)
+    before = weights(ddp)
+    scaler.step(optimizer)
+    assert torch.equal(weights(ddp)["params.0"], before["params.0"]) is (value != 0)
 
 
 def test_half_precision_gradients_are_unscaled_by_the_step_alone() -> None:
