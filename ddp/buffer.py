@@ -58,5 +58,4 @@ class FlatBuffer:
 
 
 _MAPPED: list[Any] = []
-"""Pools of mapped memory, for as long as the process lives: torch 2.11 aborts where one is freed with its group, or after
-it. What was in them is free for torch to use again, in them."""
+"""Pools of mapped memory, for as long as the process lives: torch 2.11 aborts where one is freed with its group."""

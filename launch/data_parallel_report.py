@@ -48,6 +48,11 @@ class Section:
         """Step time of ``row`` over that of a floor."""
         return row.step_ms / self.floor_ms(name)
 
+    def over_slowest(self, name: str, row: Measurement) -> float:
+        """The same on the rank that takes longest: ranks that communicate cannot be faster than the slowest alone."""
+        alone = [floor.slowest_rank_ms for floor in self.rows if floor.row == name and not floor.problem]
+        return row.slowest_rank_ms / statistics.mean(alone) if alone else math.nan
+
     def odd_losses(self) -> list[Measurement]:
         """Rows whose loss is not what the others' is: they do not do the same work."""
         measured = [row for row in self.rows if not row.problem]
@@ -118,6 +123,7 @@ def _section_lines(section: Section) -> list[str]:
         ("", lambda row: row.label),
         ("ms", lambda row: _number(row.step_ms, ".1f")),
         ("over our floor", lambda row: _number(section.over(FLOOR, row), ".3f")),
+        ("over the slowest GPU's", lambda row: _number(section.over_slowest(FLOOR, row), ".3f")),
         ("over the peers' floor", lambda row: _number(section.over(PEER_FLOOR, row), ".3f")),
         ("peak GiB", lambda row: _number(row.peak_gib, ".1f")),
         ("thousand tokens/s", lambda row: _number(row.tokens_per_second / 1e3, ".1f")),
