@@ -15,6 +15,7 @@ from ..kernels.compat import all_gather_single
 __all__ = [
     "InFlight",
     "all_gather_shards",
+    "backend_of",
     "group_or_default",
     "group_rank",
     "group_size",
@@ -68,6 +69,13 @@ def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks; 1 without a group."""
     return 1 if group is None else group.size()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves this kind of device: a group may have one for each."""
+    config = str(dist.get_backend_config(group))
+    by_device = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
+    return by_device.get(device.type, config)
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .attachment import attach_params
 from .bucket import Bucket, Phase
+from .collectives import backend_of
 from .config import DistributedDataParallelConfig
 from .failure_report import FailureReporter
 from .grad_record import GradRecord
@@ -130,6 +131,7 @@ class DistributedDataParallel(nn.Module):
                 factor=1.0 if config.calculate_per_token_loss else 1.0 / self.grids["dense"].size,
                 wire_dtype=config.grad_reduce_wire_dtype,
                 in_collective=config.average_in_collective,
+                device=self.device,
             )
             for kind, grid in self.grids.items()
         }
@@ -314,7 +316,7 @@ class DistributedDataParallel(nn.Module):
     def record_timeline(self) -> Iterator[Timeline]:
         """Record when forwards and backwards ran, when each bucket was ready, launched and finished, and when its
         parameters were gathered; read it after the block."""
-        on_gloo = any(dist.get_backend(group) == "gloo" for grid in self.grids.values() for group in grid.axes)
+        on_gloo = any(backend_of(group, self.device) == "gloo" for grid in self.grids.values() for group in grid.axes)
         timeline = Timeline(self.device, collectives_have_threads=on_gloo)
         self._launcher.timeline = timeline
         try:

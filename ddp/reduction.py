@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.compat import premultiplied_sum, reduce_scatter_single
-from .collectives import InFlight, in_stages
+from .collectives import InFlight, backend_of, in_stages
 from .placements import Placements
 from .rank_grid import RankGrid
 
@@ -36,6 +36,7 @@ class GradReduction:
     factor            what each rank's gradients are multiplied by; 1: they are summed
     wire_dtype        dtype on the wire, smaller than the accumulators'; None: their own
     in_collective     NCCL multiplies; False: the rank does; None: NCCL where the group is one of NCCL's
+    device            that of the gradients
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GradReduction:
         factor: float,
         wire_dtype: torch.dtype | None = None,
         in_collective: bool | None = None,
+        device: torch.device,
     ) -> None:
         self.grid = grid
         self.scatters = placements.inner.scatters
@@ -53,7 +55,9 @@ class GradReduction:
         self.wire_dtype = wire_dtype
         if in_collective is None:
             groups = list(grid.axes)
-            in_collective = wire_dtype is None and bool(groups) and all("nccl" in dist.get_backend(g) for g in groups)
+            in_collective = (
+                wire_dtype is None and bool(groups) and all("nccl" in backend_of(group, device) for group in groups)
+            )
         self.in_collective = in_collective
 
     @property

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.compat import zero_cta_options
 from .bucket import Bucket
 from .buffer import FlatBuffer
-from .collectives import group_or_default
+from .collectives import backend_of, group_or_default
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
@@ -123,7 +123,7 @@ def check_setup(
                 f"parameter '{name}' already has a .grad, which the first iteration would add to main_grad: call "
                 f"module.zero_grad() before wrapping"
             )
-    backends = {dist.get_backend(group) for grid in grids for group in grid.axes}
+    backends = {backend_of(group, device) for grid in grids for group in grid.axes}
     if config.average_in_collective and not all("nccl" in backend for backend in backends):
         raise ValueError(
             f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "

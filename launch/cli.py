@@ -71,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _refusing(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
     """Run the command; what the user can mend is said in a line, without a traceback."""
+    from ..ddp import CollectiveError
     from .config import ConfigError
     from .data import DataError
 
@@ -79,6 +80,9 @@ def _refusing(known: argparse.Namespace, overrides: list[str], stop: StopRequest
     except (ConfigError, DataError) as error:
         print(f"maingrad: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    except CollectiveError as error:  # another rank is gone: its report is all there is to say
+        print(f"maingrad: error: {error}", file=sys.stderr)
+        return 1
     return status
 
 

@@ -147,9 +147,10 @@ class _Trainer:
             if since_log == settings.log_every or pace.step == settings.steps:
                 # The one place where the host waits for the device, and ranks for each other's hosts.
                 elapsed, stopping = time.monotonic() - start, float(self.stop.requested)
-                sums = self.runtime.all_reduce_sum(
-                    [float(loss_sum) / since_log, stopping, elapsed, *self._router_means(since_log)]
-                )
+                with self.model.failures.watch("the sum of losses"):
+                    sums = self.runtime.all_reduce_sum(
+                        [float(loss_sum) / since_log, stopping, elapsed, *self._router_means(since_log)]
+                    )
                 means = [value / self.runtime.world_size for value in sums]
                 mean_loss, stops, pace.seconds = means[:3]
                 interrupted = stops > 0.0
@@ -256,7 +257,8 @@ class _Trainer:
             total += float(self.model(inputs[rows], targets[rows])) * len(inputs[rows])
             self.recorder.forward_ended()
         self.model.train()
-        loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
+        with self.model.failures.watch("the sum of validation losses"):
+            loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
         loss = loss_sum / count
         self.metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
         self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per {self.unit}")

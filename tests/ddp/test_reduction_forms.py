@@ -160,7 +160,9 @@ def reduce_alone(form: str, instances: int, factor: float, in_collective: bool) 
     everyones = [torch.empty_like(grads) for _ in range(size)]
     dist.all_gather(everyones, grads)
     grid = make_grid(None, num_instances=instances)
-    reduction = GradReduction(grid, PLACEMENTS[form], factor=factor, in_collective=in_collective)
+    reduction = GradReduction(
+        grid, PLACEMENTS[form], factor=factor, in_collective=in_collective, device=torch.device("cpu")
+    )
     reduction.start(grads).wait()
     start, end = reduction.owned_range(grads.numel())
     return everyones, grads[start:end], start
@@ -292,7 +294,9 @@ def reduced(values: Tensor, accumulators: torch.dtype, wire: torch.dtype | None)
     """The average over ranks of ``values`` [ranks, n], as one rank's shard of it after another: [n]."""
     rank, size = dist.get_rank(), dist.get_world_size()
     grads = values[rank].to(accumulators, copy=True)
-    reduction = GradReduction(make_grid(None), PLACEMENTS["zero1"], factor=1 / size, wire_dtype=wire)
+    reduction = GradReduction(
+        make_grid(None), PLACEMENTS["zero1"], factor=1 / size, wire_dtype=wire, device=torch.device("cpu")
+    )
     reduction.start(grads).wait()
     start, end = reduction.owned_range(grads.numel())
     return grads[start:end].double()

@@ -168,8 +168,8 @@ def test_ratios_are_over_the_mean_of_a_floor_and_drift_is_told(tmp_path: Path) -
         measured(PEER_FLOOR, 80.0, (10.0, 10.0)),
     ]
     table = write_data_parallel_report(rows, tmp_path)
-    assert "| the row zero1 | 126.0 | 1.200 | 1.575 | 1.2 | 0.5 | 10.000 to 8.000 |" in table
-    assert "| the row ddp | - | - | - | - | - | it broke |" in table
+    assert "| the row zero1 | 126.0 | 1.200 | 1.200 | 1.575 | 1.2 | 0.5 | 10.000 to 8.000 |" in table
+    assert "| the row ddp | - | - | - | - | - | - | it broke |" in table
     assert "our floor +10.0%, the peers' floor +0.0%" in table
     assert "**Losses" not in table
     # NaN is not equal to itself, its text is.
