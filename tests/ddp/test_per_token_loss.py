@@ -125,24 +125,24 @@ def reduced(num_tokens: Any, config: dict[str, Any], scale: float = 1.0) -> Tens
     return first[0].clone() if start == 0 else torch.empty(0)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"),
-    [
-        (8, 6 / 24),
-        (torch.tensor(8), 6 / 24),
-        (torch.tensor([8], dtype=torch.int32), 6 / 24),
-        (torch.tensor(8.0, dtype=torch.bfloat16), 6 / 24),
-        (torch.tensor([[8.0]], dtype=torch.float64), 6 / 24),
-        (lambda rank: 0 if rank else 3, 6 / 3),
-        (lambda rank: torch.tensor(rank * 2), 6 / 6),
-        (0.125, 6 / 0.375),  # weights of tokens, less than one in all
-        (2**20, 6 / (3 * 2**20)),
-    ],
-    ids=str,
-)
+NUMBERS: dict[str, tuple[Any, float]] = {
+    "an int": (8, 6 / 24),
+    "a tensor": (torch.tensor(8), 6 / 24),
+    "int32 in one dim": (torch.tensor([8], dtype=torch.int32), 6 / 24),
+    "bf16": (torch.tensor(8.0, dtype=torch.bfloat16), 6 / 24),
+    "fp64 in two dims": (torch.tensor([[8.0]], dtype=torch.float64), 6 / 24),
+    "on one rank alone": (lambda rank: 0 if rank else 3, 6 / 3),
+    "another on every rank": (lambda rank: torch.tensor(rank * 2), 6 / 6),
+    "less than one in all": (0.125, 6 / 0.375),
+    "many": (2**20, 6 / (3 * 2**20)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("config", [{}, PLACED["sharded"]], ids=["whole", "sharded"])
-def test_tokens_come_as_any_kind_of_number(num_tokens: Any, expected: float, config: dict[str, Any]) -> None:
+def test_tokens_come_as_any_kind_of_number(name: str, config: dict[str, Any]) -> None:
     """Three ranks with the gradients 1, 2 and 3."""
+    num_tokens, expected = NUMBERS[name]
     values = torch.cat(simulate(reduced, 3, num_tokens, config))
     assert values.tolist() == [expected] * (1 if config else 3)
 
