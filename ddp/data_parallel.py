@@ -257,7 +257,8 @@ class DistributedDataParallel(nn.Module):
 
         Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
         """
-        if not (self._launched or any(not bucket.idle for bucket in self.buckets)):
+        written = any(record.written for record in self.records)  # also where a backward failed before its first hook
+        if not (self._launched or written or not all(bucket.idle for bucket in self.buckets)):
             return
         check_nothing_pending(self.records, "zero_grad_buffer()")
         for bucket in self.buckets:
@@ -271,8 +272,7 @@ class DistributedDataParallel(nn.Module):
         for wired in self._wired:
             forget_failed_backward(wired.owned.param)
             clear_exposed_grad(wired.owned.param, wired.record)
-            if wired.owned.param.grad is not None:  # put there by hand: see _check_nothing_bypassed
-                wired.owned.param.grad = None
+            wired.owned.param.grad = None  # put there by hand: see check_nothing_bypassed
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()

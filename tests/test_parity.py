@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
-from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.launch import simulate
 from maingrad.launch.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from maingrad.launch.ddp_config import DdpConfig
 from maingrad.launch.train import train
 
 STEPS = 20
 FORMS: dict[str, dict[str, Any]] = {
-    "reduce-scatter, overlap": {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
-    "all-reduce, overlap": {"overlap_grad_reduce": True},
-    "reduce-scatter": {"use_distributed_optimizer": True},
+    "reduce-scatter, overlap": {"parallel": "zero1", "ddp": DdpConfig(bucket_size=4000, overlap_grad_reduce=True)},
+    "all-reduce, overlap": {"parallel": "ddp", "ddp": DdpConfig(bucket_size=4000, overlap_grad_reduce=True)},
+    "reduce-scatter": {"parallel": "zero1", "ddp": DdpConfig(bucket_size=4000)},
 }
 
 
@@ -54,7 +54,7 @@ def config(folder: Path, ranks: int, *, dtype: str, dropout: float, form: str, m
             out_dir=str(folder / "out"),
         ),
         optimizer=OptimizerConfig(lr=3e-3, warmup_steps=4),
-        ddp=DistributedDataParallelConfig(bucket_size=4000, **FORMS[form]),
+        **FORMS[form],
     )
 
 

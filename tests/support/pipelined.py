@@ -97,7 +97,7 @@ def reduced_grads(ddp: DistributedDataParallel) -> dict[str, Tensor]:
         first, last = ddp.owned_range(bucket.layout)
         bucket.grad_data[:first] = 0
         bucket.grad_data[last:] = 0
-        dist.all_reduce(bucket.grad_data, group=ddp.process_group)
+        dist.all_reduce(bucket.grad_data, group=ddp.grids["dense"].inner)
     return {record.name: record.view.clone() for record in ddp.records}
 
 
