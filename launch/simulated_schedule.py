@@ -5,6 +5,7 @@ that holds it, so nothing here needs a lock; the one lock per rank is what its t
 """
 
 import contextvars
+import gc
 import random
 import sys
 import threading
@@ -266,7 +267,7 @@ class Scheduler:
 
 def _user_line(thread: threading.Thread) -> str:
     """File, line and function of the innermost frame of ``thread`` that is neither torch's nor the simulator's."""
-    frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
+    frame = _frame_of(thread)
     simulator = __name__.rpartition(".")[0] + ".simulat"
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -274,3 +275,18 @@ def _user_line(thread: threading.Thread) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "an unknown line"
+
+
+def _frame_of(thread: threading.Thread) -> FrameType | None:
+    """The frame that a thread is in.
+
+    Before Python 3.12 ``sys._current_frames`` holds a lock in which a collection may start, and a finalizer that enters
+    Python from C++ then waits for it for ever (python/cpython issue 106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread.ident or 0)
+    finally:
+        if collects:
+            gc.enable()
