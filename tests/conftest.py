@@ -52,6 +52,20 @@ def made_on(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``sampled(k)``: of a matrix without GPUs, every k-th combination is for ``make test``, the others are slow."""
+    seen: dict[str, int] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is None or item.get_closest_marker("gpu") is not None:
+            continue
+        function = item.nodeid.partition("[")[0]
+        place = seen[function] = seen.get(function, -1) + 1
+        if place % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("gpu"):
         needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)

@@ -128,6 +128,7 @@ def _too_little_overlap(by_rank: list[list[Measured]], num_buckets: int) -> dict
 
 @COLLECTIVES
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
+@pytest.mark.sampled(2)
 def test_collectives_run_inside_the_backward_from_the_first_iteration(sharded: bool, num_microbatches: int) -> None:
     check_overlap(Case(sharded=sharded, num_microbatches=(num_microbatches,) * 2))
 
@@ -155,6 +156,7 @@ def test_gradients_from_autograd_overlap_like_fused_ones(sharded: bool) -> None:
     ],
     ids=["first_bucket", "middle_bucket", "last_bucket", "three_buckets", "whole_bucket"],
 )
+@pytest.mark.sampled(2)
 def test_unused_parameters_hold_nothing_back(sharded: bool, unused: dict[str, Any]) -> None:
     check_overlap(Case(sharded=sharded, find_unused=True, num_microbatches=(1, 2), **unused))
 

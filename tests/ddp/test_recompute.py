@@ -157,6 +157,7 @@ def reduced_on_ranks(segment: str, reentrant: bool, sharded: bool) -> None:
 
 @RECOMPUTES
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
+@pytest.mark.sampled(2)
 def test_no_contribution_is_lost_on_two_ranks(reentrant: bool, sharded: bool) -> None:
     for segment in SEGMENTS:
         run_ranks(reduced_on_ranks, 2, segment, reentrant, sharded)

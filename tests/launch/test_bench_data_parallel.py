@@ -86,6 +86,7 @@ def measured(row: str, step_ms: float, losses: tuple[float, float] = (10.0, 8.0)
     return Measurement(row=row, step_ms=step_ms, first_loss=losses[0], last_loss=losses[1], **(known | fields))
 
 
+@pytest.mark.slow
 def test_on_one_rank_it_writes_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = ["--rows", "zero1", "megatron_zero1", "hybrid"]
     assert main(["bench", "data-parallel", "--out-dir", str(tmp_path), *TINY, *chosen, "--trace", "zero1"]) == 0

@@ -167,6 +167,7 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals):
 
 
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "torchrun-alone"])
+@pytest.mark.sampled(2)
 def test_ctrl_c_ends_all_ranks_cleanly(tmp_path: Path, group: bool):
     """From a terminal every process gets the signal; ``kill`` reaches torchrun alone, which passes it on."""
     # torchrun's own traceback is its way to end; what the ranks say goes to files of their own.

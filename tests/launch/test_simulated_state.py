@@ -223,7 +223,7 @@ def test_hundreds_of_simulations_leave_no_threads_and_no_memory():
     before = resident_megabytes()
     run(100)
     assert threading.active_count() == threads
-    assert objects() == kept
+    assert objects() <= kept  # those caches may let go of some
     # One leaked tensor of each simulation would be 200 MB; what malloc keeps for ended threads comes and goes.
     assert resident_megabytes() - before < 80
 
