@@ -27,12 +27,11 @@ from ..ddp import DistributedDataParallel, DistributedDataParallelConfig, Distri
 from ..te_integration.wgrad_queue import drain_modules
 from .bench_accumulation import AccumulationBench, time_steps
 from .bench_table import Column, machine, write_table
+from .intervals import Interval, clip, length, union
 from .model import build_model
 
-__all__ = ["DelayedRow", "Interval", "bench_delayed", "covered", "write_delayed_report"]
+__all__ = ["DelayedRow", "bench_delayed", "covered", "write_delayed_report"]
 
-Interval = tuple[float, float]
-"""Start and end, microseconds."""
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "xmma")
 """Parts of the names of matrix-product kernels."""
 
@@ -96,15 +95,8 @@ def bench_delayed(
 
 def covered(spans: list[Interval], cover: list[Interval]) -> float:
     """Part of the time of ``spans`` during which some interval of ``cover`` runs, in [0, 1]; 0 without spans."""
-    merged: list[Interval] = []
-    for start, end in sorted(cover):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    total = sum(end - start for start, end in spans)
-    inside = sum(max(0.0, min(end, b) - max(start, a)) for start, end in spans for a, b in merged)
-    return inside / total if total else 0.0
+    total, joined = length(spans), union(cover)
+    return sum(length(clip(joined, span)) for span in spans) / total if total else 0.0
 
 
 def write_delayed_report(rows: list[DelayedRow], bench: AccumulationBench, folder: Path) -> str:

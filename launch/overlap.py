@@ -1,12 +1,10 @@
 """How much of a step's communication lay under computation, from the recorded times of a ``timeline`` record."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Interval", "OverlapShare", "computing", "hidden_parts", "overlap_lines", "overlap_share"]
+from .intervals import Interval, clip, length, union, without
 
-Interval = tuple[float, float]
-"""[start, end) in seconds."""
+__all__ = ["OverlapShare", "computing", "overlap_lines", "overlap_share"]
 
 
 class OverlapShare(NamedTuple):
@@ -31,9 +29,7 @@ def overlap_share(timeline: dict[str, Any], kind: str = "buckets", *, leave_out_
     spans = timeline[kind][:-1] if leave_out_last else timeline[kind]
     busy = computing(timeline)
     total = sum(span["finished"] - span["launched"] for span in spans)
-    hidden = sum(
-        end - start for span in spans for start, end in hidden_parts((span["launched"], span["finished"]), busy)
-    )
+    hidden = sum(length(clip(busy, (span["launched"], span["finished"]))) for span in spans)
     return OverlapShare(total, hidden)
 
 
@@ -43,13 +39,7 @@ def computing(timeline: dict[str, Any]) -> list[Interval]:
         (span["start"], span["end"]) for kind in ("forwards", "backwards", "phases") for span in timeline.get(kind, ())
     ]
     waited = [(span["start"], span["end"]) for span in timeline.get("waits", ())]
-    return _without(_union(ran), _union(waited))
-
-
-def hidden_parts(span: Interval, busy: Sequence[Interval]) -> list[Interval]:
-    """The parts of ``span`` that lie in ``busy``, disjoint and in order."""
-    clipped = ((max(span[0], start), min(span[1], end)) for start, end in busy)
-    return [(start, end) for start, end in clipped if start < end]
+    return without(union(ran), union(waited))
 
 
 def overlap_lines(timeline: dict[str, Any] | None) -> list[str]:
@@ -71,28 +61,3 @@ def overlap_lines(timeline: dict[str, Any] | None) -> list[str]:
                 f"which waited {waited * 1e3:.1f} ms for them"
             )
     return lines
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for start, end in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def _without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """``intervals`` less ``holes``, both disjoint and in order."""
-    left: list[Interval] = []
-    for start, end in intervals:
-        for hole_start, hole_end in holes:
-            if hole_end <= start or end <= hole_start:
-                continue
-            if start < hole_start:
-                left.append((start, hole_start))
-            start = hole_end
-        if start < end:
-            left.append((start, end))
-    return left

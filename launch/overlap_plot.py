@@ -27,7 +27,8 @@ from .drawing import (
     plt,
     save,
 )
-from .overlap import Interval, computing, hidden_parts, overlap_share
+from .intervals import Interval, clip
+from .overlap import computing, overlap_share
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE
 
 __all__ = ["draw_overlap"]
@@ -197,7 +198,7 @@ def _draw_flight(
 ) -> None:
     """One collective from its launch to its end, the parts under computation in the other colour."""
     launched, finished = span["launched"], max(span["finished"], span["launched"] + hairline)
-    hidden = hidden_parts((launched, finished), busy)
+    hidden = clip(busy, (launched, finished))
     axes.barh(
         row, _ms(finished - launched), left=_ms(launched - origin), height=height, color=EXPOSED, zorder=3, linewidth=0
     )

@@ -8,12 +8,14 @@ either launched before the gap began and waited for something (``waited``), or c
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from .intervals import Interval, clip, length, union
 
 __all__ = ["Activity", "digest", "digest_trace", "load_trace", "record_trace"]
 
@@ -36,9 +38,6 @@ class Activity(NamedTuple):
     def is_nccl(self) -> bool:
         """Whether it belongs to a collective."""
         return "nccl" in self.name.lower()
-
-
-Interval = tuple[float, float]
 
 
 def record_trace(step: Callable[[], Any], num_steps: int, path: Path | None) -> None:
@@ -103,21 +102,21 @@ def digest(activities: Sequence[Activity], num_steps: int, *, num_gaps: int = 15
     if not activities:
         return "No activity of a GPU in this trace.\n"
     first, last = activities[0].start, max(each.end for each in activities)
-    computing = _union((each.start, each.end) for each in activities if not each.is_nccl)
-    nccl = _union((each.start, each.end) for each in activities if each.is_nccl)
-    busy = _union([*computing, *nccl])
-    hidden = _length(computing) + _length(nccl) - _length(busy)
+    computing = union((each.start, each.end) for each in activities if not each.is_nccl)
+    nccl = union((each.start, each.end) for each in activities if each.is_nccl)
+    busy = union([*computing, *nccl])
+    hidden = length(computing) + length(nccl) - length(busy)
     lines = [
         f"{num_steps} steps, {(last - first) / 1e3:.2f} ms from the first to the last activity of the GPU",
         "",
         f"{'':28s}{'ms':>10s}{'ms a step':>12s}{'share':>9s}",
     ]
     for label, microseconds in (
-        ("computing", _length(computing)),
-        ("NCCL", _length(nccl)),
+        ("computing", length(computing)),
+        ("NCCL", length(nccl)),
         ("NCCL under computing", hidden),
-        ("exposed communication", _length(nccl) - hidden),
-        ("idle", last - first - _length(busy)),
+        ("exposed communication", length(nccl) - hidden),
+        ("idle", last - first - length(busy)),
     ):
         share = microseconds / (last - first) if last > first else 0.0
         lines.append(f"{label:28s}{microseconds / 1e3:10.2f}{microseconds / 1e3 / num_steps:12.2f}{share:9.1%}")
@@ -131,8 +130,8 @@ def _streams(activities: Sequence[Activity], num_steps: int) -> list[str]:
     lines = [f"{'stream':>8s}{'busy ms a step':>16s}{'of it NCCL':>12s}{'activities':>12s}"]
     for stream in sorted({each.stream for each in activities}):
         mine = [each for each in activities if each.stream == stream]
-        busy = _length(_union((each.start, each.end) for each in mine)) / 1e3 / num_steps
-        nccl = _length(_union((each.start, each.end) for each in mine if each.is_nccl)) / 1e3 / num_steps
+        busy = length(union((each.start, each.end) for each in mine)) / 1e3 / num_steps
+        nccl = length(union((each.start, each.end) for each in mine if each.is_nccl)) / 1e3 / num_steps
         lines.append(f"{stream:8d}{busy:16.2f}{nccl:12.2f}{len(mine):12d}")
     return lines
 
@@ -154,7 +153,7 @@ def _gaps(
         f"{'at ms':>10s}{'ms':>9s}{'NCCL ms':>9s}  ended by",
     ]
     for start, end in gaps[:count]:
-        under = _length(_clip(nccl, start, end))
+        under = length(clip(nccl, (start, end)))
         after, before = begins.get(end), ends.get(start)
         lines.append(
             f"{(start - origin) / 1e3:10.2f}{(end - start) / 1e3:9.3f}{under / 1e3:9.3f}  "
@@ -192,21 +191,3 @@ def _kernels(activities: Sequence[Activity], num_steps: int, count: int) -> list
 
 def _short(activity: Activity | None) -> str:
     return "the start" if activity is None else activity.name[:48]
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)

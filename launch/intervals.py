@@ -1,0 +1,45 @@
+"""Stretches of time as [start, end) pairs: joined, cut, measured."""
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Interval", "clip", "length", "union", "without"]
+
+Interval = tuple[float, float]
+"""[start, end), in whatever unit the caller counts."""
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """What any of them covers, disjoint and in order."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """``intervals`` less ``holes``, both disjoint and in order."""
+    left: list[Interval] = []
+    for start, end in intervals:
+        for hole_start, hole_end in holes:
+            if hole_end <= start or end <= hole_start:
+                continue
+            if start < hole_start:
+                left.append((start, hole_start))
+            start = hole_end
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def clip(intervals: Iterable[Interval], span: Interval) -> list[Interval]:
+    """The parts that lie in ``span``."""
+    clipped = ((max(span[0], start), min(span[1], end)) for start, end in intervals)
+    return [(start, end) for start, end in clipped if start < end]
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Sum of their lengths."""
+    return sum(end - start for start, end in intervals)
