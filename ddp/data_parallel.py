@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .attachment import attach_params
+from .attachment import attach_params, discard_grads
 from .bucket import Bucket, Phase
 from .collectives import backend_of
 from .config import DistributedDataParallelConfig
@@ -24,14 +24,13 @@ from .grad_record import GradRecord
 from .iteration_checks import check_no_stranger, check_nothing_bypassed, check_nothing_pending, check_scalable
 from .launcher import BucketLauncher
 from .layout import BucketLayout
-from .main_grad import forget_failed_backward
 from .nan_check import NanCheck
 from .param_gather import ParamGather
 from .placements import placements_of
 from .rank_grid import RankGrid, all_groups, make_grids
 from .readiness import Readiness
 from .reduction import GradReduction
-from .stock_optimizer import clear_exposed_grad, expose_grad
+from .stock_optimizer import expose_grad
 from .timeline import Timeline
 from .wiring import (
     WiredParam,
@@ -269,10 +268,7 @@ class DistributedDataParallel(nn.Module):
                 )
         for bucket in self.buckets:
             bucket.reset()
-        for wired in self._wired:
-            forget_failed_backward(wired.owned.param)
-            clear_exposed_grad(wired.owned.param, wired.record)
-            wired.owned.param.grad = None  # put there by hand: see check_nothing_bypassed
+        discard_grads(self._wired)
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
@@ -390,9 +386,10 @@ class DistributedDataParallel(nn.Module):
     def _before_forward(self) -> None:
         if self._checked:
             return
-        for wired in self._wired:
-            wired.check()
-        check_no_stranger(self.module)
+        with torch._C.DisableTorchFunctionSubclass():  # no value is read: parameters need not ask who asks them
+            for wired in self._wired:
+                wired.check()
+            check_no_stranger(self.module)
         self._checked = True
 
     @torch.compiler.disable
