@@ -28,7 +28,7 @@ def describe_optimizer(optimizer: DistributedOptimizer) -> SavedOptimizer:
         }
         for index, group in enumerate(optimizer.param_groups)
     )
-    return SavedOptimizer(type(optimizer._inner).__name__, groups)
+    return SavedOptimizer(optimizer.optimizer_class.__name__, groups)
 
 
 def describe_slices(optimizer: DistributedOptimizer) -> dict[str, dict[str, Any]]:
@@ -148,7 +148,7 @@ def _in_words(entry: SavedTensor) -> str:
 
 
 def _check_optimizer(saved: SavedOptimizer, optimizer: DistributedOptimizer) -> None:
-    here = type(optimizer._inner).__name__
+    here = optimizer.optimizer_class.__name__
     if saved.optimizer_class != here:
         raise ValueError(
             f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is {here}, which keeps other "

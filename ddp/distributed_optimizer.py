@@ -91,7 +91,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._flats,
             self._runs,
             lambda wired: groups[wired.owned.name],
-            lambda kind: model.reductions[kind].is_primary,
             self.state,
         )
         """Where each parameter meets this rank's shards: for checkpoints and exports."""
@@ -239,6 +238,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """A scaler leaves unscaling and skipping to ``step``: it sets ``grad_scale`` and ``found_inf``."""
 
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class that does the arithmetic."""
+        return type(self._inner)
+
     # ---- One step's parts. ----
 
     def _passes(self, *, at_once: bool) -> list[list[FlatBucket]]:
@@ -246,7 +250,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         A class that is not torch's may count its steps for all parameters together: it has one pass.
         """
-        at_once = at_once or not is_of_torch(type(self._inner))
+        at_once = at_once or not is_of_torch(self.optimizer_class)
         overlaps = self.model.config.overlap_param_gather and bool(self._gathers)
         if at_once or (self.model.is_reduced and not overlaps):
             return [self._flats]
@@ -273,7 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _runs_fused(self) -> bool:
         """Whether the kernel itself divides gradients and skips; groups say it, also those that were loaded."""
-        return is_fused(type(self._inner)) and all(group["fused"] for group in self.param_groups)
+        return is_fused(self.optimizer_class) and all(group["fused"] for group in self.param_groups)
 
     def _grad_divisor(self) -> Tensor | None:
         """What gradients are divided by on the way: the loss scale, and the inverse of the clipping coefficient."""
@@ -310,7 +314,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _layout_key(self) -> str:
         cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in self._runs]
         digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
-        return f"{type(self._inner).__name__}/{self.model.plan.fingerprint[:16]}/{digest}"
+        return f"{self.optimizer_class.__name__}/{self.model.plan.fingerprint[:16]}/{digest}"
 
     def _check_storage(self) -> None:
         for piece in self.slices:

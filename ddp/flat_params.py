@@ -75,8 +75,6 @@ class ParamSlice(NamedTuple):
     """[end - start] its elements in the master."""
     group: int
     """Its parameter group."""
-    primary: bool
-    """Whether this rank is the one that speaks for these elements: replicas do not."""
     run: Run | None
     offset: int
     """Place of the first element in its run."""
@@ -202,13 +200,9 @@ def slices_of(
     flats: Sequence[FlatBucket],
     runs: Sequence[Run],
     group_of: Callable[[WiredParam], int],
-    primary: Callable[[str], bool],
     run_state: Mapping[Any, Any],
 ) -> list[ParamSlice]:
-    """Every parameter's part in this rank's range, in the order of buckets; empty for those in other ranks' ranges.
-
-    primary  whether this rank speaks for its shards of a kind of parameters (dense, expert)
-    """
+    """Every parameter's part in this rank's range, in the order of buckets; empty for those in other ranks' ranges."""
     by_flat: dict[int, list[Run]] = {}
     for run in runs:
         by_flat.setdefault(id(run.flat.params), []).append(run)
@@ -230,7 +224,6 @@ def slices_of(
                     param=flat.mine[first:last],
                     master=flat.master[first:last],
                     group=group_of(wired),
-                    primary=primary(slot.spec.group),
                     run=own if piece is not None else None,
                     offset=0 if own is None else first - own.start,
                     run_state=run_state,

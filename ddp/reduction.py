@@ -73,11 +73,6 @@ class GradReduction:
         return self.grid.outer_size if self.scatters else self.grid.size
 
     @property
-    def is_primary(self) -> bool:
-        """Whether this rank is the first of those."""
-        return self.grid.outer_rank == 0 and (self.scatters or self.grid.inner_rank == 0)
-
-    @property
     def num_collectives(self) -> int:
         """Collectives of one bucket."""
         return len(list(self.grid.axes))
