@@ -1,5 +1,6 @@
 """What every test shares: hypothesis profiles, the ``gpu`` marker, and the rule that a run must prove something."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -71,6 +72,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         needed = marker.args[0] if marker.args else marker.kwargs.get("count", 1)
         if torch.cuda.device_count() < needed:
             pytest.skip(f"needs {needed} CUDA device(s), this machine has {torch.cuda.device_count()}")
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    """What is freed in the test is freed by its last reference."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from host_syncs import cuda_waits_are_errors
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -109,11 +110,8 @@ def test_a_training_step_never_synchronises_the_host() -> None:
         ddp.zero_grad_buffer()
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class SideStreamGrad(torch.autograd.Function):

@@ -40,9 +40,10 @@ def check(
     fused: bool,
     delayed: bool,
     variants: int,
+    overlap: tuple[bool, bool],
     steps: int = STEPS,
-    **config: Any,
 ) -> None:
+    """overlap: of reductions, of gathers"""
     instances, inner = shape
     hybrid = simulate(
         train,
@@ -56,7 +57,8 @@ def check(
         num_distributed_optimizer_instances=instances,
         steps=steps,
         seed=7,
-        **config,
+        overlap_grad_reduce=overlap[0],
+        overlap_param_gather=overlap[1],
     )
     for ours, theirs in zip(hybrid, by_hand(shape, microbatches, fused, delayed, variants, steps), strict=True):
         assert_bitwise(ours, theirs)
@@ -73,15 +75,7 @@ OVERLAPS = [(False, False), (True, False), (False, True), (True, True)]
 def test_hybrid_adds_inside_first_then_across_everywhere(
     shape: tuple[int, int], microbatches: int, fused: bool, delayed: bool, overlap: tuple[bool, bool]
 ) -> None:
-    check(
-        shape,
-        microbatches=microbatches,
-        fused=fused,
-        delayed=delayed,
-        variants=2,
-        overlap_grad_reduce=overlap[0],
-        overlap_param_gather=overlap[1],
-    )
+    check(shape, microbatches=microbatches, fused=fused, delayed=delayed, variants=2, overlap=overlap)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +95,7 @@ def test_hybrid_adds_inside_first_then_across(
     variants: int,
 ) -> None:
     """A sample of the matrix above: both shapes, with everything on and with everything off; five steps."""
-    check(
-        shape,
-        microbatches=microbatches,
-        fused=fused,
-        delayed=delayed,
-        variants=variants,
-        steps=5,
-        overlap_grad_reduce=overlap[0],
-        overlap_param_gather=overlap[1],
-    )
+    check(shape, microbatches=microbatches, fused=fused, delayed=delayed, variants=variants, overlap=overlap, steps=5)
 
 
 VALUES = [1e8, 1.0, -1e8, 1.0]  # in fp32, 1e8 + 1 = 1e8

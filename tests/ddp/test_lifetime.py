@@ -1,8 +1,7 @@
 """A model that is let go frees its memory by reference count alone: no cycle waits for the garbage collector."""
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,14 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
 from maingrad.launch import simulate
 
-
-@pytest.fixture(autouse=True)
-def _no_garbage_collector() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+pytestmark = pytest.mark.usefixtures("no_garbage_collector")
 
 
 class Watched:

@@ -3,7 +3,7 @@
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -206,15 +206,6 @@ def test_masters_see_the_gradients_themselves() -> None:
 
 
 # ---- Freed without the collector. ----
-
-
-@pytest.fixture
-def no_garbage_collector() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Watched:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo import run_ranks
+from host_syncs import cuda_waits_are_errors
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -215,12 +216,9 @@ def steps_without_a_host_wait() -> bool:
         ddp.zero_grad_buffer()
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         step()
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return True
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expert_operands import DTYPES, NUM_PAD_ROWS, SPLITS, forms, offsets_of
+from host_syncs import cuda_waits_are_errors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -279,12 +280,9 @@ def test_no_wait_for_the_device_and_replay_with_other_splits() -> None:
         grouped_wgrad_accumulate(dy, x, discrete, offsets, overwrite=True)
         return grouped_linear(x, weights, offsets), grouped_dgrad(dy, list(weights), offsets)
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         step()
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

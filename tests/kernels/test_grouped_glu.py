@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from expert_operands import DTYPES, NUM_PAD_ROWS, SPLITS, forms, offsets_of
+from host_syncs import cuda_waits_are_errors
 from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
 
@@ -350,12 +351,9 @@ def test_no_wait_for_the_device_and_replay_with_other_splits() -> None:
         assert dprobs is not None
         return [h, a, dh, dprobs]
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         step()
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

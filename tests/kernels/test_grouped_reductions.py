@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_syncs import cuda_waits_are_errors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -228,11 +229,8 @@ def test_nothing_waits_for_the_device_and_a_graph_takes_other_splits() -> None:
 
     run()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()

@@ -4,6 +4,8 @@ The CPU runs the same Python, so that the operations tell, without a GPU: those 
 shape depends on values, or that copy to the host.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -11,7 +13,18 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["HostSync", "NoHostSync"]
+__all__ = ["HostSync", "NoHostSync", "cuda_waits_are_errors"]
+
+
+@contextmanager
+def cuda_waits_are_errors() -> Iterator[None]:
+    """torch's own check, on a GPU: whatever makes the host wait for the device raises in here."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
 
 _READS = {
     torch.ops.aten._local_scalar_dense,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_syncs import cuda_waits_are_errors
 from loops import wrap
 from torch import Tensor
 
@@ -29,11 +30,8 @@ ROUNDING = 2.0**-7  # of bf16 results; what is accumulated in fp32 is far nearer
 def no_waiting() -> Iterator[None]:
     """Any call that makes the host wait for the device raises."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def make(**options: Any) -> GroupedLinear:

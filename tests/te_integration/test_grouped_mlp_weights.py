@@ -9,6 +9,7 @@ import pytest
 import torch
 from expert_mlp import HIDDEN, LAYOUTS, Batch, batch_of, exact_grads, make_experts
 from foreign import ForeignProvider, LazyForeignProvider
+from host_syncs import cuda_waits_are_errors
 from loops import wrap
 from modules import error
 from torch import Tensor, nn
@@ -316,12 +317,9 @@ def test_no_wait_for_the_device_and_a_graph_takes_other_splits(layout: str, dtyp
         for _ in range(3):
             step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         with ddp.no_sync():
             step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     source.x.grad = source.probs.grad = None
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_syncs import cuda_waits_are_errors
 from loops import wrap
 from torch import Tensor, nn
 
@@ -118,10 +119,7 @@ def test_the_host_never_waits_for_the_gpu(kind: type[Any]) -> None:
     x = batch(torch.bfloat16)
     ddp(x).float().mean().backward()
     module.backward_dw()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         ddp(x).float().mean().backward()
         module.backward_dw()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     ddp.finish_grad_sync()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from host_syncs import cuda_waits_are_errors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -116,11 +117,8 @@ def test_on_the_gpu_the_host_waits_for_nothing():
     run = round_trip(*gpu_inputs(0))
     expected = run()  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         again = run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True)), "not the same twice"
 
 

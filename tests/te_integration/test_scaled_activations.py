@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_syncs import cuda_waits_are_errors
 from modules import PLAIN_ACTIVATIONS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -165,8 +166,5 @@ def test_nothing_waits_for_the_device() -> None:
     op = ScaledSwiGLU()
     op(h, scales).sum().backward()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with cuda_waits_are_errors():
         op(h, scales).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
