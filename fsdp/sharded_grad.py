@@ -1,0 +1,265 @@
+"""Gradients of sharded parameters, whose norms are those of the whole gradients.
+
+torch's own ``clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` ask each gradient for a norm, or whether it has
+Inf or NaN. Here the answer covers the shards of all ranks, and so is equal on all of them.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
+from torch.utils import _foreach_utils
+
+from ..ddp.rank_grid import RankGrid
+from .sharded_param import ShardedParameter, ShardInfo, local_shape
+
+__all__ = ["ShardedGrad", "make_sharded_grad"]
+
+
+class ShardedGrad(Tensor):
+    """This rank's shard of a gradient: ``.grad`` of a ``ShardedParameter``, of the same shape.
+
+    **Norms are global**, over the shards of all ranks, each element counted once: ``g.norm()``, ``torch.norm``,
+    ``torch.linalg.vector_norm``, ``torch.linalg.norm``, ``torch._foreach_norm``; and so are
+    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. Powers are summed in fp64. They are collective: all ranks
+    of the grid call them, in the same order; a list costs one collective a grid. So is the check for Inf and NaN of
+    ``torch.amp.GradScaler``, which then skips alike on all ranks. Norms along some dims, and of matrices, raise
+    ``RuntimeError``.
+
+    **All else is local**: element-wise functions, and reductions like ``sum`` and ``isnan().any()`` too, see the rank's
+    own elements, of which there may be none, and return plain tensors. In place they change this one.
+
+    A deep copy is a shard of its own memory. It is not pickled, as its process groups cannot be.
+    """
+
+    shard: ShardInfo
+
+    is_sparse = False  # optimizers ask each gradient: no call into torch for that
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        over_ranks = _OVER_RANKS.get(func)
+        if over_ranks is not None:
+            return over_ranks(*args, **kwargs)
+        if len(types) > 1 and torch.is_grad_enabled() and ShardedParameter in types:
+            return NotImplemented  # the parameter has something to say about that
+        return _disabled_torch_function_impl(func, types, args, kwargs)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"ShardedGrad({self.shard}):\n{self.detach()!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedGrad":
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copied = make_sharded_grad(self.detach().clone().view(-1), self.shard)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a sharded gradient is not pickled ({self.shard}): save grad.detach() for this rank's elements alone; "
+            f"copy it by copy.deepcopy()"
+        )
+
+
+def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
+    """The sharded gradient that is ``flat_view`` [end - start]: it shares the memory and the version counter."""
+    if flat_view.shape != (info.numel,):
+        raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
+    grad: ShardedGrad = Tensor._make_subclass(ShardedGrad, flat_view.view(local_shape(info)), False)
+    grad.shard = info
+    return grad
+
+
+# torch.nn.utils.clip_grad_norm_ asks for all norms at once for the classes in this list alone, else for one at a time.
+if ShardedGrad not in _foreach_utils._foreach_supported_types:
+    _foreach_utils._foreach_supported_types.append(ShardedGrad)
+
+
+# ---- Functions that see all ranks' shards, with the signatures of torch's. ----
+
+
+def _foreach_norm(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    norms: dict[int, Tensor] = {}
+    others = [index for index, tensor in enumerate(self) if not isinstance(tensor, ShardedGrad)]
+    if others:
+        norms |= zip(others, torch._foreach_norm([self[index] for index in others], ord, dtype=dtype), strict=True)
+    by_grid: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(self):
+        if isinstance(tensor, ShardedGrad):
+            by_grid.setdefault(_key_of(tensor), []).append(index)
+    for indices in by_grid.values():
+        norms |= zip(indices, _norms_over_ranks([self[index] for index in indices], ord, dtype), strict=True)
+    return [norms[index] for index in range(len(self))]
+
+
+def _vector_norm(
+    input: Tensor,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    _check_whole(input, "torch.linalg.vector_norm", dim, out)
+    return _norm(input, ord, keepdim, dtype)
+
+
+def _linalg_norm(
+    input: Tensor,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    _check_whole(input, "torch.linalg.norm", dim, out)
+    if ord not in (None, "fro") and input.ndim > 1:
+        raise _refusal(input, f"torch.linalg.norm(ord={ord!r}), which is one of matrices,")
+    return _norm(input, 2 if ord in (None, "fro") else ord, keepdim, dtype)
+
+
+def _torch_norm(
+    input: Tensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    _check_whole(input, "norm()", dim, out)
+    if p == "nuc":
+        raise _refusal(input, "norm(p='nuc'), which is one of matrices,")
+    return _norm(input, 2 if p in (None, "fro") else p, keepdim, dtype)
+
+
+def _tensor_norm(
+    self: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    return _torch_norm(self, p, dim, keepdim, dtype=dtype)
+
+
+def _matrix_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    raise _refusal(input, "a norm of matrices")
+
+
+def _check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        torch._amp_foreach_non_finite_check_and_unscale_(self, found_inf, inv_scale)  # type: ignore[arg-type]
+        grids = {_key_of(grad): grad.shard.grid for grad in self if isinstance(grad, ShardedGrad)}
+        for grid in grids.values():
+            found_inf.copy_(_reduced(found_inf.reshape(1), grid, _max).view_as(found_inf))
+
+
+_OVER_RANKS: dict[Any, Callable[..., Any]] = {
+    torch._foreach_norm: _foreach_norm,
+    torch.linalg.vector_norm: _vector_norm,
+    torch.linalg.norm: _linalg_norm,
+    torch.norm: _torch_norm,
+    Tensor.norm: _tensor_norm,
+    torch.linalg.matrix_norm: _matrix_norm,
+    torch.nuclear_norm: _matrix_norm,
+    torch.frobenius_norm: _matrix_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _check_and_unscale,
+}
+
+
+# ---- Their arithmetic. ----
+
+
+def _norm(grad: Tensor, ord: float, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+    norm = _norms_over_ranks([grad], ord, dtype)[0]
+    return norm.view([1] * grad.ndim) if keepdim else norm
+
+
+def _norms_over_ranks(grads: Sequence[Tensor], ord: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """The norm of each whole gradient of one grid and device, 0-dim tensors of ``dtype`` or of the gradient's own.
+
+    Powers are summed in fp64 over the ranks; empty shards add nothing.
+    """
+    ord = float(ord)
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        shards = [grad.shard for grad in grads]  # type: ignore[attr-defined]
+        local = _local_norms(grads, ord)
+        if math.isinf(ord):
+            whole = _extremum_over_ranks(local, shards[0].grid, largest=ord > 0)
+        else:
+            powers = _divided(local if ord == 0 else local.pow(ord), [shard.num_replicas for shard in shards])
+            whole = _reduced(powers, shards[0].grid, RankGrid.sum)
+            whole = whole if ord == 0 else whole.pow(1 / ord)
+        dtypes = [dtype or grad.dtype.to_real() for grad in grads]
+        if len(set(dtypes)) == 1:
+            return whole.to(dtypes[0]).unbind()
+        return [norm.to(own) for norm, own in zip(whole.unbind(), dtypes, strict=True)]
+
+
+def _local_norms(grads: Sequence[Tensor], ord: float) -> Tensor:
+    """[grads] fp64: of this rank's elements. Where it has none, what changes no sum, maximum or minimum."""
+    held = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
+    norms = iter(torch._foreach_norm(held, ord, dtype=torch.float64) if held else ())
+    if len(held) == len(grads):
+        return torch.stack(tuple(norms))
+    # 0 to a negative power is infinite, and an infinite norm's power is 0.
+    nothing = torch.full((), 0.0 if ord >= 0 else math.inf, dtype=torch.float64, device=grads[0].device)
+    return torch.stack([next(norms) if grad.numel() else nothing for grad in grads])
+
+
+def _divided(powers: Tensor, num_replicas: Sequence[int]) -> Tensor:
+    """Each power by how many ranks bring the same."""
+    if len(set(num_replicas)) == 1:
+        return powers if num_replicas[0] == 1 else powers / num_replicas[0]
+    return torch.stack(torch._foreach_div(powers.unbind(), [float(count) for count in num_replicas]))
+
+
+def _extremum_over_ranks(norms: Tensor, grid: RankGrid, *, largest: bool) -> Tensor:
+    """Largest or smallest of the ranks' norms. NaN wins, which backends' maxima do not promise: it travels beside."""
+    sign = 1.0 if largest else -1.0
+    isnan = norms.isnan()
+    both = torch.stack([(norms * sign).masked_fill(isnan, 0.0), isnan.to(norms.dtype)])
+    values, nans = _reduced(both, grid, _max).unbind()
+    return (values * sign).masked_fill(nans > 0, math.nan)
+
+
+def _max(grid: RankGrid, value: Tensor) -> Tensor:
+    """Maximum of a small tensor over all ranks, in place."""
+    for group in grid.axes:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return value
+
+
+def _reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], Tensor]) -> Tensor:
+    """``value`` reduced over the ranks, on a device that they talk over: shards may be offloaded to the host."""
+    devices = [device for group in grid.axes for device in group._device_types]
+    if not devices or any(device.type == value.device.type for device in devices):
+        return reduce(grid, value)
+    return reduce(grid, value.to(devices[0])).to(value.device)
+
+
+def _key_of(grad: ShardedGrad) -> tuple[Any, ...]:
+    return grad.shard.grid.inner, grad.shard.grid.outer, grad.device
+
+
+# ---- Refusals. ----
+
+
+def _check_whole(grad: Tensor, what: str, dim: Any, out: Tensor | None) -> None:
+    if dim is not None:
+        raise _refusal(grad, f"{what} along dims")
+    if out is not None:
+        raise _refusal(grad, f"{what} with out=")
+
+
+def _refusal(grad: Tensor, what: str) -> RuntimeError:
+    shards: Iterable[ShardInfo] = [grad.shard] if isinstance(grad, ShardedGrad) else []
+    held = "".join(f" ({shard})" for shard in shards)
+    return RuntimeError(
+        f"{what} is not defined over the shards of a gradient{held}: ask for the norm of all its elements, or take "
+        f"grad.detach() for this rank's elements alone"
+    )

@@ -1,0 +1,168 @@
+"""Sharded parameters: what a model's parameters are outside the forwards of their units.
+
+A rank's shard is a range of the flattened parameter, and a view of the flat shard that the rank's optimizer updates.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import _disabled_torch_function_impl
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._pytree import tree_leaves
+
+from ..ddp.rank_grid import RankGrid
+
+__all__ = ["ShardInfo", "ShardedParameter", "local_shape", "make_sharded"]
+
+
+class ShardInfo(NamedTuple):
+    """Which elements of which parameter a shard holds."""
+
+    name: str
+    """Fully qualified in the root once that is known, in the unit before: replace it by ``info._replace(name=...)``."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """This rank holds the elements start..end of the flattened parameter; none where they are equal."""
+    end: int
+    grid: RankGrid
+    num_replicas: int
+    """How many ranks of ``grid`` hold these same elements: the outer size for HSDP, 1 where no two do."""
+    unit: str
+    """Name of the module that was fully sharded; empty for the outermost."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        return f"elements {self.start} to {self.end} of {self.name!r} {self.shape}"
+
+
+def local_shape(info: ShardInfo) -> tuple[int, ...]:
+    """Shape of the rank's shard: as many dims as the parameter has, as rules for weight decay go by them.
+
+    ``(rows, *rest)`` where it is whole rows, ``(n, 1, ..., 1)`` where it is not, ``(n,)`` for one dim. A scalar is
+    ``()`` where it is and ``(0,)`` elsewhere.
+    """
+    if not info.shape:
+        return () if info.numel else (0,)
+    rest = info.shape[1:]
+    row = math.prod(rest)
+    if info.numel == 0:
+        return (0, *rest)
+    if info.start % row == 0 and info.end % row == 0:
+        return (info.numel // row, *rest)
+    return (info.numel, *(1 for _ in rest))
+
+
+class _Guard:
+    """``__torch_function__`` of sharded parameters: torch looks it up before each of its functions sees one.
+
+    Without grad mode the lookup finds what plain parameters have, so that optimizers and all other code that updates
+    shards runs as over plain parameters; with it, the check.
+    """
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
+        return _checked if torch.is_grad_enabled() else _disabled_torch_function_impl
+
+
+class ShardedParameter(nn.Parameter):
+    """This rank's shard of a parameter, of ``local_shape(shard)``; ``make_sharded`` makes one.
+
+    Without grad mode (optimizers, averages, initialisation) it is a plain tensor of the rank's own elements, of which
+    it may have none. With grad mode, functions that would use its values raise ``RuntimeError``: the whole parameter is
+    in the module while the forward of its unit runs, and nowhere else. Questions about it (shape, dtype, grad, hooks),
+    ``detach()`` and ``data`` are always allowed. Norms are those of the rank's elements; a gradient's are global.
+
+    A deep copy is a sharded parameter of its own memory. It is not pickled, as its process groups cannot be.
+    """
+
+    shard: ShardInfo
+
+    __torch_function__ = _Guard()
+
+    def __repr__(self, **options: Any) -> str:
+        return f"ShardedParameter({self.shard}, requires_grad={self.requires_grad}):\n{self.detach()!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copied = make_sharded(self.detach().clone().view(-1), self.shard, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a sharded parameter is not pickled ({self.shard}): save the model's state_dict(), or param.detach() for "
+            f"this rank's elements alone; copy it by copy.deepcopy()"
+        )
+
+
+def make_sharded(flat_view: Tensor, info: ShardInfo, requires_grad: bool) -> ShardedParameter:
+    """The sharded parameter that is ``flat_view`` [end - start]: it shares the memory and the version counter."""
+    if flat_view.shape != (info.numel,):
+        raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
+    param: ShardedParameter = Tensor._make_subclass(ShardedParameter, flat_view.view(local_shape(info)), requires_grad)
+    param.shard = info
+    return param
+
+
+# torch's optimizers take their multi-tensor forms by default for the classes in this list alone.
+if ShardedParameter not in torch_optimizer._foreach_supported_types:
+    torch_optimizer._foreach_supported_types.append(ShardedParameter)
+
+
+def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What torch calls instead of ``func`` with grad mode."""
+    kwargs = kwargs or {}
+    if func in _allowed():
+        return _disabled_torch_function_impl(func, types, args, kwargs)
+    used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
+    info = used.shard
+    unit = f"its unit {info.unit!r}" if info.unit else "the outermost unit, which it belongs to,"
+    raise RuntimeError(
+        f"{_name_of(func)} uses the parameter {info.name!r} outside the forward of {unit} while it is sharded: this "
+        f"rank holds only elements {info.start} to {info.end} of {info.shape}. Use it inside that forward, make one "
+        f"unit of all modules that use it, or read it whole within unsharded(). What is meant for the shard itself "
+        f"goes under torch.no_grad(), or takes param.detach()"
+    )
+
+
+def _name_of(func: Any) -> str:
+    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of Tensor.T, say
+        return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
+    return f"{func.__name__}()"
+
+
+@functools.cache
+def _allowed() -> frozenset[Any]:
+    """Functions that no result follows from by differentiation and that read no values, or open ``no_grad`` within."""
+    properties = """
+        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf retains_grad data output_nr names
+        itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
+        is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan
+    """
+    methods = """
+        size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
+        is_signed is_inference is_conj is_neg is_shared is_pinned is_same_size is_set_to get_device dim_order has_names
+        data_ptr storage untyped_storage _typed_storage storage_type __len__ __format__ __dlpack_device__ __dir__
+        detach requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook record_stream _is_view
+        new new_empty new_empty_strided new_zeros new_ones new_full new_tensor
+    """
+    functions = """
+        is_floating_point is_complex is_signed is_inference is_same_size is_conj is_neg numel get_device detach
+        result_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+    """
+    found = [getattr(Tensor, name) for name in properties.split() if hasattr(Tensor, name)]
+    kinds = ("__get__", "__set__", "__delete__")
+    accessors = [getattr(entry, kind) for entry in found for kind in kinds if hasattr(entry, kind)]
+    inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]
+    named = [(Tensor, methods), (torch, functions)]
+    callables = [getattr(place, name) for place, names in named for name in names.split() if hasattr(place, name)]
+    return frozenset([*accessors, *inits, *callables])
