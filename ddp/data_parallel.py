@@ -137,9 +137,8 @@ class DistributedDataParallel(nn.Module):
         self._nan_check = None
         if config.check_for_nan_in_grad:
             self._nan_check = NanCheck(self.buckets, self.device, self.reductions["dense"])
-        self._launcher = BucketLauncher(
-            self.buckets, self.reductions, self._nan_check, self.failures, device=self.device
-        )
+        reductions = [self.reductions[bucket.layout.group] for bucket in self.buckets]
+        self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, self.failures, device=self.device)
         self._gathers: Sequence[ParamGather] = ()
 
         self._readiness = Readiness(self._wired, self._launcher, config, self.device)

@@ -35,6 +35,7 @@ class GradRecord:
         "exposed",
         "first_write_overwrites",
         "foreign_delayer",
+        "make_room",
         "name",
         "num_fused_writes",
         "num_hook_writes",
@@ -59,6 +60,8 @@ class GradRecord:
         """Every owner is one of our modules, so that nobody adds behind our back: never zeroed, beta = 0 first."""
         self.shared = shared
         """More than one module owns it."""
+        self.make_room: Callable[[], None] | None = None
+        """A lazy provider's: called before a first write, when ``view`` has no memory, or has it in a collective."""
 
         # Delayed weight gradients.
         self.on_delayed_wgrad: Callable[[], None] | None = None
@@ -98,6 +101,8 @@ class GradRecord:
 
     def open_for_write(self) -> bool:
         """Check that a contribution may still come in; returns whether it overwrites (beta = 0)."""
+        if self.make_room is not None and (self.closed is not None or not self.written):
+            self.make_room()
         if self.closed is not None:
             raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
         overwrite = self.first_write_overwrites and not self.written

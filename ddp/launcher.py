@@ -6,7 +6,7 @@ collectives of one group must be issued in one order. Nothing here blocks the ho
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,12 +21,16 @@ __all__ = ["BucketLauncher"]
 
 
 class BucketLauncher:
-    """The reduction of one iteration's gradients."""
+    """The reduction of one iteration's gradients.
+
+    buckets     in launch order
+    reductions  one for each of them
+    """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        reductions: Mapping[str, GradReduction],
+        reductions: Sequence[GradReduction],
         nan_check: NanCheck | None,
         failures: FailureReporter,
         *,
@@ -40,7 +44,7 @@ class BucketLauncher:
         self._device = device
         # Everything around a collective runs here, so that the compute stream never stands behind it. Where a bucket
         # takes several, the next bucket's first one runs beside this one's second.
-        num_streams = max(1, *(reduction.num_collectives for reduction in reductions.values()))
+        num_streams = max([1, *(reduction.num_collectives for reduction in reductions)])
         self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)] if device.type == "cuda" else []
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
         self._next = 0
@@ -80,7 +84,7 @@ class BucketLauncher:
             waits_from = None if timeline is None else timeline.mark()
             torch.cuda.current_stream(self._device).wait_event(self._reduced[bucket.index])
             if timeline is not None and waits_from is not None:
-                timeline.note_wait(bucket.name, self._reductions[bucket.layout.group].name, waits_from)
+                timeline.note_wait(bucket.name, self._reductions[bucket.index].name, waits_from)
         else:
             with self._watch(bucket):
                 flight.wait()
@@ -92,15 +96,19 @@ class BucketLauncher:
         self._next = 0
         self._ready_marks.clear()
 
-    def _launch_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
+    def launch(self, bucket: Bucket) -> None:
+        """Launch this bucket now: whoever calls it knows that all ranks do so in one order."""
         if torch._C._autograd._profiler_enabled():
-            reduction = self._reductions[bucket.layout.group]
+            reduction = self._reductions[bucket.index]
             with torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}"):
                 self._launch(bucket)
         else:
             self._launch(bucket)
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        self.launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.phase = Phase.REDUCING
@@ -120,7 +128,7 @@ class BucketLauncher:
         self._in_flight[bucket.index] = flight
 
     def _watch(self, bucket: Bucket) -> Watch:
-        reduction = self._reductions[bucket.layout.group]
+        reduction = self._reductions[bucket.index]
         return self._failures.watch(reduction.name, bucket.name, len(bucket.records))
 
     def _reduce(self, bucket: Bucket) -> InFlight:
@@ -128,7 +136,7 @@ class BucketLauncher:
             record.zero_unwritten()
         if self._nan_check is not None:
             self._nan_check.note(bucket)
-        reduction = self._reductions[bucket.layout.group]
+        reduction = self._reductions[bucket.index]
         timeline = self.timeline
         if timeline is None:
             return reduction.start(bucket.grad_data)

@@ -28,6 +28,7 @@ __all__ = [
     "accumulator_of",
     "add_to_grad",
     "attach",
+    "attach_lazily",
     "check_delayable",
     "check_provided",
     "check_unattached",
@@ -69,9 +70,27 @@ def attach(param: Tensor, record: GradRecord) -> None:
         param.zero_out_wgrad = True  # type: ignore[attr-defined]
 
 
+def attach_lazily(param: Tensor, record: GradRecord) -> None:
+    """The same for an accumulator that has memory only from its first write to its reduction (``record.make_room``).
+
+    ``get_main_grad`` is for modules that are not ours: what they are handed holds zeros, or what this round has summed
+    so far, since they may add to it any number of times.
+    """
+
+    def get_main_grad() -> Tensor:
+        if record.open_for_write():
+            record.view.zero_()
+        return record.view
+
+    param.__fsdp_param__ = True  # type: ignore[attr-defined]
+    param.get_main_grad = get_main_grad  # type: ignore[attr-defined]
+    attach(param, record)
+    del param.main_grad  # type: ignore[attr-defined]  # nobody may write there unasked
+
+
 def detach(param: Tensor) -> None:
-    """Take back everything that ``attach`` gave."""
-    for name in ("main_grad", "grad_added_to_main_grad", "zero_out_wgrad", _RECORD):
+    """Take back everything that ``attach`` or ``attach_lazily`` gave."""
+    for name in ("main_grad", "__fsdp_param__", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad", _RECORD):
         param.__dict__.pop(name, None)
 
 
@@ -190,8 +209,10 @@ def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> T
     """
     record = record_of(weight)
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    if record is not None and main_grad is record.view:
-        return main_grad  # our own provider's: checked when it was attached
+    if record is not None and (main_grad is record.view or record.make_room is not None):
+        return (
+            record.view
+        )  # our own: checked when it was attached; a lazy one has memory when it is written
     if hasattr(weight, "__fsdp_param__"):
         main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # may allocate: only when it is written
         weight.main_grad = main_grad  # type: ignore[attr-defined]

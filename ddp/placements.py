@@ -4,15 +4,24 @@ A wrapper's ranks form a grid of two axes. Ranks of one *inner* group are an ins
 wherever something is sharded. The *outer* axis joins the same place of every instance. Plain data parallelism and
 ZeRO-1 have one instance.
 
-=======  ======================================  ======================================  ===========================
-row      inner: parameter, gradient, optimizer   outer: parameter, gradient, optimizer   collectives of one step
-=======  ======================================  ======================================  ===========================
-ddp      whole, whole, whole                     whole, whole, whole                     all-reduce
-zero1    whole, whole, sharded                   whole, whole, whole (one instance)      reduce-scatter, all-gather
-hybrid   whole, whole, sharded                   whole, whole, whole                     the same inside an instance,
-                                                                                         all-reduce of shards across
-=======  ======================================  ======================================  ===========================
+==========  =====================================  =====================================  ============================
+row         inner: parameter, gradient, optimizer  outer: parameter, gradient, optimizer  collectives of one step
+==========  =====================================  =====================================  ============================
+ddp         whole, whole, whole                    whole, whole, whole                    all-reduce
+zero1       whole, whole, sharded                  whole, whole, whole (one instance)     reduce-scatter, all-gather
+hybrid      whole, whole, sharded                  whole, whole, whole                    the same inside an instance,
+                                                                                          all-reduce of shards across
+zero2       whole, sharded, sharded                whole, whole, whole                    reduce-scatter of every
+                                                                                          microbatch, all-gather
+zero3       sharded, sharded, sharded              whole, whole, whole                    and an all-gather before each
+                                                                                          unit's forward and backward
+hsdp        sharded, sharded, sharded              whole, whole, whole                    the same inside an instance,
+                                                                                          all-reduce of shards across
+hsdp_zero1  sharded, sharded, sharded              whole, whole, sharded                  inside as zero3, across as
+                                                                                          zero1
+==========  =====================================  =====================================  ============================
 
+The first three rows are what ``DistributedDataParallel`` offers; ``maingrad.fsdp`` offers all but the first.
 ZeRO's stages are Rajbhandari et al. (2020): stage 1 shards the optimizer, 2 the gradients too, 3 the parameters too.
 """
 
@@ -48,6 +57,11 @@ class AxisPlacement(NamedTuple):
         return self.optimizer is Placement.SHARDED
 
     @property
+    def reduces_every_microbatch(self) -> bool:
+        """No whole gradient is kept from one microbatch to the next."""
+        return self.gradient is Placement.SHARDED
+
+    @property
     def gathers(self) -> bool:
         """Parameters are all-gathered after a step: each rank updated a part and holds the whole."""
         return self.optimizer is Placement.SHARDED and self.parameter is Placement.WHOLE
@@ -69,17 +83,33 @@ class Placements(NamedTuple):
                     f"{axis.optimizer.value}: what shards the parameter must shard the gradient, and what shards the "
                     f"gradient the optimizer"
                 )
+        for kind, inner, outer in zip(AxisPlacement._fields, self.inner, self.outer, strict=True):
+            if (inner, outer) == (Placement.WHOLE, Placement.SHARDED):
+                raise ValueError(
+                    f"{kind}: whole on the inner axis and sharded on the outer one; swap the axes of the mesh"
+                )
+        if Placement.SHARDED in (self.outer.parameter, self.outer.gradient):
+            raise ValueError(
+                "parameters or gradients sharded on both axes are sharded over all ranks: give a mesh of one dim"
+            )
 
 
 _WHOLE = AxisPlacement(Placement.WHOLE, Placement.WHOLE, Placement.WHOLE)
 _STAGE_1 = AxisPlacement(Placement.WHOLE, Placement.WHOLE, Placement.SHARDED)
+_STAGE_2 = AxisPlacement(Placement.WHOLE, Placement.SHARDED, Placement.SHARDED)
+_STAGE_3 = AxisPlacement(Placement.SHARDED, Placement.SHARDED, Placement.SHARDED)
 
 PLACEMENTS = {
     "ddp": Placements(inner=_WHOLE, outer=_WHOLE),
     "zero1": Placements(inner=_STAGE_1, outer=_WHOLE),
     "hybrid": Placements(inner=_STAGE_1, outer=_WHOLE),
+    "zero2": Placements(inner=_STAGE_2, outer=_WHOLE),
+    "zero3": Placements(inner=_STAGE_3, outer=_WHOLE),
+    "hsdp": Placements(inner=_STAGE_3, outer=_WHOLE),
+    "hsdp_zero1": Placements(inner=_STAGE_3, outer=_STAGE_1),
 }
-"""The rows by name. ``zero1`` and ``hybrid`` differ in the grid alone: one instance, or several."""
+"""The rows by name. ``zero1`` and ``hybrid``, ``zero3`` and ``hsdp`` differ in the grid alone: one instance, or
+several."""
 
 
 def placements_of(config: DistributedDataParallelConfig) -> Placements:

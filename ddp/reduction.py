@@ -7,13 +7,14 @@ all-reduce                     all-reduce of the bucket                         
 reduce-scatter                 reduce-scatter: each rank gets its shard's sum              all-reduce of the shard
 half on the wire               all-to-all of the bucket in bf16, each rank then sums the   all-reduce of the shard
                                shards it got in fp32
+reduce-scatter on both axes    reduce-scatter: each rank gets its shard's sum              reduce-scatter of the shard
 =============================  ==========================================================  ==========================
 
 Every rank's gradients are multiplied by ``factor`` before they are summed: by NCCL on the way, by the rank itself
 elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class GradReduction:
     ) -> None:
         self.grid = grid
         self.scatters = placements.inner.scatters
+        self.scatters_across = placements.outer.scatters
         self.factor = factor
         self.wire_dtype = wire_dtype
         if in_collective is None:
@@ -70,15 +72,29 @@ class GradReduction:
     @property
     def num_replicas(self) -> int:
         """How many ranks of the grid hold the same reduced gradients as this one, itself included."""
-        return self.grid.outer_size if self.scatters else self.grid.size
+        across = 1 if self.scatters_across else self.grid.outer_size
+        return across if self.scatters else across * self.grid.inner_size
 
     @property
     def num_collectives(self) -> int:
         """Collectives of one bucket."""
         return len(list(self.grid.axes))
 
+    @property
+    def num_shards(self) -> int:
+        """Equal parts that a bucket is divided into."""
+        return (self.grid.inner_size if self.scatters else 1) * (self.grid.outer_size if self.scatters_across else 1)
+
     def owned_range(self, numel: int) -> tuple[int, int]:
         """[start, end) of a bucket's elements whose sum this rank gets: its shard, or all of them."""
+        start, end = self.range_inside(numel)
+        if not self.scatters_across:
+            return start, end
+        size = (end - start) // self.grid.outer_size
+        return start + self.grid.outer_rank * size, start + (self.grid.outer_rank + 1) * size
+
+    def range_inside(self, numel: int) -> tuple[int, int]:
+        """[start, end) of the elements whose sum over its instance this rank gets."""
         if not self.scatters:
             return 0, numel
         size = numel // self.grid.inner_size
@@ -92,23 +108,40 @@ class GradReduction:
         """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined."""
         return in_stages(self._stages(grads), (grads,))
 
-    def _stages(self, grads: Tensor) -> Iterator[Any]:
-        inner, outer = self.grid.inner, self.grid.outer
+    def inside(self, grads: Tensor) -> Generator[Any, None, Tensor]:
+        """The stages inside an instance, in place: ``grads[range_inside]`` then holds its sum, and is returned."""
+        inner = self.grid.inner
         on_the_wire = self.wire_dtype is not None and self.grid.inner_size > 1
         if self.factor != 1.0 and not self.in_collective and not on_the_wire:
             grads.mul_(self.factor)
-        scale = self.in_collective
-        mine = grads[slice(*self.owned_range(grads.numel()))]
+        mine = grads[slice(*self.range_inside(grads.numel()))]
         if self.grid.inner_size > 1:
             if on_the_wire:
                 yield from self._sum_shards(grads, mine)
             elif self.scatters:
-                yield reduce_scatter_single(mine, grads, op=self._op(scale, inner), group=inner, async_op=True)
+                yield reduce_scatter_single(mine, grads, op=self._op(inner), group=inner, async_op=True)
             else:
-                yield dist.all_reduce(grads, op=self._op(scale, inner), group=inner, async_op=True)
-            scale = False
-        if self.grid.outer_size > 1:
-            yield dist.all_reduce(mine, op=self._op(scale, outer), group=outer, async_op=True)
+                yield dist.all_reduce(grads, op=self._op(inner), group=inner, async_op=True)
+        return mine
+
+    def across(self, mine: Tensor) -> Generator[Any, None, Tensor]:
+        """The stages across instances, in place, of what ``inside`` returned, or a sum of several; returns the part of
+        it that is this rank's."""
+        outer = self.grid.outer
+        if self.grid.outer_size == 1:
+            return mine
+        # Where there is no other axis, this one scales.
+        op = self._op(outer) if self.grid.inner_size == 1 else dist.ReduceOp.SUM
+        if not self.scatters_across:
+            yield dist.all_reduce(mine, op=op, group=outer, async_op=True)
+            return mine
+        part = mine.view(self.grid.outer_size, -1)[self.grid.outer_rank]
+        yield reduce_scatter_single(part, mine, op=op, group=outer, async_op=True)
+        return part
+
+    def _stages(self, grads: Tensor) -> Iterator[Any]:
+        mine = yield from self.inside(grads)
+        yield from self.across(mine)
 
     def _sum_shards(self, grads: Tensor, mine: Tensor) -> Iterator[Any]:
         """Send every rank its shard, scaled and rounded once to the wire's dtype; sum what came in fp32.
@@ -121,8 +154,9 @@ class GradReduction:
         yield dist.all_to_all_single(received, sent, group=self.grid.inner, async_op=True)
         torch.sum(received.view(self.grid.inner_size, -1), dim=0, dtype=mine.dtype, out=mine)
 
-    def _op(self, scale: bool, group: dist.ProcessGroup | None) -> Any:
-        if not scale or self.factor == 1.0:
+    def _op(self, group: dist.ProcessGroup | None) -> Any:
+        """The sum, scaled on the way where the collective does that."""
+        if not self.in_collective or self.factor == 1.0:
             return dist.ReduceOp.SUM
         assert group is not None, "a group of more than one rank"
         return dist.ReduceOp.AVG if self.factor == 1.0 / group.size() else premultiplied_sum(self.factor)
