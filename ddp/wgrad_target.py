@@ -10,7 +10,16 @@ from torch.utils.weak import TensorWeakRef
 
 from ..kernels import grouped_wgrad_accumulate, wgrad_accumulate
 from .delayed_wgrad import DelayedWgrad
-from .main_grad import accumulator_of, add_to_grad, check_provided, hand_over, open_for_write, record_of
+from .main_grad import (
+    accumulator_of,
+    add_to_grad,
+    check_provided,
+    hand_over,
+    has_main_grad,
+    open_for_write,
+    record_of,
+)
+from .torch_fsdp import TorchShards
 
 __all__ = ["GroupedWgradTarget", "Place", "WgradQueueLike", "WgradTarget", "fresh_grouped_wgrads"]
 
@@ -38,9 +47,11 @@ class WgradTarget:
     fused       into ``main_grad``; otherwise (delayed weight gradients only) into ``.grad``
     queue       where the weight gradient waits for its turn; None: it is computed in backward
     rows_apart  ``main_grad`` need not be contiguous: see ``accumulator_of``
+
+    Under torch's FSDP2 the accumulator is FSDP2's: see ``TorchShards``. Raises ``RuntimeError`` there for a queue.
     """
 
-    __slots__ = ("_fused", "_owner", "_queue", "_rows_apart", "_weight")
+    __slots__ = ("_fused", "_owner", "_queue", "_rows_apart", "_torch_shards", "_weight")
 
     def __init__(
         self,
@@ -56,6 +67,9 @@ class WgradTarget:
         self._fused = fused
         self._queue = queue
         self._rows_apart = rows_apart
+        self._torch_shards = None if has_main_grad(weight) else TorchShards.of(weight)
+        if self._torch_shards is not None and queue is not None:
+            raise self._torch_shards.refuse_delay(owner)
 
     def refers_to(self, weight: Tensor) -> bool:
         """Whether this is ``weight``'s target."""
@@ -66,12 +80,16 @@ class WgradTarget:
         weight = self._weight()
         return () if weight is None else (weight,)
 
-    def resolve(self) -> Place:
-        """The weight's object, and its checked accumulator where this backward writes one.
+    def resolve(self) -> Place | None:
+        """The weight's object, and its checked accumulator where this backward writes one; None: autograd delivers it.
 
         Raises ``RuntimeError`` that names the module for a weight that is gone, a missing ``main_grad``, or one that
         cannot be written: see ``accumulator_of``.
         """
+        if self._torch_shards is not None:
+            weight = self._alive_weight()
+            accumulator = self._torch_shards.accumulator(weight)
+            return None if accumulator is None else (weight, accumulator)
         if self._fused and self._queue is None:
             return self.resolve_for_write()
         weight = self._alive_weight()

@@ -114,6 +114,11 @@ def check_setup(
     for name, param, _ in trainable:
         if param.device.type == "meta":
             raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
+        if hasattr(param, "to_local"):
+            raise ValueError(
+                f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism): its "
+                f"gradient is a DTensor too, or never reaches it in backward; wrap a model of plain parameters"
+            )
         if param.device != device:
             raise ValueError(
                 f"parameter '{name}' is on {param.device}, '{trainable[0].name}' on {device}: one wrapper, one device"
