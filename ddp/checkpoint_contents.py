@@ -11,13 +11,23 @@ offers and asks for, and nowhere in the file::
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .checkpoint_boxes import Piece
-from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor
-from .wiring import kind_of
+from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor, dtype_named
+from .checkpoint_source import HeldParam, Holding
 
-__all__ = ["ModelTensors", "Notes", "StoredNames", "check_model", "make_manifest", "model_tensors", "pieces_of_model"]
+__all__ = [
+    "ModelLoad",
+    "ModelTensors",
+    "Notes",
+    "StoredNames",
+    "check_model",
+    "make_manifest",
+    "model_tensors",
+    "pieces_of_model",
+]
 
 
 class StoredNames(NamedTuple):
@@ -27,9 +37,9 @@ class StoredNames(NamedTuple):
     """Which set of experts this rank has; -1: none."""
     num_expert_sets: int = 1
 
-    def of(self, name: str, tensor: Tensor) -> str:
-        """Under which name ``tensor``, called ``name`` in the model, is stored."""
-        if self.num_expert_sets == 1 or kind_of(tensor) == "dense":
+    def of(self, name: str, param: HeldParam) -> str:
+        """Under which name ``param``, called ``name`` in the model, is stored."""
+        if self.num_expert_sets == 1 or param.kind == "dense":
             return name
         return name + self.suffix(self.expert_set)
 
@@ -70,18 +80,57 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def pieces_of_model(
-    tensors: ModelTensors, names: StoredNames, *, without: Iterable[str] = (), buffers: bool = True
-) -> list[Piece]:
-    """Whole parameters but for those ``without``, and the buffers: views of the model itself."""
-    left_out = set(without)
-    whole: dict[str, Tensor] = {
-        names.of(name, param): param for name, param in tensors.parameters.items() if name not in left_out
-    }
-    return [
-        Piece(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor.detach())
-        for stored, tensor in (whole | (tensors.buffers if buffers else {})).items()
-    ]
+def pieces_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[Piece]:
+    """This rank's parameters, masters and buffers, to be saved: views of its memory, rounded copies where it keeps
+    masters alone."""
+    pieces = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
+    pieces += [_whole(name, buffer.detach()) for name, buffer in holding.buffers.items() if buffers]
+    for part in holding.slices:
+        param = holding.params[part.name]
+        stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
+        pieces.append(Piece(("model", stored), *place, part.param))
+        if part.master.dtype is not param.dtype:
+            pieces.append(Piece(("master", stored), *place, part.master))
+    return pieces
+
+
+def _whole(stored: str, tensor: Tensor) -> Piece:
+    return Piece(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
+
+
+class ModelLoad(NamedTuple):
+    """Where a model's values are read to."""
+
+    pieces: list[Piece]
+    converted: list[tuple[Tensor, Tensor]]
+    """(as it is read, where it goes): values that the file has in another dtype than this rank keeps."""
+
+    @classmethod
+    def plan(cls, manifest: Manifest, holding: Holding, names: StoredNames) -> "ModelLoad":
+        """Make room. ``check_model`` comes before."""
+        pieces = [_whole(name, buffer.detach()) for name, buffer in holding.buffers.items()]
+        pieces += [
+            _whole(names.of(name, holding.params[name]), param.detach()) for name, param in holding.whole.items()
+        ]
+        converted = []
+        for part in holding.slices:
+            stored = names.of(part.name, holding.params[part.name])
+            entry, target = manifest.parameters[stored], part.master
+            kind, dtype = "model", dtype_named(entry.dtype)
+            if entry.has_master and target.dtype is torch.float32:
+                kind = "master"  # what it rounds to follows from it
+            elif dtype is not target.dtype:
+                read = torch.empty_like(target, dtype=dtype)
+                converted.append((read, target))
+                target = read
+            pieces.append(Piece((kind, stored), entry.shape, part.start, part.end, target))
+        return cls(pieces, converted)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All pieces are read."""
+        for read, target in self.converted:
+            target.copy_(read)
 
 
 class Notes(NamedTuple):
@@ -91,19 +140,20 @@ class Notes(NamedTuple):
     tied: dict[str, str]
 
     @classmethod
-    def of(cls, tensors: ModelTensors, names: StoredNames, optimizer: Mapping[str, Mapping[str, Any]]) -> "Notes":
-        """optimizer: fields of ``SavedTensor`` by parameter"""
-        params = tensors.parameters
+    def of(cls, holding: Holding, names: StoredNames, described: Mapping[str, Mapping[str, Any]]) -> "Notes":
+        """described: fields of ``SavedTensor`` by parameter"""
         entries = {
-            names.of(name, param): SavedTensor.of(param, **optimizer.get(name, {})) for name, param in params.items()
+            names.of(name, param): _entry(param.shape, param.dtype, **described.get(name, {}))
+            for name, param in holding.params.items()
         }
-        tied = {names.of(alias, params[first]): names.of(first, params[first]) for alias, first in tensors.tied.items()}
+        params = holding.params
+        tied = {names.of(alias, params[first]): names.of(first, params[first]) for alias, first in holding.tied.items()}
         return cls(entries, tied)
 
 
 def make_manifest(
     all_notes: Iterable[Notes],
-    tensors: ModelTensors,
+    buffers: Mapping[str, Tensor],
     names: StoredNames,
     optimizer: SavedOptimizer | None,
     extra: Any,
@@ -126,34 +176,45 @@ def make_manifest(
             raise ValueError(
                 f"experts of set {index} are on no rank of the first instance, which writes: instances must hold all"
             )
-    buffers = {name: SavedTensor.of(buffer) for name, buffer in tensors.buffers.items()}
-    return Manifest(parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
+    saved_buffers = {name: SavedTensor.of(buffer) for name, buffer in buffers.items()}
+    return Manifest(parameters, saved_buffers, tied, names.num_expert_sets, optimizer, extra)
 
 
-def check_model(manifest: Manifest, tensors: ModelTensors, names: StoredNames) -> None:
+def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
     """Raise ``ValueError`` with the first parameter or buffer in which the model differs from the checkpoint."""
     if manifest.num_expert_sets != names.num_expert_sets:
         raise ValueError(
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
             f"ranks have {names.num_expert_sets}: experts do not move between ranks"
         )
-    present = {names.of(name, param): param for name, param in tensors.parameters.items()}
+    present = {
+        names.of(name, param): [_entry(param.shape, dtype).kind for dtype in (param.dtype, param.kept)]
+        for name, param in holding.params.items()
+    }
     saved = {name: entry for name, entry in manifest.parameters.items() if not names.elsewhere(name)}
     _check_same("parameter", saved, present)
-    _check_same("buffer", manifest.buffers, tensors.buffers)
+    buffers = {name: [SavedTensor.of(buffer).kind] for name, buffer in holding.buffers.items()}
+    _check_same("buffer", manifest.buffers, buffers)
 
 
-def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[str, Tensor]) -> None:
+def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[str, list[str]]) -> None:
+    """present: by name, what the saved tensor may be"""
     missing = [name for name in present if name not in saved]
     unknown = [name for name in saved if name not in present]
     if missing or unknown:
         sides = [f"the model's {what} {_in_words(missing)} is not in the checkpoint"] if missing else []
         sides += [f"the checkpoint's {what} {_in_words(unknown)} is not in the model"] if unknown else []
         raise ValueError("; ".join(sides))
-    for name, tensor in present.items():
-        kind = SavedTensor.of(tensor).kind
-        if kind != saved[name].kind:
-            raise ValueError(f"{what} '{name}' is {kind} in the model and {saved[name].kind} in the checkpoint")
+    for name, kinds in present.items():
+        if saved[name].kind not in kinds:
+            raise ValueError(
+                f"{what} '{name}' is {' or '.join(dict.fromkeys(kinds))} in the model and {saved[name].kind} in the "
+                f"checkpoint"
+            )
+
+
+def _entry(shape: tuple[int, ...], dtype: torch.dtype, **fields: Any) -> SavedTensor:
+    return SavedTensor(shape, str(dtype).removeprefix("torch."), **fields)
 
 
 def _in_words(names: list[str]) -> str:

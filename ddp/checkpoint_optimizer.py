@@ -1,4 +1,4 @@
-"""What of a ``DistributedOptimizer`` goes into a checkpoint, and how one takes over what a checkpoint holds."""
+"""What of an optimizer goes into a checkpoint, and how one takes over what a checkpoint holds."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,16 +9,15 @@ from torch import Tensor
 from .checkpoint_boxes import Piece
 from .checkpoint_contents import StoredNames
 from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor, dtype_named, from_json, to_json
-from .distributed_optimizer import DistributedOptimizer
-from .flat_params import ParamSlice
+from .checkpoint_source import HeldOptimizer, HeldSlice, Holding
 
 __all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "pieces_of_optimizer"]
 
-_HOW_NOT_WHAT = ("params", "fused", "foreach", "capturable", "differentiable")
+_HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed here: never taken from a checkpoint."""
 
 
-def describe_optimizer(optimizer: DistributedOptimizer) -> SavedOptimizer:
+def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
     """Its class and its groups' hyperparameters."""
     groups = tuple(
         {
@@ -26,17 +25,17 @@ def describe_optimizer(optimizer: DistributedOptimizer) -> SavedOptimizer:
             for key, value in group.items()
             if key not in _HOW_NOT_WHAT
         }
-        for index, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(optimizer.groups)
     )
-    return SavedOptimizer(optimizer.optimizer_class.__name__, groups)
+    return SavedOptimizer(optimizer.class_name, groups)
 
 
-def describe_slices(optimizer: DistributedOptimizer) -> dict[str, dict[str, Any]]:
-    """Fields of ``SavedTensor`` for each trainable parameter, as far as this rank knows them."""
+def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
+    """Fields of ``SavedTensor`` for each parameter that has a slice, as far as this rank knows them."""
     return {
         part.name: {
             "group": part.group,
-            "has_master": _has_master(part),
+            "has_master": part.master.dtype is not holding.params[part.name].dtype,
             "state": {key: str(value.dtype).removeprefix("torch.") for key, value in part.state().items()},
             "scalars": {
                 key: to_json(value, f"state '{key}' of parameter '{part.name}'")
@@ -44,18 +43,16 @@ def describe_slices(optimizer: DistributedOptimizer) -> dict[str, dict[str, Any]
                 if value is not None
             },
         }
-        for part in optimizer.slices
+        for part in holding.slices
     }
 
 
-def pieces_of_optimizer(optimizer: DistributedOptimizer, names: StoredNames) -> list[Piece]:
-    """This rank's slices of trainable parameters, masters and moments, to be saved."""
+def pieces_of_optimizer(holding: Holding, names: StoredNames) -> list[Piece]:
+    """This rank's slices of moments, to be saved."""
     pieces = []
-    for part in optimizer.slices:
-        stored, place = names.of(part.name, part.wired.owned.param), (part.shape, part.start, part.end)
-        pieces.append(Piece(("model", stored), *place, part.param))
-        if _has_master(part):
-            pieces.append(Piece(("master", stored), *place, part.master))
+    for part in holding.slices:
+        param = holding.params[part.name]
+        stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
         pieces += [Piece(("optimizer", "state", stored, key), *place, value) for key, value in part.state().items()]
     return pieces
 
@@ -63,16 +60,18 @@ def pieces_of_optimizer(optimizer: DistributedOptimizer, names: StoredNames) -> 
 class OptimizerLoad(NamedTuple):
     """A load that was checked and waits for the tensors."""
 
-    optimizer: DistributedOptimizer
+    optimizer: HeldOptimizer
     pieces: list[Piece]
-    """Where this rank's slices of masters and moments are read to."""
+    """Where this rank's slices of moments are read to."""
     state: Mapping[Tensor, dict[str, Any]]
-    """What the inner optimizer will know of each of its tensors."""
-    groups: tuple[Mapping[str, Any], ...]
-    """Hyperparameters of each group."""
+    """What the optimizer will know of each of its tensors."""
+    groups: Mapping[int, Mapping[str, Any]]
+    """Saved hyperparameters of each group."""
 
     @classmethod
-    def plan(cls, manifest: Manifest, optimizer: DistributedOptimizer, names: StoredNames) -> "OptimizerLoad":
+    def plan(
+        cls, manifest: Manifest, holding: Holding, optimizer: HeldOptimizer, names: StoredNames
+    ) -> "OptimizerLoad":
         """Check that the checkpoint is of such an optimizer, and make room. Raises ``ValueError`` where it is not."""
         saved = manifest.optimizer
         if saved is None:
@@ -80,54 +79,50 @@ class OptimizerLoad(NamedTuple):
                 "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
                 "the optimizer starts anew from them"
             )
-        _check_optimizer(saved, optimizer)
+        if saved.optimizer_class != optimizer.class_name:
+            raise ValueError(
+                f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is "
+                f"{optimizer.class_name}, which keeps other moments: load the weights alone with "
+                f"load_checkpoint(path, model)"
+            )
+        entries = {
+            part.name: manifest.parameters[names.of(part.name, holding.params[part.name])] for part in holding.slices
+        }
+        groups = _match_groups(saved, optimizer, [(part, entries[part.name]) for part in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
-        first: dict[Tensor, ParamSlice] = {}
+        first: dict[Tensor, str] = {}
         pieces = []
-        for part in optimizer.slices:
-            stored = names.of(part.name, part.wired.owned.param)
-            entry = manifest.parameters[stored]
-            if entry.group != part.group:
-                where = "was frozen, or had no optimizer," if entry.group is None else f"was in group {entry.group}"
-                raise ValueError(
-                    f"parameter '{stored}' is in parameter group {part.group} and {where} when the checkpoint was saved"
-                )
-            place = (part.shape, part.start, part.end)
-            # A master of its own is rounded into the parameter when all is read.
-            pieces.append(Piece(("master" if entry.has_master else "model", stored), *place, part.master))
-            if part.run is None:
+        for part in holding.slices:
+            entry = entries[part.name]
+            if part.group is None or part.updated is None:
                 continue
-            master = part.run.master
-            if master not in state:
-                group = optimizer.param_groups[part.group]
-                state[master] = _make_state(optimizer.state.get(master, {}), master, group, entry.state, entry.scalars)
-                first[master] = part
-            other = manifest.parameters[names.of(first[master].name, first[master].wired.owned.param)]
+            _check_width(part, entry)
+            updated = part.updated
+            if updated not in state:
+                group = optimizer.groups[part.group]
+                state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
+                first[updated] = part.name
+            other = entries[first[updated]]
             if (entry.state, entry.scalars) != (other.state, other.scalars):
                 raise ValueError(
-                    f"parameters '{first[master].name}' and '{part.name}' are updated together here, and the "
+                    f"parameters '{first[updated]}' and '{part.name}' are updated together here, and the "
                     f"checkpoint has different states of them: {_in_words(other)}, and {_in_words(entry)}"
                 )
-            offset, numel = part.offset, part.end - part.start
+            stored, numel = names.of(part.name, holding.params[part.name]), part.end - part.start
             for key in entry.state:
-                flat = state[master][key].view(-1)[offset : offset + numel]
-                pieces.append(Piece(("optimizer", "state", stored, key), *place, flat))
-        frozen = {
-            name for name, entry in manifest.parameters.items() if entry.group is not None and not names.elsewhere(name)
-        } - {names.of(part.name, part.wired.owned.param) for part in optimizer.slices}
-        if frozen:
-            raise ValueError(
-                f"parameter '{min(frozen)}' is frozen, and the checkpoint has optimizer state of it: load the weights "
-                f"alone with load_checkpoint(path, model)"
-            )
-        return cls(optimizer, pieces, state, saved.groups)
+                flat = state[updated][key].view(-1)[part.offset : part.offset + numel]
+                path = ("optimizer", "state", stored, key)
+                pieces.append(Piece(path, entry.shape, part.start, part.end, flat))
+        _check_frozen(manifest, holding, names)
+        return cls(optimizer, pieces, state, {here: saved.groups[there] for here, there in groups.items()})
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All pieces are read: install the state and have the parameters follow the masters. Collective."""
-        for master, state in self.state.items():
-            self.optimizer.state[master] = state
-        for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
+        """All pieces are read: install the state and the hyperparameters."""
+        for updated, state in self.state.items():
+            self.optimizer.state[updated] = state
+        for index, saved in self.groups.items():
+            group = self.optimizer.groups[index]
             for key, value in saved.items():
                 loaded, current = from_json(value), group.get(key)
                 if isinstance(current, Tensor):
@@ -136,48 +131,87 @@ class OptimizerLoad(NamedTuple):
                     group[key] = loaded.item()  # a number here, whatever it was there
                 else:
                     group[key] = list(loaded) if isinstance(current, list) else loaded
-        self.optimizer.mark_loaded()
 
 
-def _has_master(part: ParamSlice) -> bool:
-    return part.master.dtype is not part.param.dtype
+def _match_groups(
+    saved: SavedOptimizer, optimizer: HeldOptimizer, parts: list[tuple[HeldSlice, SavedTensor]]
+) -> dict[int, int]:
+    """Index of each group here -> index of the saved group with the same parameters; an empty one has the same place.
+
+    Raises ``ValueError`` where parameters are grouped otherwise.
+    """
+    here, there = ({group for group in side if group is not None} for side in _groups_of(parts))
+    if len(here) != len(there) and len(saved.groups) != len(optimizer.groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
+        )
+    pairs = {(part.group, entry.group) for part, entry in parts}
+    bijective = len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1] for pair in pairs})
+    if not bijective or any((one is None) != (other is None) for one, other in pairs):
+        for part, entry in parts:
+            if part.group != entry.group:
+                raise ValueError(
+                    f"parameter '{part.name}' {_place(part.group, 'is')} and {_place(entry.group, 'was')} when the "
+                    f"checkpoint was saved"
+                )
+    matched = {one: other for one, other in pairs if one is not None and other is not None}
+    for index in range(min(len(saved.groups), len(optimizer.groups))):
+        if index not in matched and index not in matched.values():
+            matched[index] = index
+    return matched
+
+
+def _groups_of(parts: list[tuple[HeldSlice, SavedTensor]]) -> tuple[list[int | None], list[int | None]]:
+    return [part.group for part, _ in parts], [entry.group for _, entry in parts]
+
+
+def _place(group: int | None, verb: str) -> str:
+    if group is None:
+        return f"{verb} frozen, or {'has' if verb == 'is' else 'had'} no optimizer,"
+    return f"{verb} in {'parameter group' if verb == 'is' else 'group'} {group}"
+
+
+def _check_width(part: HeldSlice, entry: SavedTensor) -> None:
+    """Raise ``ValueError`` unless the optimizer updates elements of the dtype that the saved one did."""
+    there = "float32" if entry.has_master else entry.dtype
+    here = str(part.master.dtype).removeprefix("torch.")
+    if here != there:
+        raise ValueError(
+            f"the optimizer updates parameter '{part.name}' in {here}, and the saved one did in {there}: load the "
+            f"weights alone with load_checkpoint(path, model)"
+        )
+
+
+def _check_frozen(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
+    """Raise ``ValueError`` for a parameter that the saved optimizer updated and this one has nothing of."""
+    present = {names.of(part.name, holding.params[part.name]) for part in holding.slices}
+    frozen = {
+        name for name, entry in manifest.parameters.items() if entry.group is not None and not names.elsewhere(name)
+    } - present
+    if frozen:
+        raise ValueError(
+            f"parameter '{min(frozen)}' is frozen, and the checkpoint has optimizer state of it: load the weights "
+            f"alone with load_checkpoint(path, model)"
+        )
 
 
 def _in_words(entry: SavedTensor) -> str:
     return f"{sorted(entry.state)} {dict(entry.scalars)}"
 
 
-def _check_optimizer(saved: SavedOptimizer, optimizer: DistributedOptimizer) -> None:
-    here = optimizer.optimizer_class.__name__
-    if saved.optimizer_class != here:
-        raise ValueError(
-            f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is {here}, which keeps other "
-            f"moments: load the weights alone with load_checkpoint(path, model)"
-        )
-    if len(saved.groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer "
-            f"{len(optimizer.param_groups)}"
-        )
-
-
 def _make_state(
-    present: Mapping[str, Any],
-    master: Tensor,
-    group: Mapping[str, Any],
-    elementwise: Mapping[str, str],
-    scalars: Mapping[str, Any],
+    present: Mapping[str, Any], updated: Tensor, group: Mapping[str, Any], entry: SavedTensor
 ) -> dict[str, Any]:
-    """State of one of the inner optimizer's tensors: what is there already is reused, and its values overwritten."""
+    """State of one of the optimizer's tensors: what is there already is reused, and its values overwritten."""
     made: dict[str, Any] = {}
-    for key, name in elementwise.items():
+    for key, name in entry.state.items():
         old, dtype = present.get(key), dtype_named(name)
-        fits = isinstance(old, Tensor) and old.shape == master.shape and old.dtype is dtype
-        made[key] = old if fits else torch.zeros_like(master, dtype=dtype, requires_grad=False)
-    for key, value in scalars.items():
+        fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
+        made[key] = old if fits else torch.zeros_like(updated, dtype=dtype, requires_grad=False)
+    for key, value in entry.scalars.items():
         made[key] = from_json(value)
         # As torch.optim.Optimizer.load_state_dict does: steps are counted on the CPU, unless a kernel reads them.
         on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
         if isinstance(made[key], Tensor) and not on_host:
-            made[key] = made[key].to(master.device)
+            made[key] = made[key].to(updated.device)
     return made

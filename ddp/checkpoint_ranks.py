@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from .data_parallel import DistributedDataParallel
+from .rank_grid import RankGrid
 
-__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts", "ranks_of", "saying"]
+__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts", "saying"]
 
 T = TypeVar("T")
 
@@ -33,6 +33,13 @@ class CheckpointRanks(NamedTuple):
     """Whether this rank is of the first instance: the others hold the same."""
     leads: bool
     """Whether this rank is the first of all."""
+
+    @classmethod
+    def of_grid(cls, grid: RankGrid) -> "CheckpointRanks":
+        """Ranks whose instances hold the same: the first instance writes."""
+        group = grid.inner if grid.inner_size > 1 else None
+        first = grid.outer_rank == 0
+        return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in one order everywhere."""
@@ -73,30 +80,20 @@ def saying(error: BaseException, more: str) -> BaseException:
     return _KINDS[_kind_of(error)](f"{error}{more}") if isinstance(error, Exception) else error
 
 
-def ranks_of(model: Any) -> CheckpointRanks:
-    """The ranks of a wrapper; of another module, which is whole wherever it is, this one alone."""
-    if not isinstance(model, DistributedDataParallel):
-        return CheckpointRanks((), None, writes=True, leads=True)
-    grid = model.grids["dense"]
-    group = grid.inner if grid.inner_size > 1 else None
-    first = grid.outer_rank == 0
-    return CheckpointRanks(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0)
-
-
-def place_of_experts(model: Any, ranks: CheckpointRanks) -> tuple[int, int]:
+def place_of_experts(expert_axes: Sequence[dist.ProcessGroup] | None, ranks: CheckpointRanks) -> tuple[int, int]:
     """(index, count): which of so many sets of experts this rank holds, -1 for none; (0, 1) where all have the same.
+
+    expert_axes  groups that join the ranks with the same experts; None: this one has none of its own
 
     Collective over ``ranks``.
     """
     first = -1
-    if isinstance(model, DistributedDataParallel):
-        grid = model.grids["expert"]
-        if grid is not model.grids["dense"]:
-            first = dist.get_rank()
-            for group in grid.axes:  # the smallest rank that holds these experts stands for them
-                firsts = [0] * group.size()
-                dist.all_gather_object(firsts, first, group=group)
-                first = min(firsts)
+    if expert_axes is not None:
+        first = dist.get_rank()
+        for group in expert_axes:  # the smallest rank that holds these experts stands for them
+            firsts = [0] * group.size()
+            dist.all_gather_object(firsts, first, group=group)
+            first = min(firsts)
     known = sorted(set(ranks.gather(first)) - {-1})
     if len(known) <= 1:
         return 0, 1

@@ -91,6 +91,11 @@ class ParamSlice(NamedTuple):
         """Shape of the parameter."""
         return tuple(self.wired.owned.param.shape)
 
+    @property
+    def updated(self) -> Tensor | None:
+        """What the inner optimizer takes for one parameter, with these elements in it."""
+        return None if self.run is None else self.run.master
+
     def state(self) -> dict[str, Tensor]:
         """Elementwise state of the inner optimizer, [end - start] each: views. Empty before the first step."""
         return {

@@ -17,12 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..ddp import DistributedDataParallel, DistributedOptimizer
+from ..ddp import DistributedOptimizer
 from ..ddp.checkpoint_boxes import Piece
-from ..ddp.checkpoint_contents import ModelTensors, model_tensors
+from ..ddp.checkpoint_contents import ModelTensors
 from ..ddp.checkpoint_manifest import dtype_named
-from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call, place_of_experts, ranks_of
+from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call, place_of_experts
 from ..ddp.checkpoint_storage import check_stored, open_checkpoint, read_pieces
+from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
 
 __all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
 
@@ -71,10 +72,10 @@ def save_safetensors(
 
     All ranks raise alike.
     """
-    ranks = ranks_of(model)
+    source = _whole_source_of(model)
+    ranks, tensors = source.ranks, source.tensors
     check_same_call(str(target), optimizer, ranks)
-    _, num_expert_sets = place_of_experts(model, ranks)
-    tensors = model_tensors(_unwrapped(model))
+    _, num_expert_sets = place_of_experts(source.expert_axes, ranks)
     ranks.alike(lambda: _check_one_model(num_expert_sets))
     found: dict[str, Tensor] = {}
     if optimizer is not None:
@@ -108,9 +109,9 @@ def load_safetensors(
     model has changed, for a file that is damaged, tensors that are missing, unknown or of another shape.
     """
     path = Path(source)
-    ranks = ranks_of(model)
+    whole = _whole_source_of(model)
+    ranks, tensors = whole.ranks, whole.tensors
     check_same_call(str(path), optimizer, ranks)
-    tensors = model_tensors(_unwrapped(model))
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
     stored_as = ranks.alike(lambda: _match(path, tensors, present))
     if optimizer is not None:
@@ -209,8 +210,15 @@ def _check_like(stored: Any, tensor: Tensor, name: str, path: Path) -> None:
         raise ValueError(f"'{name}' is {dtype} in '{path}' and {tensor.dtype} in the model")
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+def _whole_source_of(model: nn.Module) -> WrapperSource:
+    """The model's ranks and tensors. Raises ``ValueError`` where no rank has whole parameters."""
+    source = source_of(model)
+    if not isinstance(source, WrapperSource):
+        raise ValueError(
+            "no rank has this model's whole parameters: save_checkpoint(path, model) and export_safetensors(path, "
+            "target) write them, and a module that is not sharded reads them"
+        )
+    return source
 
 
 def _check_one_model(num_expert_sets: int) -> None:

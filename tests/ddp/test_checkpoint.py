@@ -237,6 +237,28 @@ def test_hyperparameters_come_back_and_moments_stay_where_they_are(tmp_path: Pat
     simulate(hyperparameters_and_memory, 2, tmp_path / "c")
 
 
+def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
+    """In another order, and where a default group for the rest is left empty, hyperparameters follow the parameters."""
+    biases, others = {"params": "*.bias"}, {"params": lambda name, param: not name.endswith(".bias")}
+
+    def save() -> None:
+        groups = [{**biases, "lr": 0.25}, {**others, "lr": 0.5}]
+        ddp, optimizer = build(torch.bfloat16, optimizer={"param_groups": groups}, **ZERO1)
+        take_steps(ddp, optimizer, range(1), dist.get_rank())
+        save_checkpoint(tmp_path / "c", ddp, optimizer)
+
+    def load() -> list[float]:
+        ddp, optimizer = build(torch.bfloat16, seed=1, optimizer={"param_groups": [others]}, **ZERO1)
+        load_checkpoint(tmp_path / "c", ddp, optimizer)
+        save_checkpoint(tmp_path / "again", ddp, optimizer)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    simulate(save, 2)
+    assert simulate(load, 3) == [[0.5, 0.25]] * 3
+    (tensors, _), (others_again, _) = files_content(tmp_path / "c"), files_content(tmp_path / "again")
+    assert_same(tensors["master"], others_again["master"])
+
+
 @pytest.mark.parametrize("there, here", [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5)], ids=["to", "from"])
 def test_a_learning_rate_in_a_tensor_stays_where_it_is(tmp_path: Path, there: Any, here: Any) -> None:
     model, optimizer = build(optimizer={"lr": there})

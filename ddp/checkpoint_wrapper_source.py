@@ -1,0 +1,94 @@
+"""Modules whose parameters are whole on every rank, as a checkpoint sees them: wrapped in DDP, or not at all."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch.distributed as dist
+from torch import nn
+
+from .checkpoint_contents import ModelTensors, model_tensors
+from .checkpoint_ranks import CheckpointRanks
+from .checkpoint_source import CheckpointSource, HeldOptimizer, HeldParam, Holding
+from .data_parallel import DistributedDataParallel
+from .distributed_optimizer import DistributedOptimizer
+from .wiring import kind_of
+
+__all__ = ["WrapperSource", "source_of"]
+
+
+def source_of(model: nn.Module) -> CheckpointSource:
+    """How a model is saved and loaded.
+
+    Raises ``ValueError`` for a module that is whole itself and has sharded modules in it: they would be saved as what
+    one rank holds.
+    """
+    own = getattr(model, "checkpoint_source", None)
+    if own is not None:
+        return cast(CheckpointSource, own())
+    sharded = next((name for name, part in model.named_modules() if hasattr(part, "checkpoint_source")), None)
+    if sharded is not None:
+        raise ValueError(
+            f"module '{sharded}' is sharded, and the model around it is not: call fully_shard on the model too, or "
+            f"save and load the module alone"
+        )
+    return WrapperSource(model)
+
+
+class WrapperSource:
+    """A ``DistributedDataParallel`` model; or another module, which this process saves and loads alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.ranks = CheckpointRanks((), None, writes=True, leads=True)
+        self.expert_axes: Sequence[dist.ProcessGroup] | None = None
+        if isinstance(model, DistributedDataParallel):
+            grid, experts = model.grids["dense"], model.grids["expert"]
+            self.ranks = CheckpointRanks.of_grid(grid)
+            self.expert_axes = None if experts is grid else tuple(experts.axes)
+
+    @property
+    def tensors(self) -> ModelTensors:
+        """Parameters and buffers of the module itself."""
+        model = self._model
+        return model_tensors(model.module if isinstance(model, DistributedDataParallel) else model)
+
+    def hold(self, optimizer: object, *, saving: bool) -> Holding:
+        """Slices are the optimizer's: without it, and of frozen parameters, this rank holds all elements."""
+        held = self._checked(optimizer)
+        if held is not None:
+            held.finish_param_sync()
+            if saving:
+                held.refresh_masters()
+        tensors = self.tensors
+        slices = [] if held is None else held.slices
+        sliced = {part.name for part in slices}
+        return Holding(
+            params={
+                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, kind_of(param))
+                for name, param in tensors.parameters.items()
+            },
+            buffers=tensors.buffers,
+            tied=tensors.tied,
+            whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
+            slices=slices,
+            optimizer=None
+            if held is None
+            else HeldOptimizer(held.optimizer_class.__name__, held.param_groups, held.state),
+        )
+
+    def loaded(self, optimizer: object) -> None:
+        """Parameters follow the masters."""
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.mark_loaded()
+
+    def _checked(self, optimizer: object) -> DistributedOptimizer | None:
+        if optimizer is None:
+            return None
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                f"a checkpoint holds the state of a DistributedOptimizer, got {type(optimizer).__name__}: save the "
+                f"model without it, and its state_dict() beside the checkpoint"
+            )
+        if optimizer.model is not self._model:
+            raise ValueError("this optimizer belongs to another model")
+        return optimizer
