@@ -13,7 +13,7 @@ Gathers are issued in the reverse of the order in which backward fills the bucke
 import copy
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,25 +51,43 @@ class ParamGather:
         self._failures = failures
         self._flight: InFlight | None = None
         self._timeline: Timeline | None = None  # recording since this gather was launched
-        self._event: torch.cuda.Event | None = None
-        self._home: Any = None
+        self._guards = False
+        self._event: torch.cuda.Event | None = None  # the last one's end
+        self._home: Any = None  # the stream that the last one was issued from, until it has waited
 
-    def start(self, stream: torch.cuda.Stream | None, timeline: Timeline | None) -> None:
-        """Issue it on ``stream`` (CUDA), which waits for the current one. Until ``arrive`` the parameters wait."""
+    def start(
+        self,
+        stream: torch.cuda.Stream | None,
+        timeline: Timeline | None,
+        *,
+        fill: Callable[[], None] | None = None,
+        ordered: bool = False,
+    ) -> None:
+        """Issue it on ``stream`` (CUDA), which waits for the current one.
+
+        fill     puts this rank's shard into ``flat`` first, on ``stream``
+        ordered  the caller has made ``stream`` wait for what it must
+        """
         if stream is None:
+            if fill is not None:
+                fill()
             self._flight = self._launch(timeline)
             return
         self._home = torch.cuda.current_stream(self.flat.device)
-        stream.wait_stream(self._home)
+        if not ordered:
+            stream.wait_stream(self._home)
         with torch.cuda.stream(stream), self._watch():
+            if fill is not None:
+                fill()
             self._flight = self._launch(timeline)
             self._flight.wait()
-            self._event = torch.cuda.Event()
+            if self._event is None:
+                self._event = torch.cuda.Event()
             self._event.record(stream)
 
     def __del__(self) -> None:
         # Let go while it runs: freed memory returns to the stream it came from, which must not overtake the gather.
-        if vars(self).get("_event") is not None and not sys.is_finalizing():
+        if vars(self).get("_home") is not None and not sys.is_finalizing():
             self._home.wait_event(self._event)
 
     @property
@@ -81,6 +99,7 @@ class ParamGather:
         """Have every parameter wait at its first use from now on."""
         if self._flight is None or self._flight.work is None:
             return
+        self._guards = True
         for param in self._live_params():
             waiting = _waiting_class(type(param))
             if waiting is None:  # a class of fixed shape: wait now
@@ -94,10 +113,11 @@ class ParamGather:
         flight = self._flight
         if flight is None:
             return
-        if self._event is None:
+        if self._home is None:
             with self._watch():
                 flight.wait()
         else:
+            assert self._event is not None, "recorded when the gather was issued"
             current = torch.cuda.current_stream(self.flat.device)
             waits_from = None if self._timeline is None else self._timeline.mark()
             current.wait_event(self._event)
@@ -105,8 +125,11 @@ class ParamGather:
                 self._timeline.note_wait(self.name, "all_gather", waits_from)
             if current != self._home:  # used on a side stream first; from here on the main one may use it unasked
                 self._home.wait_event(self._event)
-            self._event = self._home = None
+            self._home = None
         self._flight = None
+        if not self._guards:
+            return
+        self._guards = False
         for param in self._live_params():
             if param.__dict__.pop(_GATHER, None) is not None:
                 param.__class__ = type(param).__bases__[0]
