@@ -50,7 +50,7 @@ class ShardedGrad(Tensor):
             return NotImplemented  # the parameter has something to say about that
         return _disabled_torch_function_impl(func, types, args, kwargs)
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.shard}):\n{self.detach()!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedGrad":

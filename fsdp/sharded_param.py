@@ -87,7 +87,7 @@ class ShardedParameter(nn.Parameter):
 
     __torch_function__ = _Guard()
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedParameter({self.shard}, requires_grad={self.requires_grad}):\n{self.detach()!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
