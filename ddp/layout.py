@@ -19,6 +19,9 @@ parameter: shards are as long as the fullest one, and what the others lack is pa
     offset 0          64              128           192           256
            |  head.weight  |  up.weight  |  norm.weight  |  padding  |
            |------ rank 0's shard -------|------ rank 1's shard -----|
+
+Where a parameter has an *atom* (``ParamSpec.atom``) of more than one element, borders inside it lie between atoms.
+Parameters of a bucket then lie in the order that needs the shortest shards, see ``layout_atoms.py``.
 """
 
 import dataclasses
@@ -31,11 +34,11 @@ from functools import cached_property
 
 import torch
 
-from .layout_cut import bucket_numel_for, cut, deal, round_up
+from .layout_atoms import cuts_an_atom, place
+from .layout_cut import PARAM_ALIGNMENT, bucket_numel_for, cut, round_up, stack_whole
 
 __all__ = ["BucketLayout", "BufferLayout", "GradPlan", "ParamSlot", "ParamSpec", "plan_gradients"]
 
-PARAM_ALIGNMENT = 64  # elements: 128 bytes of bf16, one cache line of parameters
 BUCKET_ALIGNMENT = 128  # elements: a bucket's start suits vectorised kernels whatever the bucket before it holds
 BUSBW_ALIGNMENT = 2**16  # elements: NCCL's ring reaches its bus bandwidth only on such multiples (Megatron-LM)
 MIN_DEFAULT_BUCKET_NUMEL = 40_000_000
@@ -60,10 +63,15 @@ class ParamSpec:
     """Its weight gradient is computed after the main backward: never in a bucket with undelayed parameters."""
     own_bucket: bool = False
     """Gets a bucket of its own (an embedding that is tied across pipeline stages)."""
+    atom: int = 1
+    """Consecutive elements that no shard border cuts, counted from the parameter's start: 1, a row's, a block of
+    rows', or at least ``numel``. The last atom may be shorter. ``layout_atoms.atom_of`` computes it from the shape."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
             raise ValueError(f"parameter '{self.name}': negative size in shape {self.shape}")
+        if self.atom < 1:
+            raise ValueError(f"parameter '{self.name}': an atom is at least 1 element, got {self.atom}")
 
     @property
     def numel(self) -> int:
@@ -97,7 +105,8 @@ class BucketLayout:
     shard_degree: int
     """Number of equal shards."""
     slots: tuple[ParamSlot, ...]
-    """Parameters, in the order in which backward reaches them; they lie in this order unless they are kept whole."""
+    """Parameters, in the order in which backward reaches them. They lie in this order unless they are kept whole, or
+    atoms are."""
     keeps_params_whole: bool = False
     """Every parameter lies in one shard."""
 
@@ -117,9 +126,8 @@ class BucketLayout:
             if slot.start < position:
                 raise ValueError(f"bucket {self.index}: parameter '{slot.spec.name}' overlaps the one before it")
             position = slot.end
-        if self.keeps_params_whole:
-            for slot in self.slots:
-                self._check_whole(slot)
+        for slot in self.slots:
+            self._check_borders(slot)
 
     @property
     def numel(self) -> int:
@@ -146,10 +154,15 @@ class BucketLayout:
         size = self.numel // self.shard_degree
         return rank * size, (rank + 1) * size
 
-    def _check_whole(self, slot: ParamSlot) -> None:
-        size = self.numel // self.shard_degree
-        if slot.spec.numel and (slot.start - self.start) // size != (slot.end - 1 - self.start) // size:
-            raise ValueError(f"bucket {self.index}: parameter '{slot.spec.name}' is split between shards of {size}")
+    def _check_borders(self, slot: ParamSlot) -> None:
+        size, spec = self.numel // self.shard_degree, slot.spec
+        if self.keeps_params_whole and cuts_an_atom(slot.start - self.start, spec.numel, max(spec.numel, 1), size):
+            raise ValueError(f"bucket {self.index}: parameter '{spec.name}' is split between shards of {size}")
+        if spec.atom > 1 and cuts_an_atom(slot.start - self.start, spec.numel, spec.atom, size):
+            raise ValueError(
+                f"bucket {self.index}: a border between shards of {size} cuts an atom of parameter '{spec.name}', "
+                f"{spec.atom} elements"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,6 +269,8 @@ def plan_gradients(
             start = buckets[-1].end if buckets else 0
             if keep_params_whole:
                 slots, numel = _place_whole(run, start, alignment, loads[group])
+            elif degrees[group] > 1 and any(spec.atom > 1 for spec in run):
+                slots, numel = _place_atoms(run, start, alignment, degrees[group])
             else:
                 slots, numel = _place_in_order(run, start, alignment)
             buckets.append(
@@ -330,23 +345,23 @@ def _place_whole(
     run: Sequence[ParamSpec], start: int, alignment: int, loads: list[int]
 ) -> tuple[tuple[ParamSlot, ...], int]:
     """Each parameter in one shard; returns their places and the bucket's elements. Adds to the ranks' ``loads``."""
-    sizes = [round_up(spec.numel, PARAM_ALIGNMENT) for spec in run]
-    shards = deal(sizes, loads)
-    fill = [0] * len(loads)
-    offsets = []
-    for size, shard in zip(sizes, shards, strict=True):
-        offsets.append(fill[shard])
-        fill[shard] += size
     # Shards start where parameters may start, and together they end where a bucket may end.
-    shard_alignment = math.lcm(PARAM_ALIGNMENT, alignment // math.gcd(alignment, len(loads)))
-    shard_numel = max(round_up(max(fill), shard_alignment), shard_alignment)
-    for shard, size in enumerate(fill):
-        loads[shard] += size
-    slots = (
-        ParamSlot(spec=spec, start=start + shard * shard_numel + offset)
-        for spec, shard, offset in zip(run, shards, offsets, strict=True)
-    )
-    return tuple(slots), shard_numel * len(loads)
+    multiple = math.lcm(PARAM_ALIGNMENT, alignment // len(loads))
+    starts, shard_numel = stack_whole([spec.numel for spec in run], loads, multiple)
+    return _slots(run, start, starts), shard_numel * len(loads)
+
+
+def _place_atoms(
+    run: Sequence[ParamSpec], start: int, alignment: int, degree: int
+) -> tuple[tuple[ParamSlot, ...], int]:
+    """No shard border inside an atom; returns their places and the bucket's elements."""
+    numels, atoms = [spec.numel for spec in run], [spec.atom for spec in run]
+    starts, shard_numel = place(numels, atoms, degree, alignment // degree)
+    return _slots(run, start, starts), shard_numel * degree
+
+
+def _slots(run: Sequence[ParamSpec], start: int, starts: Sequence[int]) -> tuple[ParamSlot, ...]:
+    return tuple(ParamSlot(spec=spec, start=start + offset) for spec, offset in zip(run, starts, strict=True))
 
 
 def _launch_order(specs: Sequence[ParamSpec], runs: Iterable[Sequence[ParamSpec]]) -> dict[str, int]:

@@ -8,7 +8,9 @@ import bisect
 import heapq
 from collections.abc import Sequence
 
-__all__ = ["bucket_numel_for", "cut", "deal", "round_up"]
+__all__ = ["PARAM_ALIGNMENT", "bucket_numel_for", "cut", "deal", "round_up", "stack_whole"]
+
+PARAM_ALIGNMENT = 64  # elements: 128 bytes of bf16, one cache line of parameters
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -74,3 +76,23 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     least_loaded_first = sorted(range(degree), key=loads.__getitem__)
     rank_of = dict(zip(highest_first, least_loaded_first, strict=True))
     return [rank_of[pile] for pile in pile_of]
+
+
+def stack_whole(numels: Sequence[int], loads: list[int], multiple: int) -> tuple[list[int], int]:
+    """Each parameter in one shard: their starts from the bucket's start, and the elements of a shard.
+
+    numels    elements of each parameter
+    loads     elements that each rank already has of earlier buckets; those of this one are added
+    multiple  elements that a shard's length is a multiple of; parameters start at multiples of 64 where it is one
+    """
+    sizes = [round_up(numel, PARAM_ALIGNMENT) for numel in numels]
+    shards = deal(sizes, loads)
+    fill = [0] * len(loads)
+    offsets = []
+    for size, shard in zip(sizes, shards, strict=True):
+        offsets.append(fill[shard])
+        fill[shard] += size
+    for shard, size in enumerate(fill):
+        loads[shard] += size
+    shard_numel = max(round_up(max(fill), multiple), multiple)
+    return [shard * shard_numel + offset for shard, offset in zip(shards, offsets, strict=True)], shard_numel
