@@ -40,8 +40,8 @@ class ShardedGrad(Tensor):
 
     is_sparse = False  # optimizers ask each gradient: no call into torch for that
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @staticmethod  # torch looks it up for each tensor of a list: nothing is bound
+    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         over_ranks = _OVER_RANKS.get(func)
         if over_ranks is not None:
@@ -85,16 +85,16 @@ if ShardedGrad not in _foreach_utils._foreach_supported_types:
 
 
 def _foreach_norm(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    norms: dict[int, Tensor] = {}
-    others = [index for index, tensor in enumerate(self) if not isinstance(tensor, ShardedGrad)]
-    if others:
-        norms |= zip(others, torch._foreach_norm([self[index] for index in others], ord, dtype=dtype), strict=True)
     by_grid: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(self):
-        if isinstance(tensor, ShardedGrad):
+    with DisableTorchFunctionSubclass():
+        for index, tensor in enumerate(self):
             by_grid.setdefault(_key_of(tensor), []).append(index)
-    for indices in by_grid.values():
-        norms |= zip(indices, _norms_over_ranks([self[index] for index in indices], ord, dtype), strict=True)
+    norms: dict[int, Tensor] = {}
+    for key, indices in by_grid.items():
+        tensors = [self[index] for index in indices]
+        norms_of = _norms_over_ranks if key is not None else torch._foreach_norm
+        found: Iterable[Tensor] = norms_of(tensors, ord, dtype=dtype)
+        norms |= zip(indices, found, strict=True)
     return [norms[index] for index in range(len(self))]
 
 
@@ -153,7 +153,7 @@ def _matrix_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     with torch.no_grad(), DisableTorchFunctionSubclass():
         torch._amp_foreach_non_finite_check_and_unscale_(self, found_inf, inv_scale)  # type: ignore[arg-type]
-        grids = {_key_of(grad): grad.shard.grid for grad in self if isinstance(grad, ShardedGrad)}
+        grids = {grad.shard.grid[:2]: grad.shard.grid for grad in self if isinstance(grad, ShardedGrad)}
         for grid in grids.values():
             found_inf.copy_(_reduced(found_inf.reshape(1), grid, _max).view_as(found_inf))
 
@@ -242,8 +242,11 @@ def _reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor],
     return reduce(grid, value.to(devices[0])).to(value.device)
 
 
-def _key_of(grad: ShardedGrad) -> tuple[Any, ...]:
-    return grad.shard.grid.inner, grad.shard.grid.outer, grad.device
+def _key_of(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Equal for gradients whose norms take one collective; None for tensors that are no shards."""
+    if not isinstance(tensor, ShardedGrad):
+        return None
+    return tensor.shard.grid.inner, tensor.shard.grid.outer, tensor.device
 
 
 # ---- Refusals. ----

@@ -3,7 +3,6 @@
 A rank's shard is a range of the flattened parameter, and a view of the flat shard that the rank's optimizer updates.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -72,6 +71,16 @@ class _Guard:
         return _checked if torch.is_grad_enabled() else _disabled_torch_function_impl
 
 
+def _unchecked(name: str) -> Any:
+    """An attribute of tensors that is always allowed, without the check: it takes microseconds."""
+    entry: Any = vars(torch._C.TensorBase)[name]
+
+    def accessor(access: Any) -> Callable[..., Any]:
+        return lambda *args: _disabled_torch_function_impl(access, (), args, {})
+
+    return property(accessor(entry.__get__), accessor(entry.__set__), accessor(entry.__delete__))
+
+
 class ShardedParameter(nn.Parameter):
     """This rank's shard of a parameter, of ``local_shape(shard)``; ``make_sharded`` makes one.
 
@@ -84,6 +93,8 @@ class ShardedParameter(nn.Parameter):
     """
 
     shard: ShardInfo
+
+    grad = _unchecked("grad")  # of every parameter by zero_grad(), which runs with grad mode
 
     __torch_function__ = _Guard()
 
@@ -121,7 +132,7 @@ if ShardedParameter not in torch_optimizer._foreach_supported_types:
 def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """What torch calls instead of ``func`` with grad mode."""
     kwargs = kwargs or {}
-    if func in _allowed():
+    if func in _ALLOWED:
         return _disabled_torch_function_impl(func, types, args, kwargs)
     used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
     info = used.shard
@@ -140,7 +151,6 @@ def _name_of(func: Any) -> str:
     return f"{func.__name__}()"
 
 
-@functools.cache
 def _allowed() -> frozenset[Any]:
     """Functions that no result follows from by differentiation and that read no values, or open ``no_grad`` within."""
     properties = """
@@ -166,3 +176,6 @@ def _allowed() -> frozenset[Any]:
     named = [(Tensor, methods), (torch, functions)]
     callables = [getattr(place, name) for place, names in named for name in names.split() if hasattr(place, name)]
     return frozenset([*accessors, *inits, *callables])
+
+
+_ALLOWED = _allowed()
