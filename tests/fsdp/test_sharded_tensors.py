@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -510,6 +511,24 @@ def test_clipping_takes_one_collective_an_axis(name: str, collectives: int) -> N
         events = [event for index, event in schedule if index == rank]
         launched = [event for event in events[events.index("here") :] if event.startswith("launch")]
         assert len(launched) == collectives, launched
+
+
+def clipped_with_nan(bad: float) -> tuple[float, float, float]:
+    params = sharded_params(RANKS["2"], wholes(), wholes())
+    total = clip_grad_norm_(params, 0.5)
+    if dist.get_rank() == 0:
+        params[0].grad.view(-1)[0] = bad
+    found_inf = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_([p.grad for p in params], found_inf, torch.ones(()))
+    return total.item(), get_total_norm([param.grad for param in params], INF).item(), found_inf.item()
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_real_ranks_clip_and_find_nan_as_one_process(bad: float) -> None:
+    expected = get_total_norm(wholes()).item()
+    for total, largest, found_inf in run_ranks(clipped_with_nan, 2, bad):
+        assert total == pytest.approx(expected, rel=1e-6) and found_inf == 1
+        assert math.isnan(largest) if math.isnan(bad) else largest == bad
 
 
 # ---- torch's scaler. ----
