@@ -35,7 +35,8 @@ from functools import cached_property
 import torch
 
 from .layout_atoms import cuts_an_atom, place
-from .layout_cut import PARAM_ALIGNMENT, bucket_numel_for, cut, round_up, stack_whole
+from .layout_cut import PARAM_ALIGNMENT, bucket_numel_for, cut, stack_whole
+from .layout_split import split
 
 __all__ = ["BucketLayout", "BufferLayout", "GradPlan", "ParamSlot", "ParamSpec", "plan_gradients"]
 
@@ -223,6 +224,7 @@ def plan_gradients(
     num_buckets: int | None = None,
     pad_for_bus_bandwidth: bool = False,
     keep_params_whole: bool = False,
+    max_atom_padding: float | None = None,
 ) -> GradPlan:
     """Lay out the gradients of ``specs``, which come **in the order in which backward reaches them**.
 
@@ -238,11 +240,18 @@ def plan_gradients(
                            largest parameter, and the last one takes in others until it does: padding then is less
                            than what it holds (alignment aside), unless the buffer as a whole holds less than that: a
                            parameter larger than its buffer / ``shard_degree`` makes every shard as long as itself
+    max_atom_padding       a bucket that the atoms of its parameters would pad by more than this, as a fraction of their
+                           elements, is split by atoms, into as few as keep below it; None: buckets stay as they are.
+                           ``num_buckets`` counts them before they are split
 
     Undelayed buckets launch first, ordered by the parameter that backward reaches last in each; then delayed ones.
     Raises ``ValueError`` for duplicate names, no parameters, and impossible sizes.
     """
     _check_specs(specs, bucket_numel, num_buckets)
+    if max_atom_padding is not None and (keep_params_whole or max_atom_padding < 0):
+        raise ValueError(
+            f"max_atom_padding={max_atom_padding}: it is at least 0, and None where parameters are kept whole"
+        )
     degrees = {s.group: shard_degree if isinstance(shard_degree, int) else shard_degree[s.group] for s in specs}
     for group, degree in degrees.items():
         if degree < 1:
@@ -258,21 +267,19 @@ def plan_gradients(
         if num_buckets is not None:
             numel = _bucket_numel_for(members, num_buckets)
         runs[key] = _cut(members, numel, degree if keep_params_whole else 1)
+        if max_atom_padding is not None:
+            multiple = _bucket_alignment(degree, pad_for_bus_bandwidth) // degree
+            runs[key] = [part for run in runs[key] for part in _split(run, degree, multiple, max_atom_padding)]
     launch_index = _launch_order(specs, (run for buffer_runs in runs.values() for run in buffer_runs))
 
     buffers = []
     loads = {group: [0] * degree for group, degree in degrees.items()}
     for (param_dtype, grad_dtype, group), buffer_runs in runs.items():
-        alignment = math.lcm(degrees[group], BUSBW_ALIGNMENT if pad_for_bus_bandwidth else BUCKET_ALIGNMENT)
+        alignment = _bucket_alignment(degrees[group], pad_for_bus_bandwidth)
         buckets: list[BucketLayout] = []
         for run in buffer_runs:
             start = buckets[-1].end if buckets else 0
-            if keep_params_whole:
-                slots, numel = _place_whole(run, start, alignment, loads[group])
-            elif degrees[group] > 1 and any(spec.atom > 1 for spec in run):
-                slots, numel = _place_atoms(run, start, alignment, degrees[group])
-            else:
-                slots, numel = _place_in_order(run, start, alignment)
+            slots, numel = _place(run, start, alignment, loads[group], keep_params_whole)
             buckets.append(
                 BucketLayout(
                     index=launch_index[run[0].name],
@@ -292,6 +299,11 @@ def plan_gradients(
 def default_bucket_numel(shard_degree: int) -> int:
     """Elements of a bucket where none are given: large enough that each rank's share keeps a link busy."""
     return max(MIN_DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK * shard_degree)
+
+
+def _bucket_alignment(degree: int, pad_for_bus_bandwidth: bool) -> int:
+    """Elements that a bucket is a multiple of."""
+    return math.lcm(degree, BUSBW_ALIGNMENT if pad_for_bus_bandwidth else BUCKET_ALIGNMENT)
 
 
 def _check_specs(specs: Sequence[ParamSpec], bucket_numel: int | None, num_buckets: int | None) -> None:
@@ -332,36 +344,28 @@ def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int) -> list[lis
     return runs
 
 
-def _place_in_order(run: Sequence[ParamSpec], start: int, alignment: int) -> tuple[tuple[ParamSlot, ...], int]:
-    """One parameter behind the other; returns their places and the bucket's elements."""
-    slots, position = [], start
-    for spec in run:
-        slots.append(ParamSlot(spec=spec, start=round_up(position, PARAM_ALIGNMENT)))
-        position = slots[-1].end
-    return tuple(slots), max(round_up(position - start, alignment), alignment)
+def _split(run: list[ParamSpec], degree: int, multiple: int, max_padding: float) -> list[list[ParamSpec]]:
+    """The buckets that one bucket becomes because of its parameters' atoms."""
+    if degree == 1 or all(spec.atom == 1 for spec in run):
+        return [run]
+    groups = split([spec.numel for spec in run], [spec.atom for spec in run], degree, multiple, max_padding)
+    return [[run[index] for index in group] for group in groups]
 
 
-def _place_whole(
-    run: Sequence[ParamSpec], start: int, alignment: int, loads: list[int]
+def _place(
+    run: Sequence[ParamSpec], start: int, alignment: int, loads: list[int], keep_whole: bool
 ) -> tuple[tuple[ParamSlot, ...], int]:
-    """Each parameter in one shard; returns their places and the bucket's elements. Adds to the ranks' ``loads``."""
-    # Shards start where parameters may start, and together they end where a bucket may end.
-    multiple = math.lcm(PARAM_ALIGNMENT, alignment // len(loads))
-    starts, shard_numel = stack_whole([spec.numel for spec in run], loads, multiple)
-    return _slots(run, start, starts), shard_numel * len(loads)
+    """The places of one bucket's parameters and its elements. Adds to the ranks' ``loads`` where they are kept whole.
 
-
-def _place_atoms(
-    run: Sequence[ParamSpec], start: int, alignment: int, degree: int
-) -> tuple[tuple[ParamSlot, ...], int]:
-    """No shard border inside an atom; returns their places and the bucket's elements."""
-    numels, atoms = [spec.numel for spec in run], [spec.atom for spec in run]
-    starts, shard_numel = place(numels, atoms, degree, alignment // degree)
-    return _slots(run, start, starts), shard_numel * degree
-
-
-def _slots(run: Sequence[ParamSpec], start: int, starts: Sequence[int]) -> tuple[ParamSlot, ...]:
-    return tuple(ParamSlot(spec=spec, start=start + offset) for spec, offset in zip(run, starts, strict=True))
+    One parameter lies behind the other, unless that would cut what is to stay together.
+    """
+    degree, numels = len(loads), [spec.numel for spec in run]
+    if keep_whole:  # shards start where parameters may start, and together they end where a bucket may end
+        starts, shard_numel = stack_whole(numels, loads, math.lcm(PARAM_ALIGNMENT, alignment // degree))
+    else:
+        starts, shard_numel = place(numels, [spec.atom for spec in run], degree, alignment // degree)
+    slots = (ParamSlot(spec=spec, start=start + offset) for spec, offset in zip(run, starts, strict=True))
+    return tuple(slots), shard_numel * degree
 
 
 def _launch_order(specs: Sequence[ParamSpec], runs: Iterable[Sequence[ParamSpec]]) -> dict[str, int]:

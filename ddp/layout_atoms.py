@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from .layout_cut import PARAM_ALIGNMENT, round_up, stack_whole
 
-__all__ = ["Placement", "atom_of", "cuts_an_atom", "place"]
+__all__ = ["Placement", "atom_of", "cuts_an_atom", "least_shard_numel", "place"]
 
 MAX_PILES = 16  # atoms that one step of the walk looks at; with more, the coarsest
 MAX_LOOKS = 250_000  # looks at a pile in all walks of one bucket, about half a second
@@ -110,6 +110,27 @@ def place(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: in
     best = Placement(*stack_whole(numels, [0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
     aligned = _in_aligned_order(kinds, degree, multiple, best.shard_numel)
     return _search(kinds, degree, multiple, best if aligned is None else aligned)
+
+
+def least_shard_numel(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> int:
+    """A lower bound of ``place(...).shard_numel``: elements that the shards need whatever the order and the gaps.
+
+    A shard holds the longest atom, all shards hold all parameters, and a parameter of more than two shards makes the
+    shard a multiple of its atom.
+    """
+    kinds = [_Kind(numel, atom) for numel, atom in zip(numels, atoms, strict=True)]
+    everything = sum(round_up(numel, PARAM_ALIGNMENT) for numel in numels)
+    end = round_up(everything, multiple) + 1  # no bound is longer than one shard for everything
+    for low, high, forced in _stretches(kinds, _least(kinds, degree), multiple, end):
+        if round_up(low, forced) < high:
+            return max(round_up(low, forced), multiple)
+    return end - 1
+
+
+def _least(kinds: Sequence[_Kind], degree: int) -> int:
+    padded = [round_up(kind.numel, PARAM_ALIGNMENT) for kind in kinds]
+    least = sum(padded) - max(size - kind.numel for size, kind in zip(padded, kinds, strict=True))
+    return max(-(-least // degree), max(min(kind) for kind in kinds))
 
 
 def _in_order(kinds: Sequence[_Kind], degree: int, multiple: int) -> Placement:
@@ -225,12 +246,9 @@ def _congruent(first: int, border: int, atom: int) -> int | None:
 
 def _search(kinds: Sequence[_Kind], degree: int, multiple: int, best: Placement) -> Placement:
     """The placement with the shortest shards that a limited number of walks finds, or ``best``."""
-    padded = [round_up(kind.numel, PARAM_ALIGNMENT) for kind in kinds]
-    least = sum(padded) - max(size - kind.numel for size, kind in zip(padded, kinds, strict=True))
-    shortest = max(-(-least // degree), max(min(kind) for kind in kinds))
     cost = len(kinds) * min(MAX_PILES, len(_piles(kinds)))  # looks of one walk
     walks = max(MAX_LOOKS // cost, 4)
-    for low, high, forced in _stretches(kinds, shortest, multiple, best.shard_numel):
+    for low, high, forced in _stretches(kinds, _least(kinds, degree), multiple, best.shard_numel):
         if round_up(low, forced) >= min(high, best.shard_numel):
             continue
         for common in _moduli(kinds, forced, best.shard_numel):

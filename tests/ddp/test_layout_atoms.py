@@ -1,16 +1,14 @@
-"""Shard borders that cut no atom: properties over random parameters, the shortest shards of small cases by trying all,
-and padding of published models."""
+"""Shard borders that cut no atom: properties over random parameters, and small cases against every order there is."""
 
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from published_shapes import PUBLISHED, PublishedUnit, Shapes
 
 from maingrad.ddp.layout import (
     PARAM_ALIGNMENT,
@@ -21,29 +19,15 @@ from maingrad.ddp.layout import (
     ParamSpec,
     plan_gradients,
 )
-from maingrad.ddp.layout_atoms import atom_of, cuts_an_atom, place
+from maingrad.ddp.layout_atoms import atom_of, cuts_an_atom, least_shard_numel, place
 from maingrad.ddp.layout_cut import deal, round_up
 
-DEGREES = (8, 64, 256, 1024)
 ONE_BUCKET = 10**15
 KINDS = ("element", "row", "whole", 2, 7)
 
 
 def spec(name: str, *shape: int, atom: int = 1, dtype: torch.dtype = torch.bfloat16, group: str = "dense") -> ParamSpec:
     return ParamSpec(name=name, shape=shape, param_dtype=dtype, grad_dtype=torch.float32, group=group, atom=atom)
-
-
-def specs_of(shapes: Shapes, kind: object, *, norms_in_fp32: bool = False) -> list[ParamSpec]:
-    """In the order of backward, the reverse of registration."""
-    return [
-        spec(
-            name,
-            *shape,
-            atom=atom_of(shape, kind),  # type: ignore[arg-type]
-            dtype=torch.float32 if norms_in_fp32 and len(shape) == 1 else torch.bfloat16,
-        )
-        for name, shape in reversed(shapes.items())
-    ]
 
 
 def cut_inside(bucket: BucketLayout, slot: ParamSlot) -> list[int]:
@@ -295,93 +279,74 @@ def test_shards_are_about_as_short_as_can_be(blocks: list[tuple[int, int, int]],
     assert best <= place(numels, atoms, degree, PARAM_ALIGNMENT).shard_numel <= 4 / 3 * best
 
 
-# ---- Published models. ----
-
-
-@pytest.mark.parametrize(
-    ("name", "numel"),
-    [  # as transformers' models of these configs count them
-        ("Llama-8B", 8_030_261_248),
-        ("Qwen3-0.6B", 596_049_920),
-        ("gpt-oss-20b", 20_914_757_184),
-        ("DeepSeek-V3, packed", 671_026_404_352),
-        ("DeepSeek-V3, one by one", 671_026_404_352),
-    ],
-)
-def test_published_models_are_complete(name: str, numel: int) -> None:
-    assert sum(unit.count * numel_of({**unit.dense, **unit.experts}) for unit in PUBLISHED[name]()) == numel
-
-
-def numel_of(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
-def parts(unit: PublishedUnit) -> list[Shapes]:
-    """What one plan may hold: everything, or dense weights and experts apart because their ranks differ."""
-    return [{**unit.dense, **unit.experts}, *([unit.dense, unit.experts] if unit.experts else [])]
-
-
-@pytest.mark.parametrize(
-    ("degree", "norms_in_fp32"), [*itertools.product(DEGREES, (False, True)), (6, False), (96, False), (1000, False)]
-)
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_element_atoms_pad_published_models_by_less_than_a_thousandth(
-    name: str, degree: int, norms_in_fp32: bool
-) -> None:
-    for shapes in (shapes for unit in PUBLISHED[name]() for shapes in parts(unit)):
-        specs = specs_of(shapes, "element", norms_in_fp32=norms_in_fp32)
-        plan = plan_gradients(specs, shard_degree=degree, bucket_numel=ONE_BUCKET)
-        assert len(plan.buckets) == len({s.param_dtype for s in specs})
-        assert plan.padding < 0.001 * numel_of(shapes)
-
-
-def least_shard(specs: Sequence[ParamSpec], degree: int) -> int:
-    """No shard that respects atoms is shorter: one holds the longest atom, all hold everything, and a parameter of
-    more than two shards has two borders inside, so that the shard is a multiple of its atom."""
+@given(models(), st.integers(1, 40))
+def test_the_bound_is_a_bound(specs: list[ParamSpec], degree: int) -> None:
+    numels, atoms = [s.numel for s in specs], [s.atom for s in specs]
     multiple = 128 // math.gcd(128, degree)
-    least = max(-(-sum(s.numel for s in specs) // degree), max(min(s.atom, s.numel) for s in specs))
-    cuttable = [s for s in specs if 1 < s.atom < s.numel]
-    for low in sorted({least, *(-(-s.numel // 2) for s in cuttable if s.numel > 2 * least)}):
-        common = math.lcm(multiple, *(s.atom for s in cuttable if s.numel > 2 * low))
-        longer = [s.numel for s in cuttable if s.numel > 2 * low]
-        if 2 * round_up(low, common) < min(longer, default=math.inf):
-            return round_up(low, common)
-    raise AssertionError
+    bound = least_shard_numel(numels, atoms, degree, multiple)
+    assert bound % multiple == 0
+    assert max(min(numel, atom) for numel, atom in zip(numels, atoms, strict=True)) <= bound
+    assert sum(numels) <= degree * bound
+    assert bound <= place(numels, atoms, degree, multiple).shard_numel
 
 
-ROWS_AT_1024 = {"Llama-8B": 7.7, "Qwen3-0.6B": 20.0, "gpt-oss-20b": 608.3, "DeepSeek-V3, packed": 51.2}
-"""Padding in percent of a layer's dense weights, where shards consist of whole rows and parameters are contiguous."""
+# ---- Atoms that do not go together. ----
 
 
-@pytest.mark.parametrize("name", ROWS_AT_1024)
-def test_rows_of_different_widths_cannot_share_shards_cheaply(name: str) -> None:
-    """What element atoms save: such rows make every shard a multiple of their widths' common multiple."""
-    unit = PUBLISHED[name]()[-1]
-    rows = specs_of(unit.dense, "row")
-    numel = numel_of(unit.dense)
-    common = math.lcm(*(s.atom for s in rows))
-    by_common_multiple = 1024 * round_up(-(-numel // 1024), common) - numel
-    assert 100 * by_common_multiple / numel == pytest.approx(ROWS_AT_1024[name], abs=0.06)
+@given(models(), st.integers(1, 40), st.sampled_from((0.0, 0.05, 0.5, 1e9)), st.sampled_from((1500, ONE_BUCKET)))
+def test_split_buckets_hold_the_same_parameters_with_less_padding(
+    specs: list[ParamSpec], degree: int, most: float, bucket_numel: int
+) -> None:
+    joined = plan_gradients(specs, shard_degree=degree, bucket_numel=bucket_numel)
+    plan = plan_gradients(specs, shard_degree=degree, bucket_numel=bucket_numel, max_atom_padding=most)
+    assert sorted(starts(plan)) == sorted(s.name for s in specs)
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    holder = {slot.spec.name: bucket.index for bucket in joined.buckets for slot in bucket.slots}
+    for bucket in plan.buckets:
+        assert len({holder[slot.spec.name] for slot in bucket.slots}) == 1, "no bucket joins what was apart"
+    reached = {s.name: place for place, s in enumerate(specs)}
+    last = [max(reached[slot.spec.name] for slot in bucket.slots) for bucket in plan.buckets]
+    assert last == sorted(last)
+    if most == 1e9 or degree == 1 or all(s.atom == 1 for s in specs):
+        assert plan == joined
 
-    plan = plan_gradients(rows, shard_degree=1024, bucket_numel=ONE_BUCKET)
-    assert plan.padding == by_common_multiple
-    assert plan.numel == 1024 * least_shard(rows, 1024), "nor can anything else be shorter"
-    elements = plan_gradients(specs_of(unit.dense, "element"), shard_degree=1024, bucket_numel=ONE_BUCKET)
-    assert elements.padding < 0.0001 * numel
+
+def bound_numel(specs: Sequence[ParamSpec], degree: int) -> int:
+    multiple = 128 // math.gcd(128, degree)
+    return degree * least_shard_numel([s.numel for s in specs], [s.atom for s in specs], degree, multiple)
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_rows_of_published_models_need_hardly_more_than_they_must(name: str, degree: int) -> None:
-    for shapes in (shapes for unit in PUBLISHED[name]() for shapes in parts(unit)):
-        specs = specs_of(shapes, "row")
-        numel = plan_gradients(specs, shard_degree=degree, bucket_numel=ONE_BUCKET).numel
-        # Where experts lie one by one, shards at 1,024 ranks are shorter than an expert's weight, and the bound, which
-        # knows of no borders but forced ones, is 0.9 % too low.
-        slack = 0.01 if name == "DeepSeek-V3, one by one" and degree == 1024 else 0.0005
-        assert numel <= (1 + slack) * degree * least_shard(specs, degree)
-        if degree == 8 and name != "gpt-oss-20b":  # whose packed experts have rows of 16.6 million elements
-            assert numel <= 1.0005 * numel_of(shapes)
+@given(models(most=6), st.integers(2, 12), st.sampled_from((0.0, 0.1)))
+def test_splits_gain_something_and_are_needed(specs: list[ParamSpec], degree: int, most: float) -> None:
+    alike = [spec(s.name, *s.shape, atom=s.atom) for s in specs]
+    plan = plan_gradients(alike, shard_degree=degree, bucket_numel=ONE_BUCKET, max_atom_padding=most)
+    numel = sum(s.numel for s in specs)
+    groups = [[slot.spec for slot in bucket.slots] for bucket in plan.buckets]
+    if len(groups) > 1:
+        assert bound_numel(alike, degree) > (1 + most) * numel
+        split_numel = sum(bound_numel(group, degree) for group in groups)
+        assert split_numel < bound_numel(alike, degree)
+        for one, other in itertools.combinations(groups, 2):
+            rest = split_numel - bound_numel(one, degree) - bound_numel(other, degree)
+            assert rest + bound_numel([*one, *other], degree) > max(split_numel, int((1 + most) * numel))
+
+
+def test_rows_of_two_widths_apart() -> None:
+    # A twelfth is 1157: two rows of both widths' common multiple, 960. Apart two rows of 320 and three of 192 do.
+    specs = [spec("wide", 24, 320, atom=320), spec("narrow", 32, 192, atom=192), spec("bias", 64)]
+    assert plan_gradients(specs, shard_degree=12).numel == 12 * 1920
+    plan = plan_gradients(specs, shard_degree=12, max_atom_padding=0.06)
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["wide"], ["narrow", "bias"]]
+    assert [bucket.numel for bucket in plan.buckets] == [12 * 640, 12 * 576]
+
+
+@pytest.mark.parametrize(("most", "keep"), [(-0.1, False), (0.1, True)])
+def test_a_split_that_cannot_be_is_refused(most: float, keep: bool) -> None:
+    with pytest.raises(ValueError, match=f"max_atom_padding={most}: it is at least 0, and None where parameters"):
+        plan_gradients([spec("a", 4)], max_atom_padding=most, keep_params_whole=keep)
+
+
+# ---- Time. ----
 
 
 def test_a_thousand_parameters_on_a_thousand_ranks_take_less_than_a_second() -> None:
