@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..kernels.compat import zero_cta_options
 from .collectives import group_or_default, group_rank, group_size, sum_over_group
 
-__all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids"]
+__all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", "with_separate_gather"]
 
 
 class RankGrid(NamedTuple):
@@ -97,11 +97,18 @@ def make_grid(
         inner, outer = _groups_of_mesh(ranks, num_instances, option)
     else:
         inner, outer = _cut(group_or_default(ranks), num_instances, option)
-    gather = inner
-    if separate_gather and inner is not None and inner.size() > 1:
-        options = zero_cta_options() if copy_engines else None
-        gather = _group_of(dist.get_process_group_ranks(inner), like=inner, options=options)
-    return RankGrid(inner, outer, gather)
+    grid = RankGrid(inner, outer, inner)
+    return with_separate_gather(grid, copy_engines=copy_engines) if separate_gather else grid
+
+
+def with_separate_gather(grid: RankGrid, *, copy_engines: bool = False) -> RankGrid:
+    """The same grid with a communicator for gathers alone; collective over the inner group."""
+    if grid.inner_size == 1:
+        return grid
+    assert grid.inner is not None, "a group of more than one rank"
+    options = zero_cta_options() if copy_engines else None
+    gather = _group_of(dist.get_process_group_ranks(grid.inner), like=grid.inner, options=options)
+    return grid._replace(gather=gather)
 
 
 def make_grids(

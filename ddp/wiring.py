@@ -31,7 +31,9 @@ __all__ = [
     "check_same_config",
     "check_same_on_all_ranks",
     "check_setup",
+    "compare_between_ranks",
     "find_owned_params",
+    "grad_dtype_of",
     "kind_of",
     "plan_model",
 ]
@@ -175,7 +177,9 @@ def plan_model(
             name=name,
             shape=tuple(by_name[name].param.shape),
             param_dtype=by_name[name].param.dtype,
-            grad_dtype=_grad_dtype(by_name[name].param.dtype, config),
+            grad_dtype=grad_dtype_of(
+                by_name[name].param.dtype, torch.float32 if config.grad_reduce_in_fp32 else by_name[name].param.dtype
+            ),
             group=kind_of(by_name[name].param),
             delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),  # Megatron's mark: tied across stages
@@ -192,9 +196,9 @@ def plan_model(
     )
 
 
-def _grad_dtype(param_dtype: torch.dtype, config: DistributedDataParallelConfig) -> torch.dtype:
-    half = param_dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if half and config.grad_reduce_in_fp32 else param_dtype
+def grad_dtype_of(param_dtype: torch.dtype, of_half: torch.dtype) -> torch.dtype:
+    """Dtype of ``main_grad``: ``of_half`` under parameters in half precision, the parameter's own otherwise."""
+    return of_half if param_dtype in (torch.bfloat16, torch.float16) else param_dtype
 
 
 def allocate_buckets(
@@ -240,7 +244,7 @@ def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broad
         model += [line for kind in own for line in _describe_rest(broadcast, kind)]
         buckets = [line for kind in own for line in _describe_buckets(plan, kind)]
         for group in grids[own[0]].axes:
-            _compare(group, {"model": model, "gradient plan": buckets})
+            compare_between_ranks(group, {"model": model, "gradient plan": buckets})
 
 
 def check_same_config(config: DistributedDataParallelConfig, ranks: dist.ProcessGroup | DeviceMesh | None) -> None:
@@ -254,10 +258,10 @@ def check_same_config(config: DistributedDataParallelConfig, ranks: dist.Process
     lines = [f"{field.name} = {getattr(config, field.name)}" for field in dataclasses.fields(config)]
     for group in groups:
         if group.size() > 1:
-            _compare(group, {"config": lines})
+            compare_between_ranks(group, {"config": lines})
 
 
-def _compare(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:
+def compare_between_ranks(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:
     """Compare this rank's lines with the others'; raises ``ValueError`` with the first that differs, and its title."""
     fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
     fingerprints: list[str] = [""] * group.size()

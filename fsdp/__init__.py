@@ -1,1 +1,16 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state over ranks, on the buckets of ddp/."""
+"""Parameters that are sharded at rest: ZeRO-1 to 3 and hybrids, on the buckets and collectives of ``ddp``."""
+
+from ..ddp.placements import PLACEMENTS, AxisPlacement, Placement, Placements
+from .fully_shard import fully_shard
+from .mixed_precision import MixedPrecisionPolicy
+from .module import FSDPModule
+
+__all__ = [
+    "PLACEMENTS",
+    "AxisPlacement",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "Placement",
+    "Placements",
+    "fully_shard",
+]

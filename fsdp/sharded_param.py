@@ -71,14 +71,13 @@ class _Guard:
         return _checked if torch.is_grad_enabled() else _disabled_torch_function_impl
 
 
-def _unchecked(name: str) -> Any:
-    """An attribute of tensors that is always allowed, without the check: it takes microseconds."""
-    entry: Any = vars(torch._C.TensorBase)[name]
+def _plainly(access: Callable[..., Any], *args: Any) -> Any:
+    """``access(*args)`` as on plain tensors: without the check, which takes microseconds."""
+    return _disabled_torch_function_impl(access, (), args, {})
 
-    def accessor(access: Any) -> Callable[..., Any]:
-        return lambda *args: _disabled_torch_function_impl(access, (), args, {})
 
-    return property(accessor(entry.__get__), accessor(entry.__set__), accessor(entry.__delete__))
+_grad: Any = vars(torch._C.TensorBase)["grad"]
+_data: Any = vars(torch._C.TensorBase)["data"]
 
 
 class ShardedParameter(nn.Parameter):
@@ -87,16 +86,43 @@ class ShardedParameter(nn.Parameter):
     Without grad mode (optimizers, averages, initialisation) it is a plain tensor of the rank's own elements, of which
     it may have none. With grad mode, functions that would use its values raise ``RuntimeError``: the whole parameter is
     in the module while the forward of its unit runs, and nowhere else. Questions about it (shape, dtype, grad, hooks),
-    ``detach()`` and ``data`` are always allowed. Norms are those of the rank's elements; a gradient's are global.
+    ``detach()`` and ``data`` are always allowed. It does not leave the unit's memory: giving it other ``data``, as
+    ``module.half()`` does, raises too. Its norms are those of the rank's elements, while its gradient's are global.
 
     A deep copy is a sharded parameter of its own memory. It is not pickled, as its process groups cannot be.
     """
 
     shard: ShardInfo
 
-    grad = _unchecked("grad")  # of every parameter by zero_grad(), which runs with grad mode
-
     __torch_function__ = _Guard()
+
+    @property  # what zero_grad() asks of every parameter, with grad mode
+    def grad(self) -> Tensor | None:
+        """The gradient of these elements, or None."""
+        return _plainly(_grad.__get__, self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        _plainly(_grad.__set__, self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _plainly(_grad.__delete__, self)
+
+    @property
+    def data(self) -> Tensor:
+        """A plain tensor of the same memory. Setting it raises ``RuntimeError`` unless that is the same again."""
+        return _plainly(_data.__get__, self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        mine, other = self.data, _plainly(_data.__get__, data)
+        if _place_of(mine) != _place_of(other):
+            raise RuntimeError(
+                f"a sharded parameter stays in the memory of its unit ({self.shard}, {mine.dtype} on {mine.device}; "
+                f"given {other.dtype} on {other.device}): convert and move a module before fully_shard, and change "
+                f"values in place, param.data.copy_(...)"
+            )
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedParameter({self.shard}, requires_grad={self.requires_grad}):\n{self.detach()!r}"
@@ -122,6 +148,10 @@ def make_sharded(flat_view: Tensor, info: ShardInfo, requires_grad: bool) -> Sha
     param: ShardedParameter = Tensor._make_subclass(ShardedParameter, flat_view.view(local_shape(info)), requires_grad)
     param.shard = info
     return param
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 # torch's optimizers take their multi-tensor forms by default for the classes in this list alone.
@@ -154,7 +184,7 @@ def _name_of(func: Any) -> str:
 def _allowed() -> frozenset[Any]:
     """Functions that no result follows from by differentiation and that read no values, or open ``no_grad`` within."""
     properties = """
-        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf retains_grad data output_nr names
+        shape dtype device layout ndim requires_grad grad_fn grad_dtype is_leaf retains_grad output_nr names
         itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
         is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan
     """
@@ -167,7 +197,8 @@ def _allowed() -> frozenset[Any]:
     """
     functions = """
         is_floating_point is_complex is_signed is_inference is_same_size is_conj is_neg numel get_device detach
-        result_type empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+        result_type _has_compatible_shallow_copy_type
+        empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     """
     found = [getattr(Tensor, name) for name in properties.split() if hasattr(Tensor, name)]
     kinds = ("__get__", "__set__", "__delete__")

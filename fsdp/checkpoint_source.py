@@ -1,0 +1,237 @@
+"""Fully sharded models as a checkpoint sees them: ranges of parameters, which are the optimizer's masters themselves.
+
+    parameters at rest   computed in    the file's entries
+    fp32                 bf16, fp16     master (fp32) and model (its rounding), as DDP writes half-precision models
+    any                  the same       model
+
+So files go between any number of ranks, any placements, and ``DistributedDataParallel`` with ``DistributedOptimizer``.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..ddp.checkpoint_contents import model_tensors
+from ..ddp.checkpoint_ranks import CheckpointRanks
+from ..ddp.checkpoint_source import HeldOptimizer, HeldParam, Holding
+from ..ddp.collectives import group_or_default
+from ..ddp.rank_grid import RankGrid
+from .sharded_bucket import ShardedPair
+from .sharded_param import ShardedParameter
+
+__all__ = ["ShardedSource"]
+
+_HALF = (torch.bfloat16, torch.float16)
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""State of torch's optimizers that is one number for a whole parameter."""
+
+
+class ShardSlice(NamedTuple):
+    """This rank's elements of one parameter; a ``HeldSlice``."""
+
+    name: str
+    start: int
+    end: int
+    master: Tensor
+    """[end - start], a view of the rank's shard."""
+    dtype: torch.dtype
+    """What the model computes in."""
+    group: int | None
+    updated: Tensor | None
+    """The parameter that the optimizer was given."""
+    known: Mapping[str, Any]
+    """What the optimizer knows of it."""
+    counters: frozenset[str]
+    """Which of that is one number for the whole parameter, whatever its shape."""
+    offset: int = 0
+
+    @property
+    def param(self) -> Tensor:
+        """[end - start] as the model computes with them."""
+        return self.master.to(self.dtype)
+
+    def state(self) -> dict[str, Tensor]:
+        """Elementwise state, [end - start] each: views. Empty before the first step."""
+        return {
+            key: value.view(-1)
+            for key, value in self.known.items()
+            if self.updated is not None
+            and isinstance(value, Tensor)
+            and value.shape == self.updated.shape
+            and not (key in self.counters and value.ndim == 0)
+        }
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of its state, such as the number of steps."""
+        elementwise = self.state()
+        return {key: value for key, value in self.known.items() if key not in elementwise}
+
+
+class ShardedSource:
+    """A fully sharded module with all units in it; a ``CheckpointSource``.
+
+    module  the module that is saved: names are those in it
+    pairs   its units' parameters, sharded and whole
+
+    Collective over the module's ranks at the first call for a module.
+    """
+
+    def __init__(self, module: nn.Module, pairs: Iterable[ShardedPair]) -> None:
+        self._module = module
+        self._whole = {pair.sharded: pair.whole for pair in pairs}
+        ranks = _ranks_of(module, list(self._whole))
+        self.ranks = ranks.together
+        self._experts = ranks.experts
+        self.expert_axes: Sequence[dist.ProcessGroup] | None = None if ranks.experts is None else ranks.expert_axes
+
+    def hold(self, optimizer: object, *, saving: bool) -> Holding:
+        """Every parameter is a slice; without ranks, of all its elements. The shards are always up to date."""
+        tensors = model_tensors(self._module)
+        whole = {id(param) for param in self._whole.values()}
+        for name, param in tensors.parameters.items():
+            if id(param) in whole:
+                raise ValueError(f"parameter '{name}' is whole now: save and load outside forwards and unsharded()")
+        checked = _checked(optimizer, tensors.parameters)
+        groups = {} if checked is None else _groups_of(checked)
+        counters = _COUNTERS if checked is None else _COUNTERS | _counters_of(checked)
+        params, slices = {}, []
+        for name, param in tensors.parameters.items():
+            params[name] = held = self._describe(param)
+            known = {} if checked is None else checked.state.get(param, {})
+            group = groups.get(param) if param.requires_grad or known else None
+            start, end = (
+                (param.shard.start, param.shard.end) if isinstance(param, ShardedParameter) else (0, param.numel())
+            )
+            slices.append(
+                ShardSlice(
+                    name,
+                    start,
+                    end,
+                    master=param.detach().view(-1),
+                    dtype=held.dtype,
+                    group=group,
+                    updated=None if group is None else param,
+                    known=known,
+                    counters=counters,
+                )
+            )
+        return Holding(
+            params=params,
+            buffers=tensors.buffers,
+            tied=tensors.tied,
+            whole={},
+            slices=slices,
+            optimizer=None
+            if checked is None
+            else HeldOptimizer(type(checked).__name__, checked.param_groups, checked.state),
+        )
+
+    def loaded(self, optimizer: object) -> None:
+        """Whole parameters that are kept are gathered again: on every rank, also where it read nothing."""
+        torch.autograd.graph.increment_version(list(self._whole))
+
+    def _describe(self, param: nn.Parameter) -> HeldParam:
+        if not isinstance(param, ShardedParameter):
+            return HeldParam(tuple(param.shape), param.dtype, param.dtype, "dense")
+        computing, kept = self._whole[param].dtype, param.dtype
+        rounds = kept is torch.float32 and computing in _HALF
+        is_expert = self._experts is not None and _axes(param.shard.grid) == _axes(self._experts)
+        return HeldParam(param.shard.shape, computing if rounds else kept, kept, "expert" if is_expert else "dense")
+
+
+def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer | None:
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"a torch.optim.Optimizer over the sharded parameters, got {type(optimizer).__name__}")
+    known = set(params.values())
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in known:
+                raise ValueError(
+                    f"this optimizer belongs to another model: a parameter of shape {list(param.shape)} in its group "
+                    f"{index} is not in this one; build it over model.parameters() after fully_shard"
+                )
+            if not param.is_contiguous():
+                raise ValueError(
+                    f"a parameter of shape {list(param.shape)} in group {index} is not sharded and not contiguous: its "
+                    f"state has no order of elements to be saved in"
+                )
+    return optimizer
+
+
+def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
+    return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+
+
+def _counters_of(optimizer: Optimizer) -> frozenset[str]:
+    """Keys that are no elementwise state of some parameter: of scalars neither, where the shapes do not tell."""
+    return frozenset(
+        key
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape != param.shape
+    )
+
+
+# ---- Ranks. ----
+
+
+class _Ranks(NamedTuple):
+    together: CheckpointRanks
+    experts: RankGrid | None
+    """Of parameters that fewer ranks share than the others."""
+
+    @property
+    def expert_axes(self) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.experts is None else tuple(self.experts.axes)
+
+
+_RANKS = "_maingrad_checkpoint_ranks"
+
+
+def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
+    """Found once for a module, which keeps them: a group may have been made for them."""
+    if _RANKS not in module.__dict__:
+        module.__dict__[_RANKS] = _find_ranks(params)
+    return module.__dict__[_RANKS]  # type: ignore[no-any-return]
+
+
+def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
+    grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
+    if not grids:
+        return _Ranks(CheckpointRanks((), None, writes=True, leads=True), None)
+    dense = max(grids, key=lambda grid: grid.size)
+    members = {_axes(grid): _members(grid) for grid in grids}
+    fewer = [grid for grid in grids if members[_axes(grid)] != members[_axes(dense)]]
+    if len(fewer) > 1:
+        sets = ", ".join(str(members[_axes(grid)]) for grid in (dense, *fewer))
+        raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
+    repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
+    if repeats:
+        return _Ranks(CheckpointRanks.of_grid(dense), None)
+    # Not every instance holds all of it.
+    ranks = members[_axes(dense)]
+    whole_world = len(ranks) == dist.get_world_size()
+    group = group_or_default(None) if whole_world else dist.new_group(ranks, use_local_synchronization=True)
+    assert group is not None, "this rank is one of them"
+    together = CheckpointRanks(tuple(dense.axes), group, writes=True, leads=group.rank() == 0)
+    return _Ranks(together, fewer[0] if fewer else None)
+
+
+def _axes(grid: RankGrid) -> tuple[Any, ...]:
+    return grid.inner, grid.outer
+
+
+def _members(grid: RankGrid) -> list[int]:
+    """Global ranks, ascending. Collective over the grid."""
+    ranks = [0] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
+    if grid.outer is None or grid.outer.size() == 1:
+        return sorted(ranks)
+    instances: list[list[int]] = [[]] * grid.outer.size()
+    dist.all_gather_object(instances, ranks, group=grid.outer)
+    return sorted(rank for instance in instances for rank in instance)

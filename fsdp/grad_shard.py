@@ -1,0 +1,162 @@
+"""What this rank's optimizer reads of one bucket's gradients: summed over microbatches, and reduced over both axes.
+
+A bucket goes through any number of rounds in an iteration; each writes whole gradients and reduces them::
+
+    round of a microbatch       whole gradients --- inside an instance ---> + partial
+    round of the final one      whole gradients --- inside an instance ---> + partial --- across instances ---> + total
+
+With one instance there is no ``partial``: what was reduced inside is added to ``total`` at once. ``total`` is what
+``.grad`` of the sharded parameters shows, so that whoever sets ``.grad`` to None starts a new sum.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ddp.collectives import InFlight, in_stages
+from ..ddp.reduction import GradReduction
+from .sharded_grad import ShardedGrad, make_sharded_grad
+from .sharded_param import ShardedParameter
+
+__all__ = ["GradShard", "ShardReduction"]
+
+
+class GradShard:
+    """The sums of one bucket, and ``.grad`` of its sharded parameters.
+
+    params   sharded parameters, each a view of the bucket's flat shard
+    offsets  first element of each in that shard
+    numel    elements of the shard, padding included
+    dtype    of the sums
+    device   on which gradients are reduced
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParameter],
+        offsets: Sequence[int],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._params = tuple(params)
+        self._offsets = tuple(offsets)
+        self._numel = numel
+        self._dtype = dtype
+        self._device = device
+        self._total: Tensor | None = None
+        self._partial: Tensor | None = None
+        self._shown: Tensor | None = None
+        self._views: list[ShardedGrad] = []
+        self.has_partial = False
+        """Some rounds were not summed across instances yet."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory on the reducing device, taken at the first round and kept."""
+        tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
+        return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
+
+    def collect(self, reduction: GradReduction, grads: Tensor | None, *, final: bool) -> Iterator[Any]:
+        """The stages of one round over ``grads`` [n], None where nothing was written since the last one."""
+        keeps_total = self._claim()
+        total = self._total
+        assert total is not None, "made by the claim"
+        if reduction.grid.outer_size == 1:
+            return self._into_total(reduction, grads, total, keeps_total)
+        keeps_partial, self.has_partial = self.has_partial, not final
+        return self._over_instances(reduction, grads, total, keeps_total, keeps_partial, final)
+
+    def publish(self) -> None:
+        """Bring ``.grad`` up to date where it is a copy of the sums: of another dtype, or on another device."""
+        if self._shown is not None and self._total is not None and self._shown is not self._total:
+            self._shown.copy_(self._total, non_blocking=True)
+
+    def _into_total(
+        self, reduction: GradReduction, grads: Tensor | None, total: Tensor, keeps: bool
+    ) -> Generator[Any, None, None]:
+        if grads is not None:
+            mine = yield from reduction.inside(grads)
+            _accumulate(total, mine, keeps)
+
+    def _over_instances(
+        self,
+        reduction: GradReduction,
+        grads: Tensor | None,
+        total: Tensor,
+        keeps_total: bool,
+        keeps_partial: bool,
+        final: bool,
+    ) -> Generator[Any, None, None]:
+        if grads is not None:
+            mine = yield from reduction.inside(grads)
+            if self._partial is None:
+                self._partial = torch.empty_like(mine, memory_format=torch.contiguous_format)
+            _accumulate(self._partial, mine, keeps_partial)
+        if not keeps_total:
+            total.zero_()
+        if final and self._partial is not None:
+            part = yield from reduction.across(self._partial)
+            total.add_(part)
+
+    def _claim(self) -> bool:
+        """Make ``.grad`` show the sums; returns whether what they hold is kept."""
+        if self._total is None:
+            self._make_sums()
+        grads = [param.grad for param in self._params]
+        if all(grad is None for grad in grads):
+            self.has_partial = False
+            for param, view in zip(self._params, self._views, strict=True):
+                param.grad = view
+            return not self._params  # padding alone needs nothing
+        for param, grad, view in zip(self._params, grads, self._views, strict=True):
+            if grad is not view:  # cleared alone, or replaced
+                view.zero_() if grad is None else view.copy_(grad)
+                self._carry_over(view)
+                param.grad = view
+        return True
+
+    def _carry_over(self, view: Tensor) -> None:
+        """Where ``.grad`` is a copy, the sum follows what somebody did to it."""
+        if self._shown is not self._total:
+            assert self._shown is not None and self._total is not None, "both are made together"
+            start = view.storage_offset() - self._shown.storage_offset()
+            self._total[start : start + view.numel()].copy_(view.detach().view(-1))
+
+    def _make_sums(self) -> None:
+        self._total = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
+        self._shown = self._total
+        if self._params:
+            dtype, device = self._params[0].dtype, self._params[0].device
+            if (dtype, device) != (self._dtype, self._device):
+                pinned = device.type == "cpu" and self._device.type == "cuda"
+                self._shown = torch.zeros(self._numel, dtype=dtype, device=device, pin_memory=pinned)
+        for param, offset in zip(self._params, self._offsets, strict=True):
+            flat = self._shown[offset : offset + param.numel()]
+            self._views.append(make_sharded_grad(flat, param.shard))
+
+
+class ShardReduction(GradReduction):
+    """One bucket's reduction, which adds the result to its ``GradShard``; what a ``BucketLauncher`` launches.
+
+    The other arguments are ``GradReduction``'s.
+    """
+
+    shard: GradShard
+    final = True
+    """The next round is the iteration's last."""
+    written = True
+    """The next round has whole gradients to reduce; otherwise it only sums across instances what earlier ones left."""
+
+    def start(self, grads: Tensor) -> InFlight:
+        """Reduce ``grads`` [n] and add this rank's part of it to the sums, asynchronously."""
+        return in_stages(self.shard.collect(self, grads if self.written else None, final=self.final), (grads,))
+
+
+def _accumulate(into: Tensor, value: Tensor, keeps: bool) -> None:
+    if keeps:
+        into.add_(value)
+    else:
+        into.copy_(value)

@@ -1,0 +1,217 @@
+"""What a module can do once it is a unit: the class that ``fully_shard`` puts before its own."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ddp.collectives import backend_of
+from ..ddp.timeline import Timeline
+from .root import Root
+from .unit import Unit, Use
+
+__all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
+
+_UNIT = "_maingrad_unit"
+_ROOT = "_maingrad_root"
+
+
+class FSDPModule(nn.Module):
+    """A module whose parameters are sharded. ``fully_shard`` makes a module an instance of this class and of its own.
+
+    Outside its forwards its parameters are this rank's shards. Verbs that speak of an iteration (``no_sync``,
+    ``finish_grad_sync``, ``record_timeline``) act on the whole model that this module is the outermost unit of.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, with its whole parameters in place."""
+        return _run(self, super().__call__, args, kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Every microbatch of an iteration but the last: gradients stay as local as the placements allow.
+
+        Whole gradients are kept, sharded ones are reduced inside an instance; nothing is reduced across instances.
+        """
+        root = root_of(self)
+        before, root.sync = root.sync, False
+        try:
+            yield
+        finally:
+            root.sync = before
+
+    @torch.no_grad()
+    def finish_grad_sync(self) -> None:
+        """Reduce what is left of the iteration's gradients, and wait: then ``.grad`` of every shard is complete.
+
+        The last backward of an iteration does it by itself, where it is not under ``no_sync`` and no delayed weight
+        gradients are pending; draining the last of those does it as well. Calling it again costs nothing. Raises
+        ``RuntimeError`` while delayed weight gradients are pending.
+        """
+        root_of(self).finish_grad_sync()
+
+    def unshard(self) -> None:
+        """Gather this unit's parameters and register them, until ``reshard``. Collective."""
+        unit, root = unit_of(self), root_of(self)
+        root.notice_changes()
+        root.gather(unit)
+        root.arrive(unit)
+        unit.show_whole()
+
+    def reshard(self) -> None:
+        """Undo ``unshard``."""
+        unit = unit_of(self)
+        unit.show_shards()
+        root_of(self).release(unit)
+
+    @contextmanager
+    def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
+        """Whole parameters of this unit and of those inside it, for reading.
+
+        writeback  what was written to them goes into the shards at the end: all ranks must have written the same
+
+        Collective. Takes memory for all of them at once; ``for unit in model.modules()`` takes one after the other.
+        """
+        inside = [module for module in self.modules() if isinstance(module, FSDPModule)]
+        for module in inside:
+            FSDPModule.unshard(module)
+        try:
+            yield
+        finally:
+            for module in inside:
+                if writeback:
+                    unit_of(module).write_back()
+                FSDPModule.reshard(module)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
+        """Gather these while this unit's forward runs, instead of what came next the last time."""
+        unit_of(self).forward_prefetch = tuple([unit_of(module) for module in modules])
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
+        """Gather these while this unit's backward runs, instead of what its forward came after."""
+        unit_of(self).backward_prefetch = tuple([unit_of(module) for module in modules])
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether whole parameters are let go between forward and backward, which gathers them again then."""
+        for module in self.modules() if recurse else (self,):
+            if isinstance(module, FSDPModule):
+                unit_of(module).set_reshard(reshard_after_forward)
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Record when forwards and backwards ran, and when parameters were gathered and gradients reduced."""
+        root = root_of(self)
+        grids = [bucket.reduction.grid for bucket in root.buckets]
+        on_gloo = any(backend_of(group, root.device) == "gloo" for grid in grids for group in grid.axes)
+        timeline = Timeline(root.device, collectives_have_threads=on_gloo)
+        root.launcher.timeline = timeline
+        try:
+            yield timeline
+        finally:
+            root.launcher.timeline = None
+            timeline.close()
+
+    @property
+    def units(self) -> list[Unit]:
+        """Every unit of the model, the outermost first."""
+        return list(root_of(self).units)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for pair in unit_of(self).pairs:
+            moved = fn(pair.sharded.detach())
+            if moved.device != pair.sharded.device or moved.dtype is not pair.sharded.dtype:
+                raise RuntimeError(
+                    f"parameter '{pair.sharded.shard.name}' is sharded, and stays the {pair.sharded.dtype} on "
+                    f"{pair.sharded.device} that it is: move or convert the module before fully_shard"
+                )
+        return super()._apply(_but_shards(fn, self), recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            "a fully sharded module is tied to its process groups and is not copied; build another model and load "
+            "state_dict() into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a fully sharded module is not pickled; save its state_dict(), or use save_checkpoint")
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """The unit that ``fully_shard`` made of this module."""
+    return module.__dict__[_UNIT]  # type: ignore[no-any-return]
+
+
+def root_of(module: FSDPModule) -> Root:
+    """The root of the model that this module is in; the module becomes the outermost where there is none yet."""
+    unit = unit_of(module)
+    root = None if unit.root_reference is None else unit.root_reference()
+    return root if root is not None else _become_root(module)
+
+
+def make_unit(module: nn.Module, unit: Unit) -> None:
+    """Put ``FSDPModule`` before the module's class."""
+    module.__dict__[_UNIT] = unit
+    module.__class__ = _class_of(type(module))
+
+
+@functools.cache
+def _class_of(cls: type) -> type:
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    started = _before(module, args, kwargs)
+    try:
+        outputs = forward(*started[0], **started[1])
+    except BaseException:
+        _failed(module)
+        raise
+    return _after(module, outputs, started[2])
+
+
+@torch.compiler.disable
+def _before(
+    module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Use | None]:
+    unit: Unit = module.__dict__[_UNIT]
+    root = None if unit.root_reference is None else unit.root_reference()
+    if root is None:
+        root = _become_root(module)
+    return unit.before_forward(root, args, kwargs)
+
+
+@torch.compiler.disable
+def _after(module: FSDPModule, outputs: Any, use: Use | None) -> Any:
+    unit: Unit = module.__dict__[_UNIT]
+    return unit.after_forward(unit.root, outputs, use)
+
+
+@torch.compiler.disable
+def _failed(module: FSDPModule) -> None:
+    unit: Unit = module.__dict__[_UNIT]
+    unit.forward_failed(unit.root)
+
+
+def _become_root(module: FSDPModule) -> Root:
+    """The first forward, or a verb, makes the module that it is called on the outermost unit. Collective."""
+    names = {id(inner): name for name, inner in module.named_modules()}
+    inside = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+    for inner in inside:
+        unit = unit_of(inner)
+        unit.rename(names[id(inner)])
+        inner.__dict__.pop(_ROOT, None)
+    root = Root(module, [unit_of(inner) for inner in inside])
+    module.__dict__[_ROOT] = root
+    return root
+
+
+def _but_shards(fn: Callable[[Any], Any], module: nn.Module) -> Callable[[Any], Any]:
+    """``fn`` for all tensors but shards and their gradients, which stay the views that they are."""
+    shards = [
+        pair.sharded for inner in module.modules() if isinstance(inner, FSDPModule) for pair in unit_of(inner).pairs
+    ]
+    kept = {id(tensor) for shard in shards for tensor in (shard, shard.grad)}
+    return lambda tensor: tensor if id(tensor) in kept else fn(tensor)

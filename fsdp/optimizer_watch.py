@@ -1,0 +1,78 @@
+"""What stock optimizers must be told, and what must be told of them: two hooks of torch's around every step.
+
+A step over gradients that are still being reduced would read half of them, and one over the parameters of before
+``fully_shard`` would update memory that nobody uses: both raise. After a step the units gather anew what it changed;
+fused optimizers do not raise the version of what they write.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from .sharded_bucket import ShardedBucket
+
+__all__ = ["mark_replaced", "replaced_in", "watch_steps"]
+
+_BUCKET = "_maingrad_bucket"
+_REPLACED = "_maingrad_sharded_in"
+
+
+def watch_steps(bucket: "ShardedBucket") -> None:
+    """Have optimizers over this bucket's shards watched."""
+    _register_once()
+    here = weakref.ref(bucket)
+    for pair in bucket.pairs:
+        setattr(pair.sharded, _BUCKET, here)
+
+
+def mark_replaced(param: Tensor, unit: str) -> None:
+    """Remember on the parameter of before that a unit has sharded it."""
+    setattr(param, _REPLACED, unit)
+
+
+def replaced_in(param: Tensor) -> str | None:
+    """The unit that has sharded this parameter, where it is one of before."""
+    return getattr(param, _REPLACED, None)
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _buckets_of(optimizer: Optimizer) -> list["ShardedBucket"]:
+    references = {id(found): found for p in _params_of(optimizer) if (found := p.__dict__.get(_BUCKET)) is not None}
+    buckets = [reference() for reference in references.values()]
+    return [bucket for bucket in buckets if bucket is not None]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for param in _params_of(optimizer):
+        unit = replaced_in(param)
+        if unit is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built before fully_shard: it holds the parameters that {unit} had "
+                f"before it was sharded, which no forward uses any more; build the optimizer from model.parameters() "
+                f"after the last fully_shard call"
+            )
+    for bucket in _buckets_of(optimizer):
+        why = bucket.why_unfinished
+        if why is not None:
+            raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for bucket in _buckets_of(optimizer):
+        bucket.note_change()

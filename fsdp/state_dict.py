@@ -1,0 +1,191 @@
+"""``state_dict`` and ``load_state_dict`` of fully sharded modules: ordinary DTensors, cut between rows.
+
+``state_dict()`` returns what PyTorch's own fully sharded modules return, ``Shard(0)`` over the inner ranks, so that
+torch.distributed.checkpoint and every tool that knows DTensors take it. ``load_state_dict()`` takes such tensors, of
+these ranks or of others, and whole ones. Both are collective over the module's ranks, one parameter at a time.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .exchange import Range, device_of, exchange, rows_of_rank
+from .sharded_param import ShardedParameter, ShardInfo, local_shape
+
+__all__ = ["install_state_dict_hooks"]
+
+# torch.distributed.tensor is imported where it is used: it takes seconds, and needs a torch with torch.distributed.
+
+
+def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Have ``state_dict`` and ``load_state_dict`` of ``module``, and of each module in it, speak of whole parameters.
+
+    module  its sharded parameters are in place; modules in it that have hooks already keep theirs
+    mesh    what the user sharded over: DTensors are on it. None: they are on a mesh of one dim over the inner ranks
+    """
+    for owner in module.modules():
+        sharded = any(isinstance(param, ShardedParameter) for param in owner._parameters.values())
+        if sharded and not any(isinstance(hook, _AfterSaving) for hook in owner._state_dict_hooks.values()):
+            translation = _Translation(mesh)
+            owner.register_state_dict_post_hook(_AfterSaving(translation))
+            owner.register_load_state_dict_pre_hook(_BeforeLoading(translation))
+
+
+class _Translation:
+    """Between the shards of one module's own parameters and DTensors."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self._mesh = mesh
+        self._known: dict[ShardInfo, tuple[list[Range], list[Range]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Translation":
+        return self  # a copy of the module is on the same ranks
+
+    def to_dtensor(self, param: ShardedParameter) -> Tensor:
+        """A DTensor in new memory; without ranks a plain tensor. Collective."""
+        info, flat = param.shard, param.detach().view(-1)
+        across, inside = self._ranges(info)
+        group, rank = info.grid.inner, info.grid.inner_rank
+        if len(across) > 1:
+            flat = exchange(flat, across, [inside[rank]] * len(across), info.grid.outer)
+        local = exchange(flat, inside, _dtensor_ranges(info), group).view(_dtensor_shape(info, rank))
+        if group is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        mesh = self._mesh_of(flat, group)
+        stride = tuple(math.prod(info.shape[dim + 1 :]) for dim in range(len(info.shape)))
+        return DTensor.from_local(
+            local, mesh, _placements(info, mesh), run_check=False, shape=torch.Size(info.shape), stride=stride
+        )
+
+    def to_shard(self, param: ShardedParameter, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``, in the shape of ``param``: a DTensor of any ranks, or a whole tensor.
+
+        Collective for a DTensor. Raises ``ValueError`` for another shape.
+        """
+        from torch.distributed.tensor import DTensor
+
+        info, first = param.shard, 0
+        if tuple(value.shape) != info.shape:
+            raise ValueError(f"a tensor of shape {list(value.shape)}, and the whole parameter is {list(info.shape)}")
+        if isinstance(value, DTensor):
+            group = info.grid.inner
+            if group is None or not self._is_ours(value, info):
+                value = value.full_tensor()
+            elif not info.shape:
+                value = value.to_local()
+            else:
+                inside, local = self._ranges(info)[1], value.to_local().contiguous().view(-1)
+                value = exchange(local, _dtensor_ranges(info), inside, group)
+                first = inside[info.grid.inner_rank].start
+        return value.reshape(-1)[info.start - first : info.end - first].view(local_shape(info))
+
+    def _is_ours(self, value: Any, info: ShardInfo) -> bool:
+        group = info.grid.inner
+        assert group is not None
+        mesh = self._mesh_of(value.to_local(), group)
+        return bool(value.device_mesh == mesh and list(value.placements) == _placements(info, mesh))
+
+    def _mesh_of(self, tensor: Tensor, group: dist.ProcessGroup) -> DeviceMesh:
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(group, device_of(group, tensor).type)
+        return self._mesh
+
+    def _ranges(self, info: ShardInfo) -> tuple[list[Range], list[Range]]:
+        """What each rank of the outer group has of this rank's part of the instance, and each inner rank with its
+        replicas. Collective at the first call."""
+        if info not in self._known:
+            mine = Range(info.start, info.end)
+            across = _gathered(mine, _outer(info))
+            filled = [part for part in across if part.numel]
+            part = Range(min(each.start for each in filled), max(each.end for each in filled)) if filled else mine
+            self._known[info] = across, _gathered(part, info.grid.inner)
+        return self._known[info]
+
+
+class _AfterSaving:
+    """Replaces shards by DTensors in what a module has put into a state dict."""
+
+    def __init__(self, translation: _Translation) -> None:
+        self._translation = translation
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for name, param in module._parameters.items():
+            if isinstance(param, ShardedParameter):  # within unsharded() it is whole, and stays so
+                state_dict[prefix + name] = self._translation.to_dtensor(param)
+
+
+class _BeforeLoading:
+    """Replaces DTensors and whole tensors by shards before a module copies them into its parameters."""
+
+    def __init__(self, translation: _Translation) -> None:
+        self._translation = translation
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name, param in module._parameters.items():
+            key = prefix + name
+            if not isinstance(param, ShardedParameter) or not isinstance(state_dict.get(key), Tensor):
+                continue
+            if metadata.get("assign_to_params_buffers"):
+                raise ValueError(
+                    f"load_state_dict(assign=True): parameter '{key}' is a view of this rank's shard, which the "
+                    f"optimizer updates: load without assign, which copies into it"
+                )
+            try:
+                state_dict[key] = self._translation.to_shard(param, state_dict[key])
+            except ValueError as error:
+                error_msgs.append(f"size mismatch for {key}: {error}")
+                state_dict[key] = param.detach()
+
+
+def _outer(info: ShardInfo) -> dist.ProcessGroup | None:
+    """Groups of ranks that hold different elements of one inner rank's part."""
+    return info.grid.outer if info.num_replicas < info.grid.outer_size else None
+
+
+def _gathered(value: Range, group: dist.ProcessGroup | None) -> list[Range]:
+    if group is None or group.size() == 1:
+        return [value]
+    values = [value] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _dtensor_shape(info: ShardInfo, rank: int) -> tuple[int, ...]:
+    """Shape of one inner rank's part of the DTensor. A scalar has no rows: every rank has it."""
+    if not info.shape:
+        return ()
+    return (rows_of_rank(info.shape[0], rank, info.grid.inner_size).numel, *info.shape[1:])
+
+
+def _dtensor_ranges(info: ShardInfo) -> list[Range]:
+    """The elements of each inner rank's part of the DTensor."""
+    size = info.grid.inner_size
+    if not info.shape:
+        return [Range(0, 1)] * size
+    rows, row = (rows_of_rank(info.shape[0], rank, size) for rank in range(size)), math.prod(info.shape[1:])
+    return [Range(part.start * row, part.end * row) for part in rows]
+
+
+def _placements(info: ShardInfo, mesh: DeviceMesh) -> Sequence[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [*([Replicate()] * (mesh.ndim - 1)), Shard(0) if info.shape else Replicate()]

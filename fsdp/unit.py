@@ -1,0 +1,228 @@
+"""A unit: the parameters that are gathered together, used by one module's forward and backward, and let go together.
+
+A forward of the unit goes through ``before_forward`` and ``after_forward``. Where it builds a graph, that is a ``Use``,
+which autograd's hooks on the forward's inputs and outputs hold: backward reaches the outputs first (the parameters are
+gathered again), and with the inputs it has passed the unit (the gradients are reduced).
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..ddp.graph_walk import differentiable_tensors
+from ..ddp.rank_grid import RankGrid
+from .mixed_precision import MixedPrecisionPolicy, cast_floating
+from .sharded_bucket import ShardedBucket, ShardedPair
+
+if TYPE_CHECKING:
+    from .root import Root
+
+__all__ = ["Unit", "Use"]
+
+
+class Use:
+    """One forward of a unit whose graph is open. The graph's hooks own it."""
+
+    __slots__ = ("__weakref__", "task", "unit")
+
+    def __init__(self, unit: "Unit") -> None:
+        self.unit = unit
+        self.task = -1
+        """The graph task that has reached its outputs last."""
+
+    def on_output(self, _: Tensor) -> None:
+        """Backward is about to enter the forward's graph."""
+        task = torch._C._current_graph_task_id()
+        if self.task != task:  # not another output of the same forward
+            self.task = task
+            self.unit.root.enter_backward(self)
+
+    def on_input(self, _: Tensor) -> None:
+        """Backward has left it: autograd runs later nodes first, and all of the forward's are later than its inputs'.
+
+        That holds for all parts of the forward, those that no input leads to as well, and with several inputs already
+        for the first that is reached.
+        """
+        if self.task == torch._C._current_graph_task_id():
+            self.unit.uses.discard(self)
+            if not self.unit.uses:
+                self.unit.root.leave_backward(self.unit, self)
+
+
+class Unit:
+    """One ``fully_shard`` call.
+
+    module   whose forward it is; held weakly, as the module owns the unit
+    buckets  its parameters
+    grid     the ranks that it is sharded over
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        buckets: Sequence[ShardedBucket],
+        policy: MixedPrecisionPolicy,
+        grid: RankGrid,
+        *,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.name = name
+        """In the outermost unit; empty for that one."""
+        self.buckets = tuple(buckets)
+        self.policy = policy
+        self.grid = grid
+        self.reshard_after_forward = reshard_after_forward
+        """None: unless it is the outermost."""
+        self.forward_prefetch: tuple[Unit, ...] | None = None
+        self.backward_prefetch: tuple[Unit, ...] | None = None
+        """Units to gather while this one computes; None: what came next the last time."""
+        self.root_reference: Any = None
+        """Weak reference to the ``Root``, once there is one."""
+        self.gathered = False
+        """The whole parameters are there, or on their way."""
+        self.entered: int | None = None
+        """The graph task that is in its backward."""
+        self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
+        """Forwards that backward has not passed, as far as their graphs are alive."""
+        self.freed = torch.cuda.Event() if buckets and buckets[0].device.type == "cuda" else None
+        """After it nobody reads the whole parameters any more."""
+        self._num_shown = 0
+        self._registrations = [_registration(pair, module, local) for pair, module, local in self._places()]
+
+    @property
+    def root(self) -> "Root":
+        """Of the outermost unit."""
+        root = None if self.root_reference is None else self.root_reference()
+        if root is None:
+            raise RuntimeError(f"{self.label} has no root: call the model's forward first")
+        return root  # type: ignore[no-any-return]
+
+    @property
+    def label(self) -> str:
+        """For errors."""
+        return f"unit '{self.name}'" if self.name else "the outermost unit"
+
+    @property
+    def pairs(self) -> list[ShardedPair]:
+        """Its parameters."""
+        return [pair for bucket in self.buckets for pair in bucket.pairs]
+
+    @property
+    def releasable(self) -> bool:
+        """Whether whole parameters do not stay at rest."""
+        return bool(self.buckets) and not self.buckets[0].keeps_params
+
+    def show_whole(self) -> None:
+        """Register the whole parameters in the modules that had them before sharding."""
+        self._num_shown += 1
+        if self._num_shown == 1:
+            for parameters, module, local, _, whole in self._registrations:
+                if parameters is None:
+                    setattr(module(), local, whole)
+                else:
+                    parameters[local] = whole
+
+    def show_shards(self) -> None:
+        """Register the shards again."""
+        self._num_shown -= 1
+        if self._num_shown == 0:
+            self.register_shards()
+
+    def register_shards(self) -> None:
+        """Register the shards, whatever is registered now."""
+        for parameters, module, local, sharded, _ in self._registrations:
+            if parameters is None:
+                setattr(module(), local, sharded)
+            else:
+                parameters[local] = sharded
+
+    # ---- Forward. ----
+
+    def before_forward(
+        self, root: "Root", args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Use | None]:
+        """Have the whole parameters in place; returns the inputs as forward takes them, and the use that begins."""
+        root.enter_forward(self)
+        self.show_whole()
+        dtype = self.policy.param_dtype
+        if dtype is not None and self.policy.cast_forward_inputs:
+            args, kwargs = cast_floating((args, kwargs), dtype)
+        if not (torch.is_grad_enabled() and self.buckets):
+            return args, kwargs, None
+        use = Use(self)
+        for tensor in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor):
+                _watch_input(tensor, use)
+            elif tensor is not None and not isinstance(tensor, (bool, int, float, str)):
+                for leaf in tree_leaves(tensor):
+                    if isinstance(leaf, Tensor):
+                        _watch_input(leaf, use)
+        return args, kwargs, use
+
+    def after_forward(self, root: "Root", outputs: Any, use: Use | None) -> Any:
+        """Let the parameters go as far as backward does not need them at once; returns the outputs."""
+        self.show_shards()
+        if self.policy.output_dtype is not None:
+            outputs = cast_floating(outputs, self.policy.output_dtype)
+        opened = False
+        if use is not None:
+            tensors = [outputs] if type(outputs) is Tensor else differentiable_tensors(outputs)
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(use.on_output)
+                    opened = True
+            if opened:
+                self.uses.add(use)
+        root.leave_forward(self, use if opened else None)
+        return outputs
+
+    def forward_failed(self, root: "Root") -> None:
+        """Forward raised, or was stopped by a recompute that had seen enough."""
+        self.show_shards()
+        root.leave_forward(self, None)
+
+    def rename(self, name: str) -> None:
+        """Take its name in the outermost unit, and its parameters theirs."""
+        for pair in self.pairs:
+            info = pair.sharded.shard
+            pair.sharded.shard = info._replace(name=f"{name}.{pair.owned.name}" if name else pair.owned.name, unit=name)
+        self.name = name
+
+    def set_reshard(self, reshard_after_forward: bool) -> None:
+        """Change ``reshard_after_forward``."""
+        if reshard_after_forward and not self.releasable:
+            raise ValueError(
+                f"{self.label}: reshard_after_forward=True has no effect where placements keep parameters whole"
+            )
+        self.reshard_after_forward = reshard_after_forward
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Take this rank's part of what somebody wrote to the whole parameters."""
+        for pair in self.pairs:
+            info = pair.sharded.shard
+            part = pair.whole.detach().reshape(-1)[info.start : info.end]
+            pair.sharded.copy_(part.view(pair.sharded.shape))
+
+    def _places(self) -> list[tuple[ShardedPair, nn.Module, str]]:
+        return [(pair, module, local) for pair in self.pairs for module, local in pair.owned.owners]
+
+
+def _watch_input(tensor: Tensor, use: Use) -> None:
+    # A leaf's hook may run before all of the forward's graph has: such a unit is passed when backward ends.
+    if tensor.grad_fn is not None and tensor.device == use.unit.buckets[0].device:
+        tensor.register_hook(use.on_input)
+
+
+def _registration(
+    pair: ShardedPair, module: nn.Module, local: str
+) -> tuple[dict[str, Any] | None, Any, str, nn.Parameter, nn.Parameter]:
+    """Where to register a parameter: straight in the module's dict, where its class does nothing else about it."""
+    plain = type(module).__setattr__ is nn.Module.__setattr__
+    return module._parameters if plain else None, weakref.ref(module), local, pair.sharded, pair.whole
