@@ -190,10 +190,9 @@ def test_shards_share_memory_and_version_with_the_flat_tensor() -> None:
 
 
 def test_a_frozen_shard_asks_for_no_gradient_and_keeps_its_place_among_parameters() -> None:
-    module = nn.Module()
-    module.weight = one(requires_grad=False)
+    module = holding(one(requires_grad=False))
     assert isinstance(module.weight, nn.Parameter) and not module.weight.requires_grad
-    assert list(module.parameters()) == [module.weight] or next(module.parameters()) is module.weight
+    assert [param is module.weight for param in module.parameters()] == [True]
 
 
 def test_gradients_may_be_wider_than_their_parameters() -> None:
@@ -242,6 +241,12 @@ def test_use_outside_its_unit_is_refused_by_name(name: str, requires_grad: bool)
         use(param)
 
 
+def holding(param: nn.Parameter) -> nn.Module:
+    module = nn.Module()
+    module.weight = param
+    return module
+
+
 PROPERTIES = """
     shape dtype device layout ndim requires_grad grad grad_fn is_leaf retains_grad data itemsize nbytes is_cpu is_cuda
     is_meta is_sparse is_quantized is_nested _version _backward_hooks _base
@@ -270,6 +275,11 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "a deep copy": copy.deepcopy,
     "a module": lambda p: nn.Linear(2, 2).register_parameter("other", p),
     "Adagrad": lambda p: torch.optim.Adagrad([p]),
+    "module.float": lambda p: holding(p).float(),
+    "module.to": lambda p: holding(p).to("cpu"),
+    "module.state_dict": lambda p: holding(p).state_dict(keep_vars=True),
+    "module.zero_grad": lambda p: holding(p).zero_grad(),
+    "its own data": lambda p: setattr(p, "data", p.data),
     "uniform_": nn.init.uniform_,
     "zeros_": nn.init.zeros_,
     "an attribute": lambda p: setattr(p, "allreduce", False),
@@ -284,6 +294,27 @@ def test_questions_about_a_shard_are_answered(name: str) -> None:
         assert answer == expected
     if isinstance(answer, Tensor) and name not in ("a deep copy", "requires_grad_", "uniform_", "zeros_"):
         assert type(answer) is Tensor
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda p: setattr(p, "data", p.data.clone()),
+        lambda p: setattr(p, "data", nn.Parameter(torch.zeros(2, 3))),
+        lambda p: holding(p).half(),
+        lambda p: holding(p).to_empty(device="cpu"),
+        lambda p: holding(p).double(),
+    ],
+)
+def test_a_shard_is_not_moved_out_of_its_units_memory(moved: Callable[[Any], Any], grad_mode: bool) -> None:
+    flat = torch.zeros(6)
+    param = make_sharded(flat, info_of((4, 3), 3, 9), True)
+    with torch.set_grad_enabled(grad_mode), pytest.raises(RuntimeError, match=r"layers\.0\.weight.*before fully_shard"):
+        moved(param)
+    param.data.copy_(torch.ones(2, 3))
+    param.data.mul_(2)
+    assert flat.eq(2).all() and param.dtype is torch.float32
 
 
 @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
