@@ -60,6 +60,9 @@ def local_shape(info: ShardInfo) -> tuple[int, ...]:
     return (info.numel, *(1 for _ in rest))
 
 
+_is_grad_enabled = torch.is_grad_enabled
+
+
 class _Guard:
     """``__torch_function__`` of sharded parameters: torch looks it up before each of its functions sees one.
 
@@ -68,7 +71,7 @@ class _Guard:
     """
 
     def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
-        return _checked if torch.is_grad_enabled() else _disabled_torch_function_impl
+        return _checked if _is_grad_enabled() else _disabled_torch_function_impl
 
 
 def _plainly(access: Callable[..., Any], *args: Any) -> Any:
@@ -77,7 +80,6 @@ def _plainly(access: Callable[..., Any], *args: Any) -> Any:
 
 
 _grad: Any = vars(torch._C.TensorBase)["grad"]
-_data: Any = vars(torch._C.TensorBase)["data"]
 
 
 class ShardedParameter(nn.Parameter):
@@ -111,12 +113,15 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """A plain tensor of the same memory. Setting it raises ``RuntimeError`` unless that is the same again."""
-        return _plainly(_data.__get__, self)  # type: ignore[no-any-return]
+        """A plain tensor of the same memory and version counter. Replacing it raises ``RuntimeError``.
+
+        On plain parameters it has a version of its own, and then nobody would see that the shard was written.
+        """
+        return _plainly(Tensor.detach, self)  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, data: Tensor) -> None:
-        mine, other = self.data, _plainly(_data.__get__, data)
+        mine, other = self.data, _plainly(Tensor.detach, data)
         if _place_of(mine) != _place_of(other):
             raise RuntimeError(
                 f"a sharded parameter stays in the memory of its unit ({self.shard}, {mine.dtype} on {mine.device}; "

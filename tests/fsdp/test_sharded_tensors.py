@@ -171,6 +171,8 @@ def test_shards_share_memory_and_version_with_the_flat_tensor() -> None:
         lambda: param.add_(1),
         lambda: torch._foreach_add_([param], 1),
         lambda: param.copy_(torch.ones(2, 3)),
+        lambda: param.data.mul_(2),
+        lambda: param.detach().sub_(5),
         torch.optim.AdamW([param], foreach=True).step,
         torch.optim.AdamW([param], foreach=False).step,
         torch.optim.SGD([param], fused=True).step,  # torch counts no versions for these, whatever the parameter
