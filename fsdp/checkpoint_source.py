@@ -7,6 +7,7 @@
 So files go between any number of ranks, any placements, and ``DistributedDataParallel`` with ``DistributedOptimizer``.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,9 +43,8 @@ class ShardSlice(NamedTuple):
     """What the model computes in."""
     group: int | None
     updated: Tensor | None
-    """The parameter that the optimizer was given."""
-    known: Mapping[str, Any]
-    """What the optimizer knows of it."""
+    """The parameter that the optimizer was given; None too for one without elements, of which nothing is saved."""
+    optimizer_state: Mapping[Any, Any]
     counters: frozenset[str]
     """Which of that is one number for the whole parameter, whatever its shape."""
     offset: int = 0
@@ -58,7 +58,7 @@ class ShardSlice(NamedTuple):
         """Elementwise state, [end - start] each: views. Empty before the first step."""
         return {
             key: value.view(-1)
-            for key, value in self.known.items()
+            for key, value in self._known().items()
             if self.updated is not None
             and isinstance(value, Tensor)
             and value.shape == self.updated.shape
@@ -68,7 +68,10 @@ class ShardSlice(NamedTuple):
     def scalars(self) -> dict[str, Any]:
         """The rest of its state, such as the number of steps."""
         elementwise = self.state()
-        return {key: value for key, value in self.known.items() if key not in elementwise}
+        return {key: value for key, value in self._known().items() if key not in elementwise}
+
+    def _known(self) -> Mapping[str, Any]:
+        return {} if self.updated is None else self.optimizer_state.get(self.updated, {})
 
 
 class ShardedSource:
@@ -89,42 +92,29 @@ class ShardedSource:
         self.expert_axes: Sequence[dist.ProcessGroup] | None = None if ranks.experts is None else ranks.expert_axes
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
-        """Every parameter is a slice; without ranks, of all its elements. The shards are always up to date."""
+        """Slices are of all parameters but those that no unit has and no optimizer. Shards are always up to date."""
         tensors = model_tensors(self._module)
-        whole = {id(param) for param in self._whole.values()}
+        gathered = {id(param) for param in self._whole.values()}
         for name, param in tensors.parameters.items():
-            if id(param) in whole:
+            if id(param) in gathered:
                 raise ValueError(f"parameter '{name}' is whole now: save and load outside forwards and unsharded()")
         checked = _checked(optimizer, tensors.parameters)
+        state: Mapping[Any, Any] = {} if checked is None else checked.state
         groups = {} if checked is None else _groups_of(checked)
+        # A frozen parameter in a group is one without a group, as long as nothing is known of it.
+        groups = {param: group for param, group in groups.items() if param.requires_grad or state.get(param)}
         counters = _COUNTERS if checked is None else _COUNTERS | _counters_of(checked)
-        params, slices = {}, []
-        for name, param in tensors.parameters.items():
-            params[name] = held = self._describe(param)
-            known = {} if checked is None else checked.state.get(param, {})
-            group = groups.get(param) if param.requires_grad or known else None
-            start, end = (
-                (param.shard.start, param.shard.end) if isinstance(param, ShardedParameter) else (0, param.numel())
-            )
-            slices.append(
-                ShardSlice(
-                    name,
-                    start,
-                    end,
-                    master=param.detach().view(-1),
-                    dtype=held.dtype,
-                    group=group,
-                    updated=None if group is None else param,
-                    known=known,
-                    counters=counters,
-                )
-            )
+        sliced = {
+            name: param
+            for name, param in tensors.parameters.items()
+            if isinstance(param, ShardedParameter) or param in groups
+        }
         return Holding(
-            params=params,
+            params={name: self._describe(param) for name, param in tensors.parameters.items()},
             buffers=tensors.buffers,
             tied=tensors.tied,
-            whole={},
-            slices=slices,
+            whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
+            slices=[self._slice(name, param, groups.get(param), state, counters) for name, param in sliced.items()],
             optimizer=None
             if checked is None
             else HeldOptimizer(type(checked).__name__, checked.param_groups, checked.state),
@@ -133,6 +123,29 @@ class ShardedSource:
     def loaded(self, optimizer: object) -> None:
         """Whole parameters that are kept are gathered again: on every rank, also where it read nothing."""
         torch.autograd.graph.increment_version(list(self._whole))
+
+    def _slice(
+        self,
+        name: str,
+        param: nn.Parameter,
+        group: int | None,
+        state: Mapping[Any, Any],
+        counters: frozenset[str],
+    ) -> ShardSlice:
+        held = self._describe(param)
+        numel: int = math.prod(held.shape)
+        start, end = (param.shard.start, param.shard.end) if isinstance(param, ShardedParameter) else (0, numel)
+        return ShardSlice(
+            name,
+            start,
+            end,
+            master=param.detach().view(-1),
+            dtype=held.dtype,
+            group=group,
+            updated=param if group is not None and numel else None,
+            optimizer_state=state,
+            counters=counters,
+        )
 
     def _describe(self, param: nn.Parameter) -> HeldParam:
         if not isinstance(param, ShardedParameter):

@@ -21,6 +21,7 @@ from .module import FSDPModule, make_unit, unit_of
 from .optimizer_watch import mark_replaced, replaced_in, watch_steps
 from .sharded_bucket import ShardedBucket
 from .sharded_param import ShardedParameter
+from .state_dict import install_state_dict_hooks
 from .unit import Unit
 
 __all__ = ["fully_shard"]
@@ -118,6 +119,7 @@ def fully_shard(
             mark_replaced(pair.owned.param, unit.label)
     unit.register_shards()
     make_unit(module, unit)
+    install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
 
 

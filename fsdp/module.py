@@ -10,6 +10,7 @@ from torch import nn
 
 from ..ddp.collectives import backend_of
 from ..ddp.timeline import Timeline
+from .checkpoint_source import ShardedSource
 from .root import Root
 from .unit import Unit, Use
 
@@ -119,6 +120,12 @@ class FSDPModule(nn.Module):
         """Every unit of the model, the outermost first."""
         return list(root_of(self).units)
 
+    def checkpoint_source(self) -> ShardedSource:
+        """How ``save_checkpoint`` and ``load_checkpoint`` see this module and the units in it. Collective the first
+        time."""
+        inside = [unit_of(module) for module in self.modules() if isinstance(module, FSDPModule)]
+        return ShardedSource(self, [pair for unit in inside for pair in unit.pairs])
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for pair in unit_of(self).pairs:
             moved = fn(pair.sharded.detach())
@@ -127,7 +134,7 @@ class FSDPModule(nn.Module):
                     f"parameter '{pair.sharded.shard.name}' is sharded, and stays the {pair.sharded.dtype} on "
                     f"{pair.sharded.device} that it is: move or convert the module before fully_shard"
                 )
-        return super()._apply(_but_shards(fn, self), recurse)
+        return super()._apply(_but_shards(fn, self), recurse)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
@@ -154,7 +161,7 @@ def root_of(module: FSDPModule) -> Root:
 def make_unit(module: nn.Module, unit: Unit) -> None:
     """Put ``FSDPModule`` before the module's class."""
     module.__dict__[_UNIT] = unit
-    module.__class__ = _class_of(type(module))
+    module.__class__ = _class_of(type(module))  # type: ignore[arg-type]  # classes are hashable
 
 
 @functools.cache
