@@ -1,7 +1,7 @@
 """``fully_shard``: makes a unit of a module, and refuses what cannot work."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.failure_report import FailureReporter
-from ..ddp.layout import BucketLayout, ParamSpec, plan_gradients
+from ..ddp.layout import BucketLayout
 from ..ddp.main_grad import check_unattached
 from ..ddp.placements import PLACEMENTS, Placement, Placements
 from ..ddp.rank_grid import RankGrid, make_grid
-from ..ddp.wiring import OwnedParam, compare_between_ranks, find_owned_params, grad_dtype_of
+from ..ddp.wiring import OwnedParam, compare_between_ranks, find_owned_params
 from .grad_shard import ShardReduction
 from .materialize import materialize, synchronize
 from .mixed_precision import MixedPrecisionPolicy
@@ -23,6 +23,7 @@ from .sharded_bucket import ShardedBucket
 from .sharded_param import ShardedParameter
 from .state_dict import install_state_dict_hooks
 from .unit import Unit
+from .unit_plan import plan_unit, shard_degree
 
 __all__ = ["fully_shard"]
 
@@ -88,7 +89,7 @@ def fully_shard(
     materialize(inside, device, init_fn)
     owned = _owned(module, ignored)
     failures = FailureReporter()
-    plans = list(_plans(owned, policy, placements, grid))
+    plans = list(plan_unit(owned, policy, shard_degree(placements, grid.inner_size, grid.outer_size)))
     with failures.watch("the comparison of models between ranks"):
         _compare(plans, grid, type(module).__name__)
     if init_sync:
@@ -121,36 +122,6 @@ def fully_shard(
     make_unit(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module
-
-
-def _plans(
-    owned: Sequence[OwnedParam], policy: MixedPrecisionPolicy, placements: Placements, grid: RankGrid
-) -> Iterator[tuple[BucketLayout, bool]]:
-    """The buckets, and whether they have gradients: dtypes, frozen ones and delayed ones apart."""
-    kinds: dict[tuple[Any, ...], list[OwnedParam]] = {}
-    for entry in reversed(owned):  # about the order of backward
-        param = entry.param
-        kinds.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
-    degree = _degree(grid, placements)
-    for (dtype, trainable, delayed), members in kinds.items():
-        computing = policy.param_dtype or dtype
-        specs = [
-            ParamSpec(
-                name=entry.name,
-                shape=tuple(entry.param.shape),
-                param_dtype=computing,
-                grad_dtype=grad_dtype_of(computing, policy.grad_dtype),
-                delayed=delayed,
-            )
-            for entry in members
-        ]
-        plan = plan_gradients(specs, shard_degree=degree, bucket_numel=max(1, sum(spec.numel for spec in specs)))
-        for layout in plan.buckets:
-            yield layout, trainable
-
-
-def _degree(grid: RankGrid, placements: Placements) -> int:
-    return grid.inner_size * (grid.outer_size if placements.outer.scatters else 1)
 
 
 def _reduction(
