@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from .bench_accumulation import time_steps
 from .config import ConfigError
+from .data_parallel_fsdp_rows import FSDP
 from .data_parallel_model import SETTINGS, Setting
 from .data_parallel_peers import PEERS
 from .data_parallel_ranks import AnyRankFailed, Ranks
@@ -29,7 +30,7 @@ from .trace_digest import digest_trace, record_trace
 
 __all__ = ["DataParallelBench", "Measurement", "bench_data_parallel", "choose_rows", "choose_settings"]
 
-ROWS: Mapping[str, Row] = {**OURS, **PEERS}
+ROWS: Mapping[str, Row] = {**OURS, **FSDP, **PEERS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from .bench_data_parallel import Measurement
+from .data_parallel_fsdp_rows import FSDP
 from .data_parallel_report import Section, sections_of
 from .data_parallel_rows import FLOOR, OURS, PEER_FLOOR
 from .drawing import BACKWARD, HIDDEN, INK, QUIET, TRAIN, dress, plt, save
@@ -47,7 +48,7 @@ def _draw_section(axes: Axes, section: Section) -> None:
     for place, row in enumerate(bars):
         is_floor = row.row in (FLOOR, PEER_FLOOR)
         length = _length(section, row)
-        colour = BACKWARD if is_floor else HIDDEN if row.row in OURS else TRAIN
+        colour = BACKWARD if is_floor else HIDDEN if row.row in OURS or row.row in FSDP else TRAIN
         axes.barh(place, length, 0.78, color=colour)
         ratio = f"  {length / floor:.2f}" if has_floor else ""
         memory = f"  {row.peak_gib:.1f} GiB" if row.peak_gib else ""

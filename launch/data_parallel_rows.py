@@ -25,7 +25,7 @@ from .data_parallel_model import (
     random_tokens,
 )
 
-__all__ = ["FLOOR", "LEARNING_RATE", "OURS", "PEER_FLOOR", "Case", "Row", "Step", "reset_compiler"]
+__all__ = ["FLOOR", "LEARNING_RATE", "OURS", "PEER_FLOOR", "Case", "Row", "Step", "refuse_instances", "reset_compiler"]
 
 FLOOR = "floor"
 PEER_FLOOR = "peer_floor"
@@ -187,7 +187,8 @@ def _hybrid(case: Case) -> Step:
     return _build_ours(case, config)
 
 
-def _refuse_hybrid(case: Case) -> str | None:
+def refuse_instances(case: Case) -> str | None:
+    """Why there cannot be two instances; None: there can."""
     if case.num_ranks >= 4 and case.num_ranks % 2 == 0:
         return None
     return "two instances of two or more ranks each need 4 ranks, or a larger even number"
@@ -217,7 +218,7 @@ OURS: Mapping[str, Row] = {
     "zero1_no_overlap": Row("maingrad ZeRO-1, no overlap", _zero1_no_overlap),
     "zero1_unfused": Row("maingrad ZeRO-1, nn.Linear", _zero1_unfused),
     "zero1_compiled": Row("maingrad ZeRO-1, blocks under torch.compile", _zero1_compiled, close=reset_compiler),
-    "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=_refuse_hybrid),
+    "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=refuse_instances),
     "ddp": Row("maingrad DDP", _ddp),
 }
 """By name, in the order in which they are measured; ratios are over the first."""

@@ -1,0 +1,95 @@
+"""Rows of ``bench data-parallel`` over sharded parameters: ours, in the placements that ``fully_shard`` offers.
+
+Units are the peers': each block, then the model, whose own unit holds the embedding, the last norm and the head. What
+trains are fp32 shards; forward and backward see bf16.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..fsdp import MixedPrecisionPolicy, fully_shard
+from .data_parallel_model import GPT, accumulate, fused_linear, make_model, plain_linear
+from .data_parallel_rows import LEARNING_RATE, Case, Row, Step, refuse_instances, reset_compiler
+
+__all__ = ["FSDP", "shard_model"]
+
+
+def shard_model(
+    model: GPT,
+    placements: str,
+    mesh: DeviceMesh | None,
+    *,
+    split_ends: bool = False,
+    keep_params: bool = False,
+) -> GPT:
+    """Make units of the model, in place.
+
+    split_ends   the embedding and the head are units of their own, so that neither is whole while the other is used
+    keep_params  whole parameters stay from forward to backward
+    """
+    reshard = False if keep_params else None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for unit in [*model.blocks, *([model.embedding, model.head] if split_ends else [])]:
+        fully_shard(unit, mesh, placements, policy, reshard_after_forward=reshard)
+    return fully_shard(model, mesh, placements, policy, reshard_after_forward=reshard)
+
+
+def _build(
+    case: Case,
+    *,
+    placements: str,
+    fused: bool = True,
+    split_ends: bool = False,
+    keep_params: bool = False,
+    num_instances: int = 1,
+    compiled: bool = False,
+) -> Step:
+    module = make_model(case.setting, fused_linear if fused else plain_linear, torch.float32, case.device)
+    if compiled:
+        module.compile_parts()
+    shape = (case.num_ranks,) if num_instances == 1 else (num_instances, case.num_ranks // num_instances)
+    names = ("inner",) if num_instances == 1 else ("outer", "inner")
+    mesh = init_device_mesh(case.device.type, shape, mesh_dim_names=names)
+    model = shard_model(module, placements, mesh, split_ends=split_ends, keep_params=keep_params)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    tokens = case.tokens()
+    no_sync: Callable[[], Any] = model.no_sync  # type: ignore[assignment]  # a unit by now
+
+    def step() -> Tensor:
+        loss = accumulate(model, tokens, not_last=no_sync)
+        adamw.step()
+        adamw.zero_grad()
+        return loss
+
+    return step
+
+
+FSDP: Mapping[str, Row] = {
+    "fsdp_zero3": Row("maingrad FSDP, ZeRO-3", partial(_build, placements="zero3")),
+    "fsdp_zero3_split": Row(
+        "maingrad FSDP, ZeRO-3, embedding and head units of their own",
+        partial(_build, placements="zero3", split_ends=True),
+    ),
+    "fsdp_zero3_kept": Row(
+        "maingrad FSDP, ZeRO-3, parameters kept until backward", partial(_build, placements="zero3", keep_params=True)
+    ),
+    "fsdp_zero3_unfused": Row("maingrad FSDP, ZeRO-3, nn.Linear", partial(_build, placements="zero3", fused=False)),
+    "fsdp_zero3_compiled": Row(
+        "maingrad FSDP, ZeRO-3, blocks under torch.compile",
+        partial(_build, placements="zero3", compiled=True),
+        close=reset_compiler,
+    ),
+    "fsdp_zero2": Row("maingrad FSDP, ZeRO-2", partial(_build, placements="zero2")),
+    "fsdp_zero1": Row("maingrad FSDP, ZeRO-1", partial(_build, placements="zero1")),
+    "fsdp_hsdp": Row(
+        "maingrad FSDP, two instances (HSDP)",
+        partial(_build, placements="hsdp", num_instances=2),
+        refuse=refuse_instances,
+    ),
+}
+"""By name, in the order in which they are measured."""
