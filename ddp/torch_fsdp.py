@@ -5,8 +5,8 @@ when backward has passed the module's inputs, and frees them. Under ``set_requir
 it took: in ``.grad``, or in the dtype of the reduction beside it. That is an accumulator, and a fused product can add
 to it. Whatever is added after that moment would wait there for the next iteration.
 
-torch says nowhere in public which parameter is whose, hence the names with underscores. They are torch's own from 2.11
-to 2.13 at least; nothing of FSDP2 is imported here.
+torch says nowhere in public which parameter is whose, hence the names with underscores, which are those of torch 2.11
+and 2.13; nothing of FSDP2 is imported here.
 """
 
 import sys
@@ -66,7 +66,7 @@ def _sharded_params() -> Iterator[Any]:
     for reference in list(getattr(registry, "_module_state_mapping", {}).values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch < 2.12
+        if groups is None:  # older versions have one for each module
             groups = [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             yield from getattr(group, "fsdp_params", ())
