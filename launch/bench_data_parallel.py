@@ -40,7 +40,7 @@ class DataParallelBench:
     settings: tuple[str, ...] = ("large", "one_microbatch", "small")
     """Tables: large, one_microbatch, small, tiny."""
     rows: tuple[str, ...] = ()
-    """Rows by name; none: all of them. The floors come along, for the ratios."""
+    """Rows by name; none: all but those that may end the process. The floors come along, for the ratios."""
     without: tuple[str, ...] = ()
     """Rows to leave out."""
     num_steps: int = 10
@@ -108,7 +108,8 @@ def choose_rows(bench: DataParallelBench, rows: Mapping[str, Row] = ROWS) -> lis
     """Names in measuring order: floors first and again last. Raises ``ConfigError`` for one that does not exist."""
     for kind in (bench.rows, bench.without, bench.trace):
         _check_names("row", kind, rows)
-    wanted = set(bench.rows or rows) - set(bench.without)
+    usual = [name for name, row in rows.items() if not row.only_by_name]
+    wanted = set(bench.rows or usual) - set(bench.without)
     floors = [name for name in (FLOOR, PEER_FLOOR) if name in rows and name not in bench.without]
     between = [name for name in rows if name in wanted and name not in floors]
     return [*floors, *between, *floors] if between else floors

@@ -215,6 +215,7 @@ def _bench_data_parallel(known: argparse.Namespace, overrides: list[str], log: C
     from .bench_data_parallel import DataParallelBench, Measurement, bench_data_parallel, choose_rows, choose_settings
     from .bench_table import machine
     from .config import ConfigError
+    from .data_parallel_fsdp_rows import FSDP
     from .data_parallel_peers import peer_versions
     from .data_parallel_ranks import Ranks
     from .data_parallel_report import read_measurements, sections_of, write_data_parallel_report
@@ -249,7 +250,9 @@ def _bench_data_parallel(known: argparse.Namespace, overrides: list[str], log: C
         print(f"no picture: {error}; `maingrad bench data-parallel --redraw` makes it from the CSV elsewhere")
     else:
         print(draw_data_parallel(read_measurements(csv), csv.with_suffix(".png")))
-    return int(any(row.row in OURS for section in sections_of(measured) for row in section.odd_losses()))
+    return int(
+        any(row.row in OURS or row.row in FSDP for section in sections_of(measured) for row in section.odd_losses())
+    )
 
 
 def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callable[[str], None]) -> int:

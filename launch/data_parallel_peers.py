@@ -259,24 +259,16 @@ PEERS: Mapping[str, Row] = {
         close=_close_megatron,
         refuse=_CORE,
     ),
-    "megatron_fsdp_zero1": Row("Megatron-FSDP ZeRO-1", partial(_megatron_fsdp, stage=1), refuse=_MEGATRON_FSDP),
-    "megatron_fsdp_zero1_fused": Row(
-        "Megatron-FSDP ZeRO-1, fused wgrad", partial(_megatron_fsdp, stage=1, fused=True), refuse=_refuse_overwriting
-    ),
-    "megatron_fsdp_zero1_bf16": Row(
-        "Megatron-FSDP ZeRO-1, gradients in bf16",
-        partial(_megatron_fsdp, stage=1, defaults=True),
-        refuse=_MEGATRON_FSDP,
-    ),
-    "megatron_fsdp_zero3": Row("Megatron-FSDP ZeRO-3", partial(_megatron_fsdp, stage=3), refuse=_MEGATRON_FSDP),
-    "megatron_fsdp_zero3_fused": Row(
-        "Megatron-FSDP ZeRO-3, fused wgrad", partial(_megatron_fsdp, stage=3, fused=True), refuse=_MEGATRON_FSDP
-    ),
-    "megatron_fsdp_zero3_bf16": Row(
-        "Megatron-FSDP ZeRO-3, gradients in bf16",
-        partial(_megatron_fsdp, stage=3, defaults=True),
-        refuse=_MEGATRON_FSDP,
-    ),
+    **{
+        f"megatron_fsdp_zero{stage}{suffix}": Row(
+            f"Megatron-FSDP ZeRO-{stage}{what}",
+            partial(_megatron_fsdp, stage=stage, fused=suffix == "_fused", defaults=suffix == "_bf16"),
+            refuse=_refuse_overwriting if (stage, suffix) == (1, "_fused") else _MEGATRON_FSDP,
+            only_by_name=True,  # 0.6.1 was seen to end with a segmentation fault
+        )
+        for stage in (1, 3)
+        for suffix, what in (("", ""), ("_fused", ", fused wgrad"), ("_bf16", ", gradients in bf16"))
+    },
     "fsdp2_zero2": Row("FSDP2, parameters kept (ZeRO-2)", partial(_fsdp2, reshard=False, compiled=False)),
     "fsdp2_zero3": Row("FSDP2, resharded (ZeRO-3)", partial(_fsdp2, reshard=True, compiled=False)),
     "torch_ddp": Row("torch DDP, autocast, fp32 weights", partial(_torch_ddp, compiled=False)),

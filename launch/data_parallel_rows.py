@@ -63,6 +63,8 @@ class Row(NamedTuple):
     """Its loss falls as the others' does."""
     refuse: Callable[[Case], str | None] = lambda _: None
     """Why it cannot be measured in this case; None: it can."""
+    only_by_name: bool = False
+    """Left out unless it is asked for: it may end the process, and with it the rows behind it."""
 
 
 # ---- Floors: the same work without a collective. ----

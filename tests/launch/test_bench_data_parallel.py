@@ -156,7 +156,13 @@ def test_floors_come_first_and_last() -> None:
     assert some == [FLOOR, PEER_FLOOR, "zero1", "torch_ddp", FLOOR, PEER_FLOOR]
     every = choose_rows(DataParallelBench(without=(PEER_FLOOR, "ddp")))
     assert every[0] == every[-1] == FLOOR
-    assert set(every) == set(ROWS) - {PEER_FLOOR, "ddp"}
+    assert set(ROWS) - set(every) - {PEER_FLOOR, "ddp"} == {name for name in ROWS if name.startswith("megatron_fsdp")}
+
+
+def test_a_row_that_may_end_the_process_is_asked_for_by_name() -> None:
+    rows = {"ddp": OURS["ddp"], "risky": OURS["zero1"]._replace(only_by_name=True)}
+    assert choose_rows(DataParallelBench(), rows) == ["ddp"]
+    assert choose_rows(DataParallelBench(rows=("risky",)), rows) == ["risky"]
 
 
 def test_ratios_are_over_the_mean_of_a_floor_and_drift_is_told(tmp_path: Path) -> None:
@@ -262,6 +268,7 @@ def test_everything_that_runs_on_cpu_trains_alike_on_two_ranks(tmp_path: Path) -
         "zero1",
         "zero1_bf16_wire",
         "ddp",
+        *("fsdp_zero3", "fsdp_zero3_split", "fsdp_zero3_kept", "fsdp_zero3_unfused", "fsdp_zero2", "fsdp_zero1"),
         "torch_ddp",
         "fsdp2_zero2",
         "fsdp2_zero3",
