@@ -143,11 +143,18 @@ def test_through_zero1_and_ddp_and_back_no_bit_changes(
 @pytest.mark.parametrize(
     "placement, ranks",
     [
-        ("zero3", 3),
         ("hsdp", 6),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("zero3", 1), ("zero3", 8), ("zero2", 3), ("hsdp", 4), ("hsdp_zero1", 6), ("hsdp_zero1", 2)]
+            for case in [
+                ("zero3", 1),
+                ("zero3", 3),
+                ("zero3", 8),
+                ("zero2", 3),
+                ("hsdp", 4),
+                ("hsdp_zero1", 6),
+                ("hsdp_zero1", 2),
+            ]
         ),
     ],
 )
