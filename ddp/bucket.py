@@ -1,6 +1,7 @@
 """A bucket at run time: its phase, which of its parameters are ready, and the memory that one collective reduces."""
 
 import enum
+from functools import cached_property
 
 from torch import Tensor
 
@@ -54,7 +55,7 @@ class Bucket:
         """Place in the launch order."""
         return self.layout.index
 
-    @property
+    @cached_property
     def name(self) -> str:
         """For errors and profiler labels: index, first and last parameter."""
         first, last = self.records[0].name, self.records[-1].name

@@ -29,7 +29,7 @@ from .unit import Unit, Use
 __all__ = ["Root"]
 
 GRAD_POOL_UNITS = 2
-"""Units whose whole gradients have memory at once, as far as backward lets them go."""
+"""Units whose whole gradients have memory at once: the one that is being written, and reductions under way."""
 
 
 class Root:
@@ -312,16 +312,14 @@ class Root:
             bucket.bucket.phase = Phase.ACCUMULATING
 
     def _take_from_pool(self, unit: Unit, bucket: ShardedBucket) -> None:
-        """Keep the number of units with whole gradients bounded, as far as the others' are being reduced.
+        """Keep the number of units with whole gradients bounded: this one, and those that are being reduced.
 
-        Where they are still being written, the pool grows: their last gradient may never come.
+        Units that are still being written are not waited for: their last gradient may come long after, or never.
         """
         if bucket.keeps_grads or unit in self._grad_holders:
             return
-        while len(self._grad_holders) >= GRAD_POOL_UNITS:
-            done = next((held for held in self._grad_holders if _is_reduced(held)), None)
-            if done is None:
-                break
+        launched = [held for held in self._grad_holders if _is_reduced(held)]
+        for done in launched[: len(launched) - (GRAD_POOL_UNITS - 1)]:
             for other in done.buckets:
                 self._settle(other)
         self._grad_holders.append(unit)

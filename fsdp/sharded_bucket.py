@@ -136,6 +136,8 @@ class ShardedBucket:
         """Whole gradients of earlier microbatches wait for the iteration's last."""
         if trainable:
             self._make_grads(specs[0].grad_dtype, first, last)
+        for pair in self.pairs:
+            pair.owned.param.data = pair.owned.param.data.new_empty(0)  # also where somebody else refers to it
 
     @property
     def name(self) -> str:
@@ -175,13 +177,13 @@ class ShardedBucket:
         self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures)
         if not self.trainable:
             return
-        self.bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
         here = weakref.ref(self)
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
             record.bucket_index = index
             record.make_room = partial(_tell, here, events.make_room)
             record.on_delayed_wgrad = partial(_tell, here, events.on_delayed_wgrad)
+        self.bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
         self._on_grad = events.on_grad
 
     # ---- Parameters. ----
