@@ -1,9 +1,9 @@
 """What a run is made of: a TOML file, with any value overridden from the command line.
 
-    parallel    -> "ddp", "zero1" or "hybrid"
+    parallel    -> "ddp", "zero1", "hybrid", "fsdp" or "hsdp"
     [model]     -> ModelConfig       [optimizer] -> OptimizerConfig
     [data]      -> DataConfig        [ddp]       -> DdpConfig
-    [train]     -> TrainConfig
+    [train]     -> TrainConfig       [fsdp]      -> FsdpConfig
 
 Impossible values are refused at construction, with the key and what it may be. ``config_file.py`` reads the file.
 """
@@ -14,6 +14,7 @@ from typing import Literal
 from ..ddp import DistributedDataParallelConfig
 from .config_error import ConfigError, require
 from .ddp_config import DdpConfig, Parallel
+from .fsdp_config import FsdpConfig, is_fully_sharded
 from .model_config import ModelConfig
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DdpConfig",
+    "FsdpConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Parallel",
@@ -189,7 +191,8 @@ class Config:
 
     parallel: Parallel = "zero1"
     """What ranks share: ``ddp`` nothing, ``zero1`` the optimizer's state, ``hybrid`` the same inside each of
-    ``ddp.num_distributed_optimizer_instances`` instances. What is trained stays the same."""
+    ``ddp.num_distributed_optimizer_instances`` instances; ``fsdp`` parameters and gradients as well, ``hsdp`` the same
+    inside each of ``fsdp.num_instances`` instances. What is trained stays the same."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape of the model."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -200,6 +203,8 @@ class Config:
     """AdamW and its schedule."""
     ddp: DdpConfig = field(default_factory=DdpConfig)
     """Gradient buckets, their reduction and gathers."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Units of ``parallel = "fsdp"`` and ``"hsdp"``: what is sharded, in which dtypes, and when."""
 
     def __post_init__(self) -> None:
         require(
@@ -220,20 +225,36 @@ class Config:
             self.model.vocab_size,
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
         )
-        self.ddp.wrapper_config(self.parallel)  # raises where the two contradict
+        # These raise where the two contradict.
+        self.fsdp.check(self.parallel)
+        if self.fully_sharded:
+            self.ddp.check_unused(self.parallel)
+        else:
+            self.ddp.wrapper_config(self.parallel)
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether the model is sharded by ``maingrad.fsdp``, and not wrapped in ``DistributedDataParallel``."""
+        return is_fully_sharded(self.parallel)
 
     @property
     def wrapper_config(self) -> DistributedDataParallelConfig:
-        """The configuration of the model's ``DistributedDataParallel``."""
+        """The configuration of the model's ``DistributedDataParallel``, where it has one."""
         return self.ddp.wrapper_config(self.parallel)
+
+    @property
+    def num_instances(self) -> int:
+        """Groups of ranks that hold one copy between them of what is sharded."""
+        if self.fully_sharded:
+            return self.fsdp.instances(self.parallel)
+        return self.wrapper_config.num_distributed_optimizer_instances
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ``ConfigError`` where batch or instances do not divide between so many ranks."""
         self.train.sequences_per_microbatch(world_size)
-        instances = self.wrapper_config.num_distributed_optimizer_instances
         require(
-            world_size % instances == 0,
-            "ddp.num_distributed_optimizer_instances",
-            instances,
-            f'must divide the {world_size} rank(s), under parallel = "hybrid"',
+            world_size % self.num_instances == 0,
+            "fsdp.num_instances" if self.fully_sharded else "ddp.num_distributed_optimizer_instances",
+            self.num_instances,
+            f'must divide the {world_size} rank(s), under parallel = "{self.parallel}"',
         )

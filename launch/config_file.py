@@ -20,10 +20,13 @@ from .config import Config, ConfigError
 
 __all__ = ["config_to_dict", "flat", "load_config", "override", "structure"]
 
-_PARALLEL = 'parallel = "ddp", "zero1" or "hybrid" stands at the top of the file, before the first table'
+_PARALLEL = (
+    'parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at the top of the file, before the first table'
+)
 _ELSEWHERE = {
     "ddp.use_distributed_optimizer": _PARALLEL,
     "ddp.parallel": _PARALLEL,
+    "fsdp.parallel": _PARALLEL,
     "train.parallel": _PARALLEL,
     "optimizer.parallel": _PARALLEL,
     "ddp.calculate_per_token_loss": "maingrad train averages over sequences of one length; set it in your own loop",

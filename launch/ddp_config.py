@@ -6,6 +6,8 @@ parallel    what ranks hold, and what they send
 ``ddp``     every rank holds everything; gradients are all-reduced
 ``zero1``   masters and moments are sharded over all ranks; gradients are reduce-scattered, parameters gathered
 ``hybrid``  the same inside each of several instances; shards are all-reduced across instances
+``fsdp``    parameters and gradients are sharded as well: ``[fsdp]`` counts instead, see ``fsdp_config.py``
+``hsdp``    the same inside each of several instances
 ==========  ==================================================================================================
 
 ``[ddp]`` has the fields of ``DistributedDataParallelConfig`` but those that ``parallel`` decides.
@@ -23,7 +25,19 @@ from .config_error import ConfigError, require
 
 __all__ = ["DdpConfig", "Parallel"]
 
-Parallel = Literal["ddp", "zero1", "hybrid"]
+Parallel = Literal["ddp", "zero1", "hybrid", "fsdp", "hsdp"]
+
+_OF_THE_WRAPPER_ALONE = frozenset(
+    {"overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets", "pad_buckets_for_high_nccl_busbw"}
+)
+"""How the wrapper cuts buckets and when it sends them. Units are buckets, and are always sent under computation: these
+may stay in a file under ``fsdp`` and ``hsdp``, so that one word chooses between all of them."""
+
+_INSTEAD = {
+    "grad_reduce_in_fp32": 'set fsdp.grad_dtype = "bfloat16" instead',
+    "grad_reduce_wire_dtype": "set fsdp.reduce_dtype instead",
+    "num_distributed_optimizer_instances": "set fsdp.num_instances instead",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +73,17 @@ class DdpConfig:
     """End every bucket at a multiple of 2^16 elements, on which NCCL's rings are fastest."""
     find_unused_parameters: bool = False
     """Walk the final microbatch's graph, so that unused parameters hold no bucket back. Needs overlap."""
+
+    def check_unused(self, parallel: Parallel) -> None:
+        """Raise ``ConfigError`` for a value that means something under ``DistributedDataParallel`` alone."""
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            require(
+                value == entry.default or entry.name in _OF_THE_WRAPPER_ALONE,
+                f"ddp.{entry.name}",
+                value,
+                f'has no effect under parallel = "{parallel}"; {_INSTEAD.get(entry.name, "leave it out")}',
+            )
 
     def wrapper_config(self, parallel: Parallel) -> DistributedDataParallelConfig:
         """The configuration of ``DistributedDataParallel``. Raises ``ConfigError`` where the two contradict."""

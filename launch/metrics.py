@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..ddp import DistributedDataParallel
 from ..ddp.timeline import BucketSpan, GatherSpan, Timeline
 from .runtime import Runtime, versions
+from .wrapping import Wrapped
 
 __all__ = ["MetricsWriter", "observed_facts", "read_metrics", "timeline_record"]
 
@@ -67,25 +67,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def observed_facts(model: DistributedDataParallel, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
+def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
     """What the first step, recorded by ``timeline``, really did: read from tensors, counters and recorded spans."""
-    parameters = {wired.record.name: wired.owned.param for wired in model.wired}
-    fused = [record for record in model.records if record.num_fused_writes]
+    parameters, records = wrapped.parameters(), wrapped.records
+    fused = [record for record in records if record.num_fused_writes]
     synced = Counter(span.synced for span in timeline.backwards)
     return {
         "world_size": runtime.world_size,
         "backend": runtime.backend,
         "device": str(runtime.device),
-        "num_parameters": sum(parameter.numel() for parameter in parameters.values()),
-        "parameter_dtypes": _counts(_dtype_name(parameter) for parameter in parameters.values()),
-        "main_grad_dtypes": _counts(_dtype_name(record.view) for record in model.records),
+        "num_parameters": sum(parameter.numel for parameter in parameters),
+        "parameter_dtypes": _counts(_dtype_name(parameter) for parameter in parameters),
+        "main_grad_dtypes": _counts(_dtype_name(record.view) for record in records),
         "fused_weights": len(fused),
         "fused_writes": sum(record.num_fused_writes for record in fused),
-        "delayed_weights": sum(wired.owned.delayed for wired in model.wired),
-        "hook_written_parameters": sum(1 for record in model.records if record.num_hook_writes),
+        "delayed_weights": sum(parameter.delayed for parameter in parameters),
+        "hook_written_parameters": sum(1 for record in records if record.num_hook_writes),
         "microbatches_no_sync": synced[False],
         "microbatches_synced": synced[True],
-        "num_buckets": len(timeline.buckets),
+        "num_buckets": len({span.bucket for span in timeline.buckets}),
         "collectives": _counts([*(b.collective for b in timeline.buckets), *(g.collective for g in timeline.gathers)]),
         "buckets": [_sent(span) for span in timeline.buckets],
         "gathers": [_sent(span) for span in timeline.gathers],

@@ -6,10 +6,10 @@ A recording begins with a step and ends after the next forward, under which the 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..ddp import DistributedDataParallel
 from ..ddp.timeline import Timeline
 from .metrics import MetricsWriter, observed_facts, timeline_record
 from .runtime import Runtime
+from .wrapping import Wrapped
 
 __all__ = ["OPTIMIZER_PHASE", "WGRAD_PHASE", "StepRecorder"]
 
@@ -28,7 +28,7 @@ class StepRecorder:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        wrapped: Wrapped,
         runtime: Runtime,
         metrics: MetricsWriter,
         *,
@@ -36,7 +36,7 @@ class StepRecorder:
         num_steps: int,
         unit: str,
     ) -> None:
-        self._model, self._runtime, self._metrics, self._unit = model, runtime, metrics, unit
+        self._wrapped, self._runtime, self._metrics, self._unit = wrapped, runtime, metrics, unit
         self._observed_step = first_step
         # The first recording covers a part of the second step: the next one begins with the third, or is the same.
         self._timeline_step = first_step + (min(_TIMELINE_STEP, num_steps - 2) if num_steps >= 4 else 0)
@@ -48,7 +48,7 @@ class StepRecorder:
     def step_begins(self, step: int) -> None:
         """Before a step's first forward."""
         if self._timeline is None and step in (self._observed_step, self._timeline_step):
-            self._timeline = self._open.enter_context(self._model.record_timeline())
+            self._timeline = self._open.enter_context(self._wrapped.record_timeline())
             self._step, self._stepped = step, False
 
     @contextmanager
@@ -81,6 +81,6 @@ class StepRecorder:
         assert timeline is not None, "something is being recorded"
         self._open.close()
         if self._step == self._observed_step:
-            self._metrics.write("observed", **observed_facts(self._model, timeline, self._runtime), unit=self._unit)
+            self._metrics.write("observed", **observed_facts(self._wrapped, timeline, self._runtime), unit=self._unit)
         if self._step == self._timeline_step:
             self._metrics.write("timeline", **timeline_record(timeline, self._step))

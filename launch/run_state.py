@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..ddp import DistributedDataParallel, DistributedOptimizer
 from ..ddp.checkpoint import load_checkpoint, save_checkpoint
 from .config import Config, ConfigError
 from .config_file import config_to_dict, flat
 from .pace import Pace
+from .wrapping import Wrapped
 
 __all__ = ["checkpoint_path", "resume_run", "save_run", "where_to_resume"]
 
@@ -34,7 +34,8 @@ _MAY_DIFFER = frozenset(
         "train.out_dir",
     }
 )
-"""Keys that a resumed run may change, beside ``parallel`` and ``[ddp]``: the same model goes on over the same data."""
+"""Keys that a resumed run may change, beside ``parallel``, ``[ddp]`` and ``[fsdp]``: the same model goes on over the
+same data."""
 
 
 def checkpoint_path(out_dir: Path, step: int) -> Path:
@@ -63,9 +64,7 @@ def where_to_resume(config: Config) -> Path | None:
     return Path(wanted)
 
 
-def save_run(
-    config: Config, pace: Pace, model: DistributedDataParallel, optimizer: DistributedOptimizer, schedule: LRScheduler
-) -> Path:
+def save_run(config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler) -> Path:
     """Write the run as it is between two steps. Collective over the model's ranks."""
     path = checkpoint_path(Path(config.train.out_dir), pace.step)
     extra = {
@@ -74,24 +73,17 @@ def save_run(
         "schedule": schedule.state_dict(),
         "config": config_to_dict(config),
     }
-    save_checkpoint(path, model, optimizer, extra=extra)
+    save_checkpoint(path, wrapped.model, wrapped.optimizer, extra=extra)
     return path
 
 
-def resume_run(
-    path: Path,
-    config: Config,
-    pace: Pace,
-    model: DistributedDataParallel,
-    optimizer: DistributedOptimizer,
-    schedule: LRScheduler,
-) -> None:
+def resume_run(path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler) -> None:
     """Go on where the checkpoint was written. Collective over the model's ranks.
 
     Raises ``ConfigError`` for what is no checkpoint of ``maingrad train``, and for a run that would go on as another.
     """
     try:
-        extra = load_checkpoint(path, model, optimizer)
+        extra = load_checkpoint(path, wrapped.model, wrapped.optimizer)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"train.resume = '{path}': {error}") from None
     if not isinstance(extra, dict) or not {"step", "seconds", "schedule", "config"} <= set(extra):
@@ -106,7 +98,7 @@ def resume_run(
 def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:
     before, now = flat(saved), flat(config_to_dict(config))
     for key, value in now.items():
-        if key in _MAY_DIFFER or key == "parallel" or key.startswith("ddp."):
+        if key in _MAY_DIFFER or key == "parallel" or key.startswith(("ddp.", "fsdp.")):
             continue
         # A tuple comes back from JSON as a list.
         was = before.get(key)

@@ -3,7 +3,6 @@
 Every rank runs :func:`train`, in its own process or as a simulated rank; rank 0 writes files and speaks.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..ddp import DistributedDataParallel, DistributedOptimizer
 from ..te_integration.wgrad_queue import drain_modules
 from .bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
 from .config import Config
@@ -30,6 +28,7 @@ from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
 from .run_state import resume_run, save_run, where_to_resume
 from .runtime import Runtime, current_runtime, versions
 from .signals import StopRequest
+from .wrapping import wrap
 
 __all__ = ["TrainResult", "train"]
 
@@ -54,7 +53,7 @@ class TrainResult(NamedTuple):
     is_main: bool
     """Whether this is rank 0, which writes files."""
     model: nn.Module
-    """The trained model, unwrapped."""
+    """The trained model; fully sharded, where it is, and in no other wrapper."""
 
 
 def train(config: Config, *, stop: StopRequest | None = None, display: Display | None = None) -> TrainResult:
@@ -102,30 +101,22 @@ class _Trainer:
         # Model: weights from the seed alone.
         resume_from = where_to_resume(config)
         self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
-        self.model = DistributedDataParallel(self.module, config.wrapper_config)
-        self.optimizer = DistributedOptimizer(
-            self.model,
-            lr=config.optimizer.lr,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            param_groups=[] if config.optimizer.decay_vectors else [{"params": _is_vector, "weight_decay": 0.0}],
-        )
+        self.wrapped = wrap(self.module, config, runtime.device)
+        self.model = self.wrapped.model
         self.router_sums: Tensor | None = None
         """Of a model with experts: sums over microbatches since the last record, in the order of ``_ROUTER_FIELDS``."""
         if config.model.num_experts:
             self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
         self.pace = pace = Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(
-            self.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
+            self.wrapped.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
         )
         if resume_from is not None:
-            resume_run(resume_from, config, pace, self.model, self.optimizer, self.scheduler)
+            resume_run(resume_from, config, pace, self.wrapped, self.scheduler)
             metrics.resume(pace.step)
             display.message(f"goes on from '{resume_from}', after step {pace.step}")
         self.recorder = StepRecorder(
-            self.model, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
+            self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )
 
     def run(self) -> TrainResult:
@@ -147,7 +138,7 @@ class _Trainer:
             if since_log == settings.log_every or pace.step == settings.steps:
                 # The one place where the host waits for the device, and ranks for each other's hosts.
                 elapsed, stopping = time.monotonic() - start, float(self.stop.requested)
-                with self.model.failures.watch("the sum of losses"):
+                with self.wrapped.failures.watch("the sum of losses"):
                     sums = self.runtime.all_reduce_sum(
                         [float(loss_sum) / since_log, stopping, elapsed, *self._router_means(since_log)]
                     )
@@ -183,7 +174,7 @@ class _Trainer:
 
     def _step(self, step: int) -> Tensor:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
-        settings, model, recorder = self.config.train, self.model, self.recorder
+        settings, wrapped, recorder = self.config.train, self.wrapped, self.recorder
         recorder.step_begins(step)
         # Dropout follows from seed, step and rank: like the data, without a state to keep.
         entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
@@ -192,23 +183,23 @@ class _Trainer:
         for microbatch in range(settings.num_microbatches):
             is_last = microbatch == settings.num_microbatches - 1
             inputs, targets = self._batch(step, microbatch)
-            with nullcontext() if is_last else model.no_sync():
-                loss = model(inputs, targets)
+            with nullcontext() if is_last else wrapped.no_sync():
+                loss = self.model(inputs, targets)
                 recorder.forward_ended()
                 (loss / settings.num_microbatches).backward()
                 if self.config.model.delay_wgrad_layers:
                     with recorder.phase(WGRAD_PHASE):
                         drain_modules(self.module)
             total += self._own_loss(loss.detach())
-        model.finish_grad_sync()
+        wrapped.finish_grad_sync()
         with recorder.phase(OPTIMIZER_PHASE):
-            self.optimizer.step()
-        model.zero_grad_buffer()
+            wrapped.step()
+        wrapped.clear_grads()
         recorder.step_ended()
         return total / settings.num_microbatches
 
     def _save(self) -> None:
-        path = save_run(self.config, self.pace, self.model, self.optimizer, self.scheduler)
+        path = save_run(self.config, self.pace, self.wrapped, self.scheduler)
         self.display.message(f"step {self.pace.step:>5}  checkpoint in '{path}'")
 
     def _own_loss(self, loss: Tensor) -> Tensor:
@@ -257,7 +248,7 @@ class _Trainer:
             total += float(self.model(inputs[rows], targets[rows])) * len(inputs[rows])
             self.recorder.forward_ended()
         self.model.train()
-        with self.model.failures.watch("the sum of validation losses"):
+        with self.wrapped.failures.watch("the sum of validation losses"):
             loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
         loss = loss_sum / count
         self.metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
@@ -274,7 +265,7 @@ class _Trainer:
     ) -> None:
         settings = self.config.train
         rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
-        norm = self.optimizer.grad_norm
+        norm = self.wrapped.grad_norm
         self.metrics.write(
             "step",
             step=self.pace.step,
@@ -290,10 +281,10 @@ class _Trainer:
         self.display.update(Status(pace.step, pace.steps, pace.fraction, pace.seconds, loss, lr, rate))
 
     def _introduce(self) -> None:
-        numel = sum(parameter.numel() for parameter in self.module.parameters())
+        numel = sum(parameter.numel for parameter in self.wrapped.parameters())
         runtime, settings = self.runtime, self.config.train
         self.display.message(
-            f"{numel / 1e6:.2f}M parameters in {self.config.model.param_dtype}, {len(self.model.buckets)} buckets; "
+            f"{numel / 1e6:.2f}M parameters in {self.config.model.param_dtype}, {self.wrapped.num_buckets} buckets; "
             f"{runtime.world_size} rank(s) on {runtime.device.type}, {settings.num_microbatches} microbatches of "
             f"{self.rows} x {settings.sequence_length} tokens each"
         )
@@ -316,30 +307,17 @@ class _Trainer:
             self.display.message(f"interrupted after step {self.pace.step}; records are in {self.config.train.out_dir}")
             return
         below = None if loss is None or bigram is None else bigram - loss
+        digest = self.wrapped.digest(wanted=self.runtime.rank == 0)
         peak = torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else None
         self.metrics.write(
             "final",
             **common,
             nats_below_bigram=below,
             peak_memory_bytes=peak,
-            weights_sha256=_digest(self.module) if self.runtime.rank == 0 else None,
+            weights_sha256=digest,
         )
         if below is not None:
             self.display.message(
                 f"validation loss {loss:.4f} nats per {self.unit} after {self.pace.step} steps in {seconds:.0f} s: "
                 f"{abs(below):.4f} {'below' if below >= 0 else 'above'} the {self.unit}-bigram model's {bigram:.4f}"
             )
-
-
-def _is_vector(name: str, parameter: Tensor) -> bool:
-    """Norms, biases and scalars: an expert's matrices are parameters of three dims."""
-    return parameter.ndim < 2
-
-
-def _digest(module: nn.Module) -> str:
-    """Of all weights, bit for bit: two runs that agree here ended in the same place."""
-    digest = hashlib.sha256()
-    for name, parameter in module.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
