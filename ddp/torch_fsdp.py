@@ -19,6 +19,8 @@ from torch import Tensor
 
 __all__ = ["TorchShards"]
 
+_MARK = "_maingrad_torch_shards"
+
 
 class TorchShards:
     """What FSDP2 knows of one gathered weight. Held weakly, as the weight is: FSDP2 owns both."""
@@ -30,11 +32,17 @@ class TorchShards:
 
     @classmethod
     def of(cls, weight: Tensor) -> "TorchShards | None":
-        """That of ``weight``; None where FSDP2 did not make it. A search over all sharded models: once per weight."""
-        for param in _sharded_params():
-            if getattr(param, "_unsharded_param", None) is weight:
-                return cls(param)
-        return None
+        """That of ``weight``; None where FSDP2 did not make it.
+
+        A search over all sharded models, which marks every weight gathered so far: once per unit, not per weight.
+        """
+        if not hasattr(weight, _MARK):
+            for param in _sharded_params():
+                gathered = getattr(param, "_unsharded_param", None)
+                if gathered is not None and not hasattr(gathered, _MARK):
+                    setattr(gathered, _MARK, cls(param))
+        found: TorchShards | None = getattr(weight, _MARK, None)
+        return found
 
     def accumulator(self, weight: Tensor) -> Tensor | None:
         """What this backward's gradient of ``weight`` may be added to: contiguous, of its shape, fp32 or of its dtype.
