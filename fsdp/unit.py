@@ -7,6 +7,7 @@ gathered again), and with the inputs it has passed the unit (the gradients are r
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ __all__ = ["Unit", "Use"]
 
 
 class Use:
-    """One forward of a unit whose graph is open. The graph's hooks own it."""
+    """One forward of a unit whose graph is open. The hooks on its outputs own it."""
 
     __slots__ = ("__weakref__", "task", "unit")
 
@@ -70,6 +71,7 @@ class Unit:
         grid: RankGrid,
         *,
         reshard_after_forward: bool | None,
+        copy_engines: bool = False,
     ) -> None:
         self.module = weakref.ref(module)
         self.name = name
@@ -77,6 +79,9 @@ class Unit:
         self.buckets = tuple(buckets)
         self.policy = policy
         self.grid = grid
+        self.device = device
+        self.copy_engines = copy_engines
+        """Gathers of the model that it is in run on copy engines."""
         self.reshard_after_forward = reshard_after_forward
         """None: unless it is the outermost."""
         self.forward_prefetch: tuple[Unit, ...] | None = None
@@ -90,7 +95,7 @@ class Unit:
         """The graph task that is in its backward."""
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()
         """Forwards that backward has not passed, as far as their graphs are alive."""
-        self.freed = torch.cuda.Event() if buckets and buckets[0].device.type == "cuda" else None
+        self.freed = torch.cuda.Event() if device.type == "cuda" else None
         """After it nobody reads the whole parameters any more."""
         self._num_shown = 0
         self._registrations = [_registration(pair, module, local) for pair, module, local in self._places()]
@@ -216,8 +221,15 @@ class Unit:
 
 def _watch_input(tensor: Tensor, use: Use) -> None:
     # A leaf's hook may run before all of the forward's graph has: such a unit is passed when backward ends.
-    if tensor.grad_fn is not None and tensor.device == use.unit.buckets[0].device:
-        tensor.register_hook(use.on_input)
+    if tensor.grad_fn is not None and tensor.device == use.unit.device:
+        # Weakly: recompute makes graphs that no backward comes to, over inputs that live on.
+        tensor.register_hook(partial(_on_input, weakref.ref(use)))
+
+
+def _on_input(reference: "weakref.ref[Use]", grad: Tensor) -> None:
+    use = reference()
+    if use is not None:
+        use.on_input(grad)
 
 
 def _registration(

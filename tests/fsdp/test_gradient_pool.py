@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from modules import Experts
-from sharded_twin import WIDTH, Run, mean_loss, no_sync, train_beside
+from sharded_twin import mean_loss, no_sync, train_beside
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.memory import ReleasableBuffer
-from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration import Linear
 
 HIDDEN = 8  # what support's experts take
 TOKENS = 11
@@ -192,7 +191,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 def run(model: Any, batches: Sequence[Tensor]) -> None:
     plain(model)
-    for model.microbatch, batch in enumerate(batches):  # noqa: B020
+    for model.microbatch, batch in enumerate(batches):
         loss = None
         if model.microbatch < len(batches) - 1:
             with no_sync(model):
