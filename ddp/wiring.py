@@ -28,6 +28,7 @@ __all__ = [
     "OwnedParam",
     "WiredParam",
     "allocate_buckets",
+    "check_copy_engines",
     "check_same_config",
     "check_same_on_all_ranks",
     "check_setup",
@@ -136,18 +137,25 @@ def check_setup(
             f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "
             f"leave it None, and each rank divides its gradients before the collective"
         )
-    on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
-    if config.copy_engine_param_gather and not (on_nccl and zero_cta_options() is not None):
-        raise ValueError(
-            f"copy_engine_param_gather needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its "
-            f"zero-CTA policy; got {device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"
-        )
+    if config.copy_engine_param_gather:
+        check_copy_engines(grids, device, "copy_engine_param_gather")
     if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
             "overlap_grad_reduce with CUDA_DEVICE_MAX_CONNECTIONS=1 would queue collectives and compute behind each "
             "other; unset the variable"
         )
     return device
+
+
+def check_copy_engines(grids: Iterable[RankGrid], device: torch.device, option: str) -> None:
+    """Raise ``ValueError`` where gathers cannot run on copy engines."""
+    backends = {backend_of(group, device) for grid in grids for group in grid.axes}
+    on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
+    if not (on_nccl and zero_cta_options() is not None):
+        raise ValueError(
+            f"{option} needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its zero-CTA policy; got "
+            f"{device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"
+        )
 
 
 def plan_model(

@@ -21,14 +21,13 @@ from ..ddp.checkpoint_ranks import CheckpointRanks
 from ..ddp.checkpoint_source import HeldOptimizer, HeldParam, Holding
 from ..ddp.collectives import group_or_default
 from ..ddp.rank_grid import RankGrid
+from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_bucket import ShardedPair
 from .sharded_param import ShardedParameter
 
 __all__ = ["ShardedSource"]
 
 _HALF = (torch.bfloat16, torch.float16)
-_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State of torch's optimizers that is one number for a whole parameter."""
 
 
 class ShardSlice(NamedTuple):
@@ -56,14 +55,10 @@ class ShardSlice(NamedTuple):
 
     def state(self) -> dict[str, Tensor]:
         """Elementwise state, [end - start] each: views. Empty before the first step."""
-        return {
-            key: value.view(-1)
-            for key, value in self._known().items()
-            if self.updated is not None
-            and isinstance(value, Tensor)
-            and value.shape == self.updated.shape
-            and not (key in self.counters and value.ndim == 0)
-        }
+        if self.updated is None:
+            return {}
+        elementwise = elementwise_of(self.updated, self._known(), self.counters)
+        return {key: value.view(-1) for key, value in elementwise.items()}
 
     def scalars(self) -> dict[str, Any]:
         """The rest of its state, such as the number of steps."""
@@ -103,7 +98,7 @@ class ShardedSource:
         groups = {} if checked is None else _groups_of(checked)
         # A frozen parameter in a group is one without a group, as long as nothing is known of it.
         groups = {param: group for param, group in groups.items() if param.requires_grad or state.get(param)}
-        counters = _COUNTERS if checked is None else _COUNTERS | _counters_of(checked)
+        counters: frozenset[str] = frozenset() if checked is None else counters_of(checked)
         sliced = {
             name: param
             for name, param in tensors.parameters.items()
@@ -122,6 +117,8 @@ class ShardedSource:
 
     def loaded(self, optimizer: object) -> None:
         """Whole parameters that are kept are gathered again: on every rank, also where it read nothing."""
+        if isinstance(optimizer, Optimizer):
+            translate_state_dicts(optimizer)
         torch.autograd.graph.increment_version(list(self._whole))
 
     def _slice(
@@ -179,16 +176,6 @@ def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer
 
 def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
     return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-
-
-def _counters_of(optimizer: Optimizer) -> frozenset[str]:
-    """Keys that are no elementwise state of some parameter: of scalars neither, where the shapes do not tell."""
-    return frozenset(
-        key
-        for param, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.shape != param.shape
-    )
 
 
 # ---- Ranks. ----

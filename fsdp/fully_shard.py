@@ -1,6 +1,6 @@
-"""``fully_shard``: makes a unit of a module, and refuses what cannot work."""
+"""``fully_shard``: makes a unit of a module."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 import torch
@@ -9,20 +9,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.failure_report import FailureReporter
-from ..ddp.layout import BucketLayout
-from ..ddp.main_grad import check_unattached
-from ..ddp.placements import PLACEMENTS, Placement, Placements
+from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
-from ..ddp.wiring import OwnedParam, compare_between_ranks, find_owned_params
+from ..ddp.wiring import check_copy_engines
 from .grad_shard import ShardReduction
 from .materialize import materialize, synchronize
 from .mixed_precision import MixedPrecisionPolicy
-from .module import FSDPModule, make_unit, unit_of
-from .optimizer_watch import mark_replaced, replaced_in, watch_steps
+from .module import make_unit
+from .optimizer_watch import mark_replaced, watch_steps
 from .sharded_bucket import ShardedBucket
-from .sharded_param import ShardedParameter
 from .state_dict import install_state_dict_hooks
 from .unit import Unit
+from .unit_checks import (
+    check_module,
+    check_offload,
+    check_placements,
+    compare_units,
+    device_of,
+    own_modules,
+    own_params,
+    row_of,
+)
 from .unit_plan import plan_unit, shard_degree
 
 __all__ = ["fully_shard"]
@@ -38,6 +45,7 @@ def fully_shard(
     *,
     reshard_after_forward: bool | None = None,
     offload_to_cpu: bool = False,
+    copy_engine_gather: bool = False,
     init_fn: Callable[[nn.Module], None] | None = None,
     init_sync: bool = True,
     device: torch.device | str | None = None,
@@ -64,6 +72,10 @@ def fully_shard(
     reshard_after_forward  let whole parameters go between forward and backward; None: unless the unit is the outermost.
                            Needs placements that shard parameters
     offload_to_cpu         shards, gradients and with them the optimizer live in pinned host memory; CUDA only
+    copy_engine_gather     gathers of the whole model run on the GPU's copy engines and take no multiprocessor from what
+                           is computed; say it on the outermost unit. NCCL 2.28 or newer; it falls back to kernels where
+                           a rank's memory is not mapped to all others (several nodes). Such a program keeps its model
+                           until it has called ``destroy_process_group()``: torch 2.11 aborts at exit otherwise
     init_fn                initialises one module's own parameters after they came from meta; None: its
                            ``reset_parameters()``. A unit's whole parameters exist while it is being wrapped
     init_sync              copy the first rank's parameters and buffers to all ranks
@@ -75,26 +87,35 @@ def fully_shard(
     Raises ``ValueError`` for a module or mesh that cannot be sharded so, naming the parameter; the same where the model
     differs between ranks.
     """
-    placements = _row(placements)
+    placements = row_of(placements)
     policy = mixed_precision or MixedPrecisionPolicy()
-    _check_module(module)
+    check_module(module)
     grid = make_grid(mesh, option="mesh")
-    _check_placements(placements, grid, reshard_after_forward)
-    inside = list(_own_modules(module))
+    check_placements(placements, grid, reshard_after_forward)
+    inside = list(own_modules(module))
     ignored = {id(param) for param in ignored_params}
-    device = _device(device, mesh, inside, ignored)
-    if offload_to_cpu and device.type != "cuda":
-        raise ValueError(f"offload_to_cpu has no effect on {device}: shards are in host memory anyway; leave it False")
-    _owned(module, ignored)  # refuses what it must before anything is moved
-    materialize(inside, device, init_fn)
-    owned = _owned(module, ignored)
+    device = device_of(device, mesh, grid, inside, ignored)
+    if offload_to_cpu:
+        check_offload(device)
+    if copy_engine_gather:
+        check_copy_engines([grid], device, "copy_engine_gather")
+    own_params(module, ignored)  # refuses what it must before anything is moved
+    materialize(inside, device, init_fn, ignored)
+    owned = own_params(module, ignored)
     failures = FailureReporter()
     plans = list(plan_unit(owned, policy, shard_degree(placements, grid.inner_size, grid.outer_size)))
     with failures.watch("the comparison of models between ranks"):
-        _compare(plans, grid, type(module).__name__)
+        compare_units(
+            plans,
+            {entry.name: entry.param.dtype for entry in owned},
+            inside,
+            (placements, policy, f"reshard_after_forward={reshard_after_forward}", f"init_sync={init_sync}"),
+            grid,
+            type(module).__name__,
+        )
     if init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
-            synchronize(inside, grid)
+            synchronize(inside, grid, ignored)
 
     by_name = {entry.name: entry for entry in owned}
     buckets = []
@@ -113,7 +134,16 @@ def fully_shard(
                 offload=offload_to_cpu,
             )
         )
-    unit = Unit(module, type(module).__name__, buckets, policy, grid, reshard_after_forward=reshard_after_forward)
+    unit = Unit(
+        module,
+        type(module).__name__,
+        buckets,
+        policy,
+        grid,
+        device,
+        reshard_after_forward=reshard_after_forward,
+        copy_engines=copy_engine_gather,
+    )
     for bucket in buckets:
         watch_steps(bucket)
         for pair in bucket.pairs:
@@ -128,117 +158,3 @@ def _reduction(
     grid: RankGrid, placements: Placements, policy: MixedPrecisionPolicy, device: torch.device
 ) -> ShardReduction:
     return ShardReduction(grid, placements, factor=1.0 / grid.size, wire_dtype=policy.wire_dtype, device=device)
-
-
-def _row(placements: str | Placements) -> Placements:
-    if isinstance(placements, str):
-        if placements not in PLACEMENTS:
-            raise ValueError(f"placements '{placements}' is none of {', '.join(PLACEMENTS)}")
-        placements = PLACEMENTS[placements]
-    placements.check()
-    if placements.inner.optimizer is Placement.WHOLE:
-        raise ValueError(
-            "placements that shard nothing are plain data parallelism: use maingrad.ddp.DistributedDataParallel"
-        )
-    return placements
-
-
-def _check_placements(placements: Placements, grid: RankGrid, reshard_after_forward: bool | None) -> None:
-    if reshard_after_forward and placements.inner.parameter is Placement.WHOLE:
-        raise ValueError(
-            "reshard_after_forward=True has no effect where placements keep parameters whole; leave it None, or shard "
-            "them ('zero3')"
-        )
-    if placements.outer.scatters and grid.outer is None:
-        raise ValueError(
-            "placements that shard across instances need a DeviceMesh of two dims, (outer, inner), and this mesh has "
-            "one instance; use 'zero3'"
-        )
-
-
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"{unit_of(module).label} ({type(module).__name__}) is fully sharded already")
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(
-            f"{type(module).__name__} has no forward, and a unit is gathered for its forward: shard its members"
-        )
-
-
-def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those inside it, without units and what is inside them."""
-    seen: set[int] = set()
-    stack = [module]
-    while stack:
-        found = stack.pop()
-        if id(found) in seen:
-            continue
-        seen.add(id(found))
-        yield found
-        stack += [child for child in reversed(list(found.children())) if not isinstance(child, FSDPModule)]
-
-
-def _owned(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
-    """The parameters that this unit shards, with all modules that register them."""
-    inside = {id(found) for found in _own_modules(module)}
-    owned = []
-    for entry in find_owned_params(module):
-        name, param, owners = entry
-        if id(param) in ignored:
-            continue
-        strangers = [owner for owner, _ in owners if id(owner) not in inside]
-        if isinstance(param, ShardedParameter):
-            if len(strangers) < len(owners):
-                raise ValueError(
-                    f"parameter '{name}' is sharded by unit '{param.shard.unit}' and registered outside it as well: "
-                    f"wrap from the inside out, and leave tied parameters to one unit that holds all their modules"
-                )
-            continue
-        other = replaced_in(param)
-        if other is not None:
-            raise ValueError(
-                f"parameter '{name}' was sharded by {other} and is registered here as well: make one unit of all "
-                f"modules that share it, before any of them is sharded"
-            )
-        check_unattached(param, name)
-        if param.grad is not None:
-            raise ValueError(f"parameter '{name}' already has a .grad: call module.zero_grad() before fully_shard")
-        if param.is_complex():
-            raise ValueError(f"parameter '{name}' is {param.dtype}: shards are of real parameters; list it as ignored")
-        if not param.is_leaf:
-            raise ValueError(f"parameter '{name}' is computed from others: shard those")
-        owned.append(entry)
-    return owned
-
-
-def _device(
-    device: torch.device | str | None,
-    mesh: dist.ProcessGroup | DeviceMesh | None,
-    inside: Sequence[nn.Module],
-    ignored: Collection[int],
-) -> torch.device:
-    if device is None and isinstance(mesh, DeviceMesh):
-        device = mesh.device_type
-    if device is not None:
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
-    found = {param.device for module in inside for param in module._parameters.values() if param is not None}
-    found = {place for place in found if place.type != "meta"}
-    if len(found) > 1:
-        raise ValueError(f"parameters are on {', '.join(sorted(map(str, found)))}: say which by device")
-    if not found and any(param is not None for module in inside for param in module._parameters.values()):
-        raise ValueError("parameters on the meta device: say by device, or a DeviceMesh, where they are to be")
-    return found.pop() if found else torch.device("cpu")
-
-
-def _compare(plans: Sequence[tuple[BucketLayout, bool]], grid: RankGrid, unit: str) -> None:
-    lines = [
-        f"{unit}'s '{slot.spec.name}' {slot.spec.param_dtype} {list(slot.spec.shape)}"
-        f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
-        for layout, trainable in plans
-        for slot in layout.slots
-    ]
-    for group in grid.axes:
-        compare_between_ranks(group, {"model": lines})

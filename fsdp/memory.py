@@ -7,6 +7,8 @@ So a buffer's views are made once, and its memory is given to and taken from the
 import torch
 from torch import Tensor
 
+from ..ddp.mapped_memory import MappedPool
+
 __all__ = ["Meter", "ReleasableBuffer"]
 
 
@@ -34,7 +36,7 @@ class ReleasableBuffer:
     wait for all that other streams do with it.
     """
 
-    __slots__ = ("_nbytes", "_storage", "data", "meter", "resident", "stream")
+    __slots__ = ("_nbytes", "_storage", "data", "meter", "pool", "resident", "stream")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data: Tensor = torch.empty(numel, dtype=dtype, device=device)
@@ -42,6 +44,8 @@ class ReleasableBuffer:
         self._storage = self.data.untyped_storage()
         self._nbytes: int = self._storage.nbytes()
         self.meter: Meter | None = None
+        self.pool: MappedPool | None = None
+        """Where it takes its memory from, if not from torch's own."""
         self.resident = True
         self.stream: torch.cuda.Stream | None = None
         """That it was taken on, on CUDA."""
@@ -57,7 +61,11 @@ class ReleasableBuffer:
             return
         if self.data.is_cuda:
             self.stream = torch.cuda.current_stream(self.data.device)
-        self._storage.resize_(self._nbytes)
+        if self.pool is None:
+            self._storage.resize_(self._nbytes)
+        else:
+            with self.pool.allocating():
+                self._storage.resize_(self._nbytes)
         self.resident = True
         if self.meter is not None:
             self.meter.add(self._nbytes)

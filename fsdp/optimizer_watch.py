@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .optimizer_state import translate_state_dicts
+
 if TYPE_CHECKING:
     from .sharded_bucket import ShardedBucket
 
@@ -67,10 +69,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"before it was sharded, which no forward uses any more; build the optimizer from model.parameters() "
                 f"after the last fully_shard call"
             )
-    for bucket in _buckets_of(optimizer):
+    buckets = _buckets_of(optimizer)
+    for bucket in buckets:
         why = bucket.why_unfinished
         if why is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
+    if buckets:
+        translate_state_dicts(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -19,6 +19,7 @@ from ..ddp.bucket import Phase
 from ..ddp.failure_report import FailureReporter
 from ..ddp.iteration_checks import check_nothing_pending
 from ..ddp.launcher import BucketLauncher
+from ..ddp.mapped_memory import MappedPool
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
 from ..ddp.timeline import Timeline
 from .memory import Meter
@@ -43,7 +44,7 @@ class Root:
         self.module = weakref.ref(module)
         self.units = units
         self.buckets = [bucket for unit in reversed(units) for bucket in unit.buckets]  # about backward's order
-        self.device = self.buckets[0].device
+        self.device = units[0].device
         self._unit_of = {id(bucket): unit for unit in units for bucket in unit.buckets}
         self.failures = FailureReporter()
         self.param_meter, self.grad_meter = Meter(), Meter()
@@ -59,6 +60,8 @@ class Root:
         )
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         """Of gathers."""
+        if self._copy_engines:
+            self._map_memory()
         self._freed: list[torch.cuda.Event] = []  # after which gathers may reuse memory, not waited for yet
 
         # Forward.
@@ -364,16 +367,45 @@ class Root:
     def _join_ranks(self) -> None:
         """Groups of their own for gathers, and what gradients are divided by: an expert has seen all ranks' tokens."""
         grids: dict[int, RankGrid] = {}
+        self._copy_engines = any(unit.copy_engines for unit in self.units)
         size = self.units[0].grid.size
         with self.failures.watch("the making of process groups"):
             for bucket in self.buckets:
                 grid = bucket.reduction.grid
                 joined = grids.setdefault(id(grid.inner), grid)
                 if joined.inner is joined.gather:
-                    joined = grids[id(grid.inner)] = with_separate_gather(joined)
+                    joined = grids[id(grid.inner)] = with_separate_gather(joined, copy_engines=self._copy_engines)
                 bucket.reduction.grid = grid._replace(gather=joined.gather)
                 bucket.reduction.factor = 1.0 / size
         self.failures.groups = all_groups([bucket.reduction.grid for bucket in self.buckets])
+
+    def _map_memory(self) -> None:
+        """Reserve, in memory that copy engines reach, what is gathered at once; units take turns in it.
+
+        Memory that is freed in a pool is cut anew for what comes next, and all ranks take and free in one order.
+        """
+        assert self.stream is not None, "only on CUDA"
+        by_group: dict[int, list[ShardedBucket]] = {}
+        for bucket in self.buckets:
+            if bucket.reduction.grid.inner_size > 1:
+                by_group.setdefault(id(bucket.reduction.grid.gather), []).append(bucket)
+        for buckets in by_group.values():
+            gather = buckets[0].reduction.grid.gather
+            assert gather is not None, "a group of more than one rank"
+            pool = MappedPool(gather, self.device)
+            sizes = [
+                sum(_rounded(bucket.gathered.nbytes) for bucket in buckets if self._unit_of[id(bucket)] is unit)
+                for unit in self.units
+            ]
+            if not buckets[0].keeps_params:
+                sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[: KEPT_UNITS + 1]]
+            with torch.cuda.stream(self.stream):
+                with pool.allocating():
+                    reserved = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+                pool.share()
+                del reserved
+            for bucket in buckets:
+                bucket.gathered.pool = pool
 
     def _connect(self) -> None:
         here = weakref.ref(self)
@@ -394,6 +426,11 @@ class Root:
 
 KEPT_UNITS = 2
 """Units at the start of forward that stay gathered from a microbatch's backward to the next one's forward."""
+
+
+def _rounded(nbytes: int) -> int:
+    """What the caching allocator makes of it."""
+    return -(-nbytes // 2**21) * 2**21
 
 
 def _is_reduced(unit: Unit) -> bool:

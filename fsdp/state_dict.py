@@ -17,7 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .exchange import Range, device_of, exchange, rows_of_rank
 from .sharded_param import ShardedParameter, ShardInfo, local_shape
 
-__all__ = ["install_state_dict_hooks"]
+__all__ = ["Translation", "install_state_dict_hooks", "translation_of"]
+
+_TRANSLATION = "_maingrad_translation"
+"""Attribute of sharded parameters."""
 
 # torch.distributed.tensor is imported where it is used: it takes seconds, and needs a torch with torch.distributed.
 
@@ -28,27 +31,34 @@ def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) 
     module  its sharded parameters are in place; modules in it that have hooks already keep theirs
     mesh    what the user sharded over: DTensors are on it. None: they are on a mesh of one dim over the inner ranks
     """
+    translation = Translation(mesh)
     for owner in module.modules():
-        sharded = any(isinstance(param, ShardedParameter) for param in owner._parameters.values())
-        if sharded and not any(isinstance(hook, _AfterSaving) for hook in owner._state_dict_hooks.values()):
-            translation = _Translation(mesh)
-            owner.register_state_dict_post_hook(_AfterSaving(translation))
-            owner.register_load_state_dict_pre_hook(_BeforeLoading(translation))
+        own = [param for param in owner._parameters.values() if isinstance(param, ShardedParameter)]
+        for param in own:
+            param.__dict__.setdefault(_TRANSLATION, translation)
+        if own and _after_saving not in owner._state_dict_hooks.values():
+            owner.register_state_dict_post_hook(_after_saving)
+            owner.register_load_state_dict_pre_hook(_before_loading)
 
 
-class _Translation:
-    """Between the shards of one module's own parameters and DTensors."""
+def translation_of(param: ShardedParameter) -> "Translation":
+    """The one that ``install_state_dict_hooks`` gave it."""
+    return param.__dict__[_TRANSLATION]  # type: ignore[no-any-return]
+
+
+class Translation:
+    """Between shards and DTensors, for tensors of one unit: its parameters, and what is like them."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._mesh = mesh
         self._known: dict[ShardInfo, tuple[list[Range], list[Range]]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Translation":
-        return self  # a copy of the module is on the same ranks
+    def to_dtensor(self, info: ShardInfo, value: Tensor) -> Tensor:
+        """A DTensor in new memory; without ranks a plain tensor. Collective.
 
-    def to_dtensor(self, param: ShardedParameter) -> Tensor:
-        """A DTensor in new memory; without ranks a plain tensor. Collective."""
-        info, flat = param.shard, param.detach().view(-1)
+        value  what this rank holds of it: the elements that ``info`` says, in any shape
+        """
+        flat = value.detach().view(-1)
         across, inside = self._ranges(info)
         group, rank = info.grid.inner, info.grid.inner_rank
         if len(across) > 1:
@@ -64,14 +74,14 @@ class _Translation:
             local, mesh, _placements(info, mesh), run_check=False, shape=torch.Size(info.shape), stride=stride
         )
 
-    def to_shard(self, param: ShardedParameter, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, in the shape of ``param``: a DTensor of any ranks, or a whole tensor.
+    def to_shard(self, info: ShardInfo, value: Tensor) -> Tensor:
+        """This rank's elements of ``value``, a DTensor of any ranks or a whole tensor, in the shape of a shard.
 
         Collective for a DTensor. Raises ``ValueError`` for another shape.
         """
         from torch.distributed.tensor import DTensor
 
-        info, first = param.shard, 0
+        first = 0
         if tuple(value.shape) != info.shape:
             raise ValueError(f"a tensor of shape {list(value.shape)}, and the whole parameter is {list(info.shape)}")
         if isinstance(value, DTensor):
@@ -109,51 +119,40 @@ class _Translation:
         return self._known[info]
 
 
-class _AfterSaving:
-    """Replaces shards by DTensors in what a module has put into a state dict."""
-
-    def __init__(self, translation: _Translation) -> None:
-        self._translation = translation
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        for name, param in module._parameters.items():
-            if isinstance(param, ShardedParameter):  # within unsharded() it is whole, and stays so
-                state_dict[prefix + name] = self._translation.to_dtensor(param)
+@torch.no_grad()
+def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Replace shards by DTensors in what a module has put into a state dict."""
+    for name, param in module._parameters.items():
+        if isinstance(param, ShardedParameter):  # within unsharded() it is whole, and stays so
+            state_dict[prefix + name] = translation_of(param).to_dtensor(param.shard, param)
 
 
-class _BeforeLoading:
-    """Replaces DTensors and whole tensors by shards before a module copies them into its parameters."""
-
-    def __init__(self, translation: _Translation) -> None:
-        self._translation = translation
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for name, param in module._parameters.items():
-            key = prefix + name
-            if not isinstance(param, ShardedParameter) or not isinstance(state_dict.get(key), Tensor):
-                continue
-            if metadata.get("assign_to_params_buffers"):
-                raise ValueError(
-                    f"load_state_dict(assign=True): parameter '{key}' is a view of this rank's shard, which the "
-                    f"optimizer updates: load without assign, which copies into it"
-                )
-            try:
-                state_dict[key] = self._translation.to_shard(param, state_dict[key])
-            except ValueError as error:
-                error_msgs.append(f"size mismatch for {key}: {error}")
-                state_dict[key] = param.detach()
+@torch.no_grad()
+def _before_loading(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Replace DTensors and whole tensors by shards before a module copies them into its parameters."""
+    for name, param in module._parameters.items():
+        key = prefix + name
+        if not isinstance(param, ShardedParameter) or not isinstance(state_dict.get(key), Tensor):
+            continue
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"load_state_dict(assign=True): parameter '{key}' is a view of this rank's shard, which the optimizer "
+                f"updates: load without assign, which copies into it"
+            )
+        try:
+            state_dict[key] = translation_of(param).to_shard(param.shard, state_dict[key])
+        except ValueError as error:
+            error_msgs.append(f"size mismatch for {key}: {error}")
+            state_dict[key] = param.detach()
 
 
 def _outer(info: ShardInfo) -> dist.ProcessGroup | None:

@@ -60,6 +60,7 @@ class Unit:
     module   whose forward it is; held weakly, as the module owns the unit
     buckets  its parameters
     grid     the ranks that it is sharded over
+    device   where it computes
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Unit:
         buckets: Sequence[ShardedBucket],
         policy: MixedPrecisionPolicy,
         grid: RankGrid,
+        device: torch.device,
         *,
         reshard_after_forward: bool | None,
         copy_engines: bool = False,

@@ -24,7 +24,7 @@ def plan_unit(
         param = entry.param
         kinds.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
     for (dtype, trainable, delayed), members in kinds.items():
-        computing = policy.param_dtype or dtype
+        computing = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
         specs = [
             ParamSpec(
                 name=entry.name,

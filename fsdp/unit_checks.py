@@ -1,0 +1,238 @@
+"""What may become a unit: modules, parameters, devices and placements that cannot be sharded are refused by name."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+
+from ..ddp.layout import BucketLayout
+from ..ddp.main_grad import check_unattached
+from ..ddp.placements import PLACEMENTS, Placement, Placements
+from ..ddp.rank_grid import RankGrid
+from ..ddp.wiring import OwnedParam, compare_between_ranks, find_owned_params
+from .module import FSDPModule, unit_of
+from .optimizer_watch import replaced_in
+from .sharded_param import ShardedParameter
+
+__all__ = [
+    "check_module",
+    "check_offload",
+    "check_placements",
+    "compare_units",
+    "device_of",
+    "own_modules",
+    "own_params",
+    "row_of",
+]
+
+
+def row_of(placements: str | Placements) -> Placements:
+    """The row of the table, by its name or as it is."""
+    if isinstance(placements, str):
+        if placements not in PLACEMENTS:
+            raise ValueError(f"placements '{placements}' is none of {', '.join(PLACEMENTS)}")
+        placements = PLACEMENTS[placements]
+    if not isinstance(placements, Placements):
+        raise TypeError(f"placements is a name or a Placements(inner, outer), got {type(placements).__name__}")
+    placements.check()
+    if placements.inner.optimizer is Placement.WHOLE:
+        raise ValueError(
+            "placements that shard nothing are plain data parallelism: use maingrad.ddp.DistributedDataParallel"
+        )
+    return placements
+
+
+def check_placements(placements: Placements, grid: RankGrid, reshard_after_forward: bool | None) -> None:
+    """Raise ``ValueError`` for what has no effect on these ranks."""
+    if reshard_after_forward and placements.inner.parameter is Placement.WHOLE:
+        raise ValueError(
+            "reshard_after_forward=True has no effect where placements keep parameters whole; leave it None, or shard "
+            "them ('zero3')"
+        )
+    if placements.outer.scatters and grid.outer is None:
+        raise ValueError(
+            "placements that shard across instances need a DeviceMesh of two dims, (outer, inner), and this mesh has "
+            "one instance; use 'zero3'"
+        )
+
+
+def check_offload(device: torch.device) -> None:
+    """Raise ``ValueError`` where shards cannot be offloaded."""
+    if device.type != "cuda":
+        raise ValueError(f"offload_to_cpu has no effect on {device}: shards are in host memory anyway; leave it False")
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise for a module that cannot be a unit, whatever its parameters are."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"{unit_of(module).label} ({type(module).__name__}) is fully sharded already")
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{type(module).__name__} has no forward, and a unit is gathered for its forward: shard its members"
+        )
+    for name, inside in module.named_modules():
+        place = f"module '{name}'" if name else "the module"
+        if isinstance(inside, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"{place} is wrapped in torch's DistributedDataParallel already: shard what it wraps")
+        if isinstance(inside, torch.jit.ScriptModule):
+            raise ValueError(f"{place} is a ScriptModule, whose parameters stay where they are: shard it unscripted")
+        if type(inside).__name__ == "OptimizedModule":
+            raise ValueError(
+                f"{place} is torch.compile(...) of another module: call that one's .compile(), which keeps the module, "
+                f"and shard it"
+            )
+
+
+def own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those inside it, without units and what is inside them."""
+    seen: set[int] = set()
+    stack = [module]
+    while stack:
+        found = stack.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        yield found
+        stack += [child for child in reversed(list(found.children())) if not isinstance(child, FSDPModule)]
+
+
+def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
+    """The parameters that this unit shards, with all modules that register them.
+
+    Raises ``ValueError`` for one that cannot be sharded, or that another unit has. ``ignored``: ``id`` of those that
+    stay as they are; what units inside have ignored does so too.
+    """
+    inside = {id(found) for found in own_modules(module)}
+    owned = []
+    for entry in find_owned_params(module):
+        name, param, owners = entry
+        if id(param) in ignored:
+            continue
+        if not any(id(owner) in inside for owner, _ in owners):
+            continue
+        if isinstance(param, ShardedParameter):
+            raise ValueError(
+                f"parameter '{name}' is sharded by unit '{param.shard.unit}' and registered outside it as well: "
+                f"wrap from the inside out, and leave tied parameters to one unit that holds all their modules"
+            )
+        other = replaced_in(param)
+        if other is not None:
+            raise ValueError(
+                f"parameter '{name}' was sharded by {other} and is registered here as well: make one unit of all "
+                f"modules that share it, before any of them is sharded"
+            )
+        _check_param(name, param)
+        owned.append(entry)
+    return owned
+
+
+def _check_param(name: str, param: nn.Parameter) -> None:
+    check_unattached(param, name)
+    if isinstance(param, UninitializedParameter):
+        raise ValueError(f"parameter '{name}' has no shape yet: run a forward of the lazy module before fully_shard")
+    if hasattr(param, "to_local"):
+        raise ValueError(
+            f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism): shard a "
+            f"model of plain parameters"
+        )
+    if param.grad is not None:
+        raise ValueError(f"parameter '{name}' already has a .grad: call module.zero_grad() before fully_shard")
+    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        raise ValueError(
+            f"parameter '{name}' has hooks, which no backward would call: whole gradients never lie in .grad; remove "
+            f"them, or list it in ignored_params"
+        )
+    if param.is_complex():
+        raise ValueError(
+            f"parameter '{name}' is {param.dtype}: shards are of real parameters; list it in ignored_params"
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(f"parameter '{name}' is {param.layout}: shards are of dense ones; list it in ignored_params")
+    if not param.is_leaf:
+        raise ValueError(f"parameter '{name}' is computed from others: shard those")
+
+
+def device_of(
+    device: torch.device | str | None,
+    mesh: dist.ProcessGroup | DeviceMesh | None,
+    grid: RankGrid,
+    inside: Sequence[nn.Module],
+    ignored: Collection[int],
+) -> torch.device:
+    """Where the unit computes; raises ``ValueError`` where that is not one place, or one that the ranks cannot use."""
+    found = _chosen_device(device, mesh, inside, ignored)
+    for group in grid.axes:
+        served = group._device_types
+        if served and all(kind.type != found.type for kind in served):
+            raise ValueError(
+                f"the mesh's group talks over {', '.join(kind.type for kind in served)}, and the unit is on {found}: "
+                f"give a group of that device"
+            )
+    return found
+
+
+def _chosen_device(
+    device: torch.device | str | None,
+    mesh: dist.ProcessGroup | DeviceMesh | None,
+    inside: Sequence[nn.Module],
+    ignored: Collection[int],
+) -> torch.device:
+    params = [p for module in inside for p in module._parameters.values() if p is not None and id(p) not in ignored]
+    found = {param.device for param in params if not param.is_meta}
+    if isinstance(mesh, DeviceMesh):
+        if device is not None and torch.device(device).type != mesh.device_type:
+            raise ValueError(f"device is {device}, and the mesh is of {mesh.device_type}: leave one of them out")
+        elsewhere = [place for place in found if place.type not in ("cpu", mesh.device_type)]
+        if elsewhere:
+            raise ValueError(f"parameters are on {elsewhere[0]}, and the mesh is of {mesh.device_type}")
+        device = device or mesh.device_type
+    if device is not None:
+        return _usable(torch.device(device))
+    if len(found) > 1:
+        raise ValueError(f"parameters are on {', '.join(sorted(map(str, found)))}: say which by device")
+    if not found and params:
+        raise ValueError("parameters on the meta device: say by device, or a DeviceMesh, where they are to be")
+    return found.pop() if found else torch.device("cpu")
+
+
+def _usable(device: torch.device) -> torch.device:
+    if device.type == "meta":
+        raise ValueError("device is where the unit computes, and nothing does on meta")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device or mesh says {device}, and torch sees no CUDA device here")
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
+def compare_units(
+    plans: Sequence[tuple[BucketLayout, bool]],
+    dtypes: dict[str, torch.dtype],
+    inside: Iterable[nn.Module],
+    options: Iterable[Any],
+    grid: RankGrid,
+    unit: str,
+) -> None:
+    """Compare the unit with other ranks' before collectives depend on it; all raise ``ValueError`` with what differs.
+
+    dtypes  of the parameters at rest, by name
+    inside  the unit's own modules, whose buffers are compared
+    """
+    model = [
+        f"{unit}'s '{slot.spec.name}' {dtypes[slot.spec.name]} {list(slot.spec.shape)}"
+        f"{'' if trainable else ' frozen'}{' delayed' if slot.spec.delayed else ''}"
+        for layout, trainable in plans
+        for slot in layout.slots
+    ]
+    model += [
+        f"{unit}'s buffer '{name}' {buffer.dtype} {list(buffer.shape)}"
+        for module in inside
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    for group in grid.axes:
+        compare_between_ranks(group, {"model": model, "call of fully_shard": [str(option) for option in options]})
