@@ -1,6 +1,5 @@
 """A fully sharded model beside a plain twin, which sees the batches of all ranks one after the other."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,12 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.fsdp import FSDPModule, fully_shard
 from maingrad.fsdp.sharded_param import ShardedParameter
 from maingrad.launch import simulate
 
 __all__ = [
+    "KINDS",
     "Block",
     "Net",
     "assert_same_grads",
@@ -24,6 +25,7 @@ __all__ = [
     "mean_loss",
     "no_sync",
     "one_backward",
+    "options_of",
     "plain_grads",
     "rank_and_size",
     "shard_blocks",
@@ -70,6 +72,19 @@ def shard_blocks(model: nn.Module, **options: Any) -> None:
         if isinstance(module, Block):
             fully_shard(module, **options)
     fully_shard(model, **options)
+
+
+KINDS = {"alone": 0, "zero1": 2, "zero2": 2, "zero3": 3, "hsdp": 4, "hsdp_zero1": 4}
+"""Ways to shard, and on how many ranks tests try each: 0 is a world without ``torch.distributed``."""
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    """Arguments of ``fully_shard``, on each rank."""
+    if kind == "alone":
+        return {}
+    if kind in ("hsdp", "hsdp_zero1"):
+        return {"placements": kind, "mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2))}
+    return {"placements": kind}
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -126,7 +141,7 @@ def plain_grads(twin: nn.Module, run: Run, everyones: Iterable[Sequence[Tensor]]
 
 def assert_same_grads(model: nn.Module, expected: dict[str, Tensor | None], tolerance: float = TOLERANCE) -> None:
     """``.grad`` of every shard; zeros are as good as None where nothing is expected."""
-    names = {name: param for name, param in model.named_parameters()}
+    names = dict(model.named_parameters())
     assert names.keys() == expected.keys()
     for name, param in names.items():
         found, wanted = param.grad, expected[name]
@@ -139,7 +154,7 @@ def assert_same_grads(model: nn.Module, expected: dict[str, Tensor | None], tole
 
 def assert_same_weights(model: nn.Module, twin: nn.Module, tolerance: float = TOLERANCE) -> None:
     plain = dict(twin.named_parameters())
-    names = {name: param for name, param in model.named_parameters()}
+    names = dict(model.named_parameters())
     assert names.keys() == plain.keys()
     for name, param in names.items():
         _assert_close(name, param, _shard_of(param), plain[name].detach(), tolerance)
@@ -170,21 +185,22 @@ def both(
     make: Callable[[], nn.Module], shard: Callable[[nn.Module], Any], dtype: torch.dtype | None = torch.float64
 ) -> tuple[Any, nn.Module]:
     """The sharded model and its twin, of the same seed on all ranks. dtype: None leaves the model's own."""
-    torch.manual_seed(0)
-    model = make()
-    if dtype is not None:
-        model.to(dtype)
-    twin = copy.deepcopy(model)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make() if dtype is None else make().to(dtype))
+    model, twin = models
     shard(model)
     return model, twin
 
 
 def train_beside(
+    kind: str,
     make: Callable[[], nn.Module] = Net,
-    shard: Callable[[nn.Module], Any] = shard_blocks,
+    shard: Callable[..., Any] = shard_blocks,
     run: Run = one_backward,
     *,
-    ranks: int = 2,
+    ranks: int | None = None,
     steps: int = 2,
     microbatches: int = 2,
     features: int = 5,
@@ -195,14 +211,16 @@ def train_beside(
 ) -> None:
     """Train both on simulated ranks, and compare gradients and weights after every step.
 
-    ranks      0: without ``torch.distributed``
+    kind       one of ``KINDS``
+    ranks      None: those of ``KINDS``; 0: without ``torch.distributed``
+    shard      called with the model and the options of the kind
     run        the backwards of one iteration over one rank's batches; called with the model, and with its twin
     optimizer  makes one for either; None: SGD with momentum
     """
 
     def on_each_rank() -> None:
         rank, size = rank_and_size()
-        model, twin = both(make, shard, dtype)
+        model, twin = both(make, lambda model: shard(model, **options_of(kind)), dtype)
         batches = functools.partial(batches_of, features=features, dtype=dtype or torch.float32)
         make_optimizer = optimizer or (lambda any: torch.optim.SGD(any.parameters(), lr=0.1, momentum=0.9))
         mine, plain = make_optimizer(model), make_optimizer(twin)
@@ -215,6 +233,7 @@ def train_beside(
             assert_same_weights(model, twin, tolerance)
             mine.zero_grad()
 
+    ranks = KINDS[kind] if ranks is None else ranks
     if ranks:
         simulate(on_each_rank, ranks, seed=seed)
     else:

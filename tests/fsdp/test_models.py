@@ -1,0 +1,499 @@
+"""Whatever a model is made of: its gradients and weights are a plain model's."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from sharded_twin import (
+    KINDS,
+    WIDTH,
+    Block,
+    Net,
+    assert_same_grads,
+    assert_same_weights,
+    batches_of,
+    both,
+    mean_loss,
+    no_sync,
+    options_of,
+    rank_and_size,
+    shard_blocks,
+    train_beside,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
+from maingrad.launch import simulate
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def some_kinds(test: Callable[..., None]) -> Callable[..., None]:
+    """A matrix of which ``make test`` takes a part."""
+    kinds = pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
+    return pytest.mark.sampled(3)(kinds(test))
+
+
+@every_kind
+def test_a_model_of_blocks(kind: str) -> None:
+    train_beside(kind, microbatches=3)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_a_group_of_one_rank(kind: str) -> None:
+    train_beside(kind, ranks=1)
+    train_beside(kind, ranks=0)
+
+
+def test_a_mesh_of_one_instance_and_instances_of_one_rank() -> None:
+    for shape in ((1, 2), (2, 1)):
+        for row in ("hsdp", "hsdp_zero1", "hybrid"):
+            if row == "hsdp_zero1" and shape[0] == 1:
+                continue
+
+            def shard(model: nn.Module, row: str = row, shape: tuple[int, int] = shape, **_: Any) -> None:
+                shard_blocks(model, placements=row, mesh=torch.distributed.init_device_mesh("cpu", shape))
+
+            train_beside("zero3", shard=shard, ranks=2)
+
+
+# ---- Parameters. ----
+
+
+class Tiny(nn.Module):
+    """Parameters of so few elements that most ranks have none of them, and scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor([0.5]))
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.inner = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.row * self.scale + self.shift)
+
+
+def shard_inner(model: nn.Module, **options: Any) -> None:
+    fully_shard(model.inner, **options)
+    fully_shard(model, **options)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "zero2", "hsdp_zero1", "hsdp"])
+def test_more_ranks_than_elements(kind: str) -> None:
+    train_beside(kind, Tiny, shard_inner, ranks=8)
+
+
+def frozen(choose: Callable[[str], bool]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Net()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not choose(name))
+        return model
+
+    return make
+
+
+@some_kinds
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda name: name.endswith("bias"),
+        lambda name: name.startswith("blocks.1"),
+        lambda name: not name.startswith("blocks"),
+        lambda name: name.startswith(("stem", "blocks.0", "blocks.1")),
+        lambda name: name != "scale",
+    ],
+    ids=["every bias", "a unit", "the outermost unit", "the first layers", "all but a scalar"],
+)
+def test_frozen_parameters(kind: str, choose: Callable[[str], bool]) -> None:
+    train_beside(kind, frozen(choose))
+
+
+@some_kinds
+def test_all_parameters_frozen_and_a_gradient_for_the_input(kind: str) -> None:
+    def on_each_rank() -> None:
+        model, twin = both(frozen(lambda _: True), lambda model: shard_blocks(model, **options_of(kind)))
+        for any in (model, twin):
+            any.input = batches_of(0, 1)[0].requires_grad_()
+            mean_loss(any(any.input)).backward()
+        torch.testing.assert_close(model.input.grad, twin.input.grad)
+        assert all(param.grad is None for param in model.parameters())
+
+    simulate(on_each_rank, KINDS[kind])
+
+
+class Mixed(nn.Module):
+    """Layers in bf16 between fp32 norms, and a table of integers that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8, dtype=torch.bfloat16)
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 4, dtype=torch.bfloat16)
+        self.codes = nn.Parameter(torch.arange(8, dtype=torch.int32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x.bfloat16()).float()) + self.codes
+        return self.last(x.bfloat16()).float()
+
+
+@some_kinds
+def test_dtypes_that_differ_within_a_unit(kind: str) -> None:
+    """Gradients of bf16 layers are rounded once by autograd, on either side."""
+
+    def on_each_rank() -> None:
+        rank, size = rank_and_size()
+        model, twin = both(Mixed, lambda model: fully_shard(model, **options_of(kind)), None)
+        mean_loss(model(batches_of(rank, 1, dtype=torch.float32)[0])).backward()
+        sums: dict[str, Any] = {}
+        for other in range(size):
+            twin.zero_grad()
+            mean_loss(twin(batches_of(other, 1, dtype=torch.float32)[0])).backward()
+            for name, param in twin.named_parameters():
+                if param.grad is not None:
+                    sums[name] = sums.get(name, 0.0) + param.grad.float() / size
+        for name, param in model.named_parameters():
+            assert param.dtype is dict(twin.named_parameters())[name].dtype, name
+            assert name == "codes" or param.grad.dtype is param.dtype
+        tolerance = 2**-8  # of .grad in bf16
+        assert_same_grads(model, {"codes": None, **sums}, tolerance)
+
+    simulate(on_each_rank, KINDS[kind])
+
+
+@some_kinds
+def test_integers_stay_integers_where_the_rest_is_gathered_in_bf16(kind: str) -> None:
+    seen: list[Any] = []
+
+    class Looks(Mixed):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((self.codes.dtype, self.norm.weight.dtype, self.codes.tolist()))
+            return self.last(self.norm(self.first(x)) + self.codes.bfloat16())
+
+    def on_each_rank() -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fully_shard(Looks(), mixed_precision=policy, **options_of(kind))
+        mean_loss(model(batches_of(0, 1)[0])).backward()
+
+    simulate(on_each_rank, KINDS[kind])
+    assert set(map(str, seen)) == {str((torch.int32, torch.bfloat16, list(range(8))))}
+
+
+class Tied(nn.Module):
+    """One weight of three modules, one of which has it under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.again = nn.Linear(5, 5, bias=False)
+        self.again.weight = self.first.weight
+        self.block = Block()
+        self.other = nn.Module()
+        self.other.matrix = self.first.weight
+        self.wide = nn.Linear(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.first(x).tanh()) @ self.other.matrix
+        return self.block(self.wide(x))
+
+
+@pytest.mark.sampled(2)
+@every_kind
+def test_tied_parameters_within_a_unit(kind: str) -> None:
+    train_beside(kind, Tied)
+
+
+class Nested(nn.Module):
+    """Units in units; one has no parameter of its own, one none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = nn.Sequential(nn.Linear(5, WIDTH), nn.Sequential(Block(), Block()))
+        self.nothing = nn.Tanh()
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.nothing(self.group(x)))
+
+
+def shard_nested(model: nn.Module, **options: Any) -> None:
+    pair = model.group[1]
+    for module in (pair[0], pair[1], pair, model.group, model.nothing, model.last, model):
+        fully_shard(module, **options)
+
+
+@pytest.mark.sampled(2)
+@every_kind
+def test_nested_units_some_of_them_without_parameters(kind: str) -> None:
+    train_beside(kind, Nested, shard_nested)
+
+
+@some_kinds
+def test_a_model_whose_units_are_its_layers_and_that_is_none_itself(kind: str) -> None:
+    def shard(model: nn.Module, **options: Any) -> None:
+        for layer in model:
+            fully_shard(layer, **options)
+
+    train_beside(kind, lambda: nn.Sequential(nn.Linear(5, WIDTH), Block(), nn.Linear(WIDTH, 2)), shard)
+
+
+@some_kinds
+def test_a_model_without_parameters(kind: str) -> None:
+    def on_each_rank() -> None:
+        model = fully_shard(nn.Sequential(nn.Tanh()), **options_of(kind))
+        x = torch.ones(2, requires_grad=True)
+        model(x).sum().backward()
+        model.finish_grad_sync()
+        assert x.grad is not None
+
+    simulate(on_each_rank, KINDS[kind])
+
+
+# ---- Modules that do something about their parameters. ----
+
+
+class Recurrent(nn.Module):
+    """``nn.LSTM`` keeps a list of its parameters beside the registered ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(x[None])[0])
+
+
+class Lists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList([nn.Parameter(torch.randn(5)) for _ in range(3)])
+        self.named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(5)), "shift": nn.Parameter(torch.zeros(5))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            x = (x * row).tanh() * self.named["scale"] + self.named["shift"]
+        return x
+
+
+class Parametrized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = parametrizations.weight_norm(nn.Linear(5, WIDTH))
+        self.last = nn.utils.weight_norm(nn.Linear(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.wide(x)[None])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@some_kinds
+@pytest.mark.parametrize("make", [Recurrent, Lists, Parametrized, Attention])
+def test_modules_that_have_their_own_ways_with_parameters(kind: str, make: Callable[[], nn.Module]) -> None:
+    def shard(model: nn.Module, **options: Any) -> None:
+        for child in list(model.children())[:1]:
+            if not isinstance(child, nn.ParameterList):
+                fully_shard(child, **options)
+        fully_shard(model, **options)
+
+    train_beside(kind, make, shard)
+
+
+@some_kinds
+def test_buffers_are_each_ranks_own(kind: str) -> None:
+    def on_each_rank() -> None:
+        rank, _ = rank_and_size()
+        make = lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))  # noqa: E731
+        model, twin = both(make, lambda model: fully_shard(model, **options_of(kind)))
+        for step in range(2):
+            for batch in batches_of(rank, 2, step=step):
+                torch.testing.assert_close(model(batch), twin(batch))
+        assert model[1].num_batches_tracked == 4
+        torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
+        model.eval(), twin.eval()
+        torch.testing.assert_close(model(batch), twin(batch))
+
+    simulate(on_each_rank, KINDS[kind])
+
+
+# ---- Inputs and outputs. ----
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    note: str
+    state: Any = None
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None
+
+
+def wrapped_in(kind: str, x: Tensor, y: Tensor) -> Any:
+    return {
+        "dict": {"x": x, "more": [y, None, "text"]},
+        "dataclass": Output(x, "text", {"y": y}),
+        "tuple": (x, None, (y, 3)),
+        "namedtuple": Pair(x, y),
+    }[kind]
+
+
+def tensors_in(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Output):
+        return [outputs.logits, outputs.state["y"]]
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+class Speaks(nn.Module):
+    """A block whose inputs and outputs come in some form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: Any, *, count: int, mask: Any = None) -> Any:
+        x, y = tensors_in(inputs)
+        for _ in range(count):
+            x, y = self.linear(x).tanh() + y, self.other(y).tanh()
+        return wrapped_in(self.form, x, y)
+
+
+class Conversation(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.stem = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Speaks(form) for _ in range(3)])
+
+    def forward(self, *, batch: Tensor) -> Any:
+        x = self.stem(batch)
+        state = wrapped_in(self.form, x, x * 0.5)
+        for block in self.blocks:
+            state = block(inputs=state, count=2, mask=[None, "all"])
+        return state
+
+
+def talk(model: nn.Module, batches: Any) -> None:
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        with contextlib.nullcontext() if last else no_sync(model):
+            sum(tensor.square().mean() for tensor in tensors_in(model(batch=batch))).backward()
+
+
+@some_kinds
+@pytest.mark.parametrize("form", ["dict", "dataclass", "tuple", "namedtuple"])
+def test_inputs_and_outputs_in_any_form(kind: str, form: str) -> None:
+    def shard(model: nn.Module, **options: Any) -> None:
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+
+    train_beside(kind, lambda: Conversation(form), shard, talk)
+
+
+class Quiet(nn.Module):
+    """A unit that returns nothing, or nothing with a gradient."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.returns = returns
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        return {"none": None, "detached": y.detach(), "indices": y.argmax(-1), "same": x}[self.returns]
+
+
+@some_kinds
+@pytest.mark.parametrize("returns", ["none", "detached", "indices", "same"])
+def test_units_that_leave_no_graph(kind: str, returns: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(5, WIDTH)
+            self.quiet = Quiet(returns)
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            self.quiet(x)
+            return self.block(x)
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        fully_shard(model.quiet, **options)
+        shard_blocks(model, **options)
+
+    train_beside(kind, Model, shard)
+
+
+@some_kinds
+def test_ignored_parameters_stay_what_they_are(kind: str) -> None:
+    def on_each_rank() -> None:
+        rank, _ = rank_and_size()
+        torch.manual_seed(0)
+        model = Net().double()
+        ours = model.blocks[1].linear.bias
+        with torch.no_grad():
+            ours.fill_(float(rank))
+        for block in model.blocks:
+            fully_shard(block, ignored_params=[ours], **options_of(kind))
+        fully_shard(model, **options_of(kind))
+        assert model.blocks[1].linear.bias is ours
+        assert type(ours) is nn.Parameter
+        assert ours[0] == rank, "not broadcast"
+        mean_loss(model(batches_of(rank, 1)[0])).backward()
+        assert ours.grad.any() and ours.grad.shape == ours.shape
+        assert not any(pair.sharded is ours for unit in model.units for pair in unit.pairs)
+
+    simulate(on_each_rank, KINDS[kind])
+
+
+@some_kinds
+def test_weights_are_the_first_ranks_unless_told_otherwise(kind: str) -> None:
+    def on_each_rank(init_sync: bool) -> None:
+        rank, _ = rank_and_size()
+        torch.manual_seed(rank)
+        model = Net()
+        model.register_buffer("counter", torch.tensor(float(rank)))
+        torch.manual_seed(0)
+        first = Net()
+        shard_blocks(model, init_sync=init_sync, **options_of(kind))
+        assert model.counter == (0 if init_sync else rank)
+        if init_sync:
+            assert_same_weights(model, first)
+
+    for init_sync in (False, True):
+        simulate(on_each_rank, KINDS[kind], init_sync)
+
+
+def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.inner.weight, self.inner.bias * 2)
+
+    train_beside("zero3", Functional, lambda model, **options: fully_shard(model, **options))
