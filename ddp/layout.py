@@ -360,6 +360,7 @@ def _place(
     One parameter lies behind the other, unless that would cut what is to stay together.
     """
     degree, numels = len(loads), [spec.numel for spec in run]
+    starts: Sequence[int]
     if keep_whole:  # shards start where parameters may start, and together they end where a bucket may end
         starts, shard_numel = stack_whole(numels, loads, math.lcm(PARAM_ALIGNMENT, alignment // degree))
     else:

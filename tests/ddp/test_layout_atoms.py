@@ -4,9 +4,11 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
+from atoms import ONE_BUCKET, models, spec, starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,6 @@ from maingrad.ddp.layout import (
     PARAM_ALIGNMENT,
     BucketLayout,
     BufferLayout,
-    GradPlan,
     ParamSlot,
     ParamSpec,
     plan_gradients,
@@ -22,31 +23,12 @@ from maingrad.ddp.layout import (
 from maingrad.ddp.layout_atoms import atom_of, cuts_an_atom, least_shard_numel, place
 from maingrad.ddp.layout_cut import deal, round_up
 
-ONE_BUCKET = 10**15
-KINDS = ("element", "row", "whole", 2, 7)
-
-
-def spec(name: str, *shape: int, atom: int = 1, dtype: torch.dtype = torch.bfloat16, group: str = "dense") -> ParamSpec:
-    return ParamSpec(name=name, shape=shape, param_dtype=dtype, grad_dtype=torch.float32, group=group, atom=atom)
-
 
 def cut_inside(bucket: BucketLayout, slot: ParamSlot) -> list[int]:
     """Offsets into the parameter at which the bucket's shard borders cut it."""
     size = bucket.numel // bucket.shard_degree
     borders = [bucket.start + size * number for number in range(1, bucket.shard_degree)]
     return [border - slot.start for border in borders if slot.start < border < slot.end]
-
-
-@st.composite
-def models(draw: st.DrawFn, most: int = 16) -> list[ParamSpec]:
-    specs = []
-    for index in range(draw(st.integers(1, most))):
-        shape = tuple(draw(st.lists(st.integers(0, 70), max_size=3)))
-        kind = draw(st.sampled_from(KINDS))
-        atom = draw(st.one_of(st.just(atom_of(shape, kind)), st.integers(1, 5000)))
-        group = draw(st.sampled_from(("dense", "dense", "expert")))
-        specs.append(spec(f"layer.{index}", *shape, atom=atom, group=group))
-    return specs
 
 
 # ---- Atoms. ----
@@ -131,10 +113,16 @@ def test_every_plan_is_sound(specs: list[ParamSpec], degree: int, bucket_numel: 
 
 
 @given(models(), st.integers(1, 40))
-def test_shards_are_never_longer_than_in_layouts_that_always_exist(specs: list[ParamSpec], degree: int) -> None:
+def test_shards_are_between_the_bound_and_layouts_that_always_exist(specs: list[ParamSpec], degree: int) -> None:
     numels, atoms = [s.numel for s in specs], [s.atom for s in specs]
     multiple = 128 // math.gcd(128, degree)
     shard_numel = place(numels, atoms, degree, multiple).shard_numel
+
+    bound = least_shard_numel(numels, atoms, degree, multiple)
+    assert bound % multiple == 0
+    assert max(min(numel, atom) for numel, atom in zip(numels, atoms, strict=True)) <= bound
+    assert sum(numels) <= degree * bound
+    assert bound <= shard_numel
 
     piles = [0] * degree  # every parameter whole
     sizes = [round_up(numel, PARAM_ALIGNMENT) for numel in numels]
@@ -188,10 +176,6 @@ def test_whole_is_stronger_than_any_atom(specs: list[ParamSpec], degree: int) ->
     plan = plan_gradients(specs, shard_degree=degree, keep_params_whole=True)
     assert starts(plan) == starts(whole)
     assert plan.numel == whole.numel
-
-
-def starts(plan: GradPlan) -> dict[str, int]:
-    return {slot.spec.name: slot.start for bucket in plan.buckets for slot in bucket.slots}
 
 
 def test_ranks_that_disagree_about_an_atom_are_found_out() -> None:
@@ -279,71 +263,33 @@ def test_shards_are_about_as_short_as_can_be(blocks: list[tuple[int, int, int]],
     assert best <= place(numels, atoms, degree, PARAM_ALIGNMENT).shard_numel <= 4 / 3 * best
 
 
-@given(models(), st.integers(1, 40))
-def test_the_bound_is_a_bound(specs: list[ParamSpec], degree: int) -> None:
-    numels, atoms = [s.numel for s in specs], [s.atom for s in specs]
-    multiple = 128 // math.gcd(128, degree)
-    bound = least_shard_numel(numels, atoms, degree, multiple)
-    assert bound % multiple == 0
-    assert max(min(numel, atom) for numel, atom in zip(numels, atoms, strict=True)) <= bound
-    assert sum(numels) <= degree * bound
-    assert bound <= place(numels, atoms, degree, multiple).shard_numel
+def excess(num_parameters: tuple[int, int], num_units: int, degree: int) -> float:
+    """By how much shards are longer than the bound, in percent, on average over units of random rows and blocks."""
+    total = 0.0
+    for seed in range(num_units):
+        random = Random(seed)
+        count = random.randint(*num_parameters)
+        widths = random.sample([64, 128, 576, 768, 1000, 1024, 1536, 2880, 4096, 7168, 2047], random.randint(1, 4))
+        numels, atoms = [], []
+        for _ in range(count):
+            width = random.choice(widths)
+            numels.append(width * random.choice([random.randint(1, 6000), random.randint(1, 100), width]))
+            atoms.append(random.choice([1, width, width, 16 * width, numels[-1]] if seed % 2 else [1, width, width]))
+        multiple = 128 // math.gcd(128, degree)
+        shard_numel = place(numels, atoms, degree, multiple).shard_numel
+        total += shard_numel / least_shard_numel(numels, atoms, degree, multiple) - 1
+    return 100 * total / num_units
 
 
-# ---- Atoms that do not go together. ----
-
-
-@given(models(), st.integers(1, 40), st.sampled_from((0.0, 0.05, 0.5, 1e9)), st.sampled_from((1500, ONE_BUCKET)))
-def test_split_buckets_hold_the_same_parameters_with_less_padding(
-    specs: list[ParamSpec], degree: int, most: float, bucket_numel: int
+@pytest.mark.parametrize(
+    ("num_parameters", "num_units", "degree", "percent"),
+    [((2, 25), 60, 8, 0.058), ((2, 25), 60, 64, 1.146), ((60, 400), 40, 64, 0.055), ((60, 400), 10, 1024, 0.001)],
+)
+def test_shards_are_hardly_longer_than_the_bound(
+    num_parameters: tuple[int, int], num_units: int, degree: int, percent: float
 ) -> None:
-    joined = plan_gradients(specs, shard_degree=degree, bucket_numel=bucket_numel)
-    plan = plan_gradients(specs, shard_degree=degree, bucket_numel=bucket_numel, max_atom_padding=most)
-    assert sorted(starts(plan)) == sorted(s.name for s in specs)
-    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
-    holder = {slot.spec.name: bucket.index for bucket in joined.buckets for slot in bucket.slots}
-    for bucket in plan.buckets:
-        assert len({holder[slot.spec.name] for slot in bucket.slots}) == 1, "no bucket joins what was apart"
-    reached = {s.name: place for place, s in enumerate(specs)}
-    last = [max(reached[slot.spec.name] for slot in bucket.slots) for bucket in plan.buckets]
-    assert last == sorted(last)
-    if most == 1e9 or degree == 1 or all(s.atom == 1 for s in specs):
-        assert plan == joined
-
-
-def bound_numel(specs: Sequence[ParamSpec], degree: int) -> int:
-    multiple = 128 // math.gcd(128, degree)
-    return degree * least_shard_numel([s.numel for s in specs], [s.atom for s in specs], degree, multiple)
-
-
-@given(models(most=6), st.integers(2, 12), st.sampled_from((0.0, 0.1)))
-def test_splits_gain_something_and_are_needed(specs: list[ParamSpec], degree: int, most: float) -> None:
-    alike = [spec(s.name, *s.shape, atom=s.atom) for s in specs]
-    plan = plan_gradients(alike, shard_degree=degree, bucket_numel=ONE_BUCKET, max_atom_padding=most)
-    numel = sum(s.numel for s in specs)
-    groups = [[slot.spec for slot in bucket.slots] for bucket in plan.buckets]
-    if len(groups) > 1:
-        assert bound_numel(alike, degree) > (1 + most) * numel
-        split_numel = sum(bound_numel(group, degree) for group in groups)
-        assert split_numel < bound_numel(alike, degree)
-        for one, other in itertools.combinations(groups, 2):
-            rest = split_numel - bound_numel(one, degree) - bound_numel(other, degree)
-            assert rest + bound_numel([*one, *other], degree) > max(split_numel, int((1 + most) * numel))
-
-
-def test_rows_of_two_widths_apart() -> None:
-    # A twelfth is 1157: two rows of both widths' common multiple, 960. Apart two rows of 320 and three of 192 do.
-    specs = [spec("wide", 24, 320, atom=320), spec("narrow", 32, 192, atom=192), spec("bias", 64)]
-    assert plan_gradients(specs, shard_degree=12).numel == 12 * 1920
-    plan = plan_gradients(specs, shard_degree=12, max_atom_padding=0.06)
-    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["wide"], ["narrow", "bias"]]
-    assert [bucket.numel for bucket in plan.buckets] == [12 * 640, 12 * 576]
-
-
-@pytest.mark.parametrize(("most", "keep"), [(-0.1, False), (0.1, True)])
-def test_a_split_that_cannot_be_is_refused(most: float, keep: bool) -> None:
-    with pytest.raises(ValueError, match=f"max_atom_padding={most}: it is at least 0, and None where parameters"):
-        plan_gradients([spec("a", 4)], max_atom_padding=most, keep_params_whole=keep)
+    """The measured excess and a little: a rule of the search that stops working shows here."""
+    assert excess(num_parameters, num_units, degree) < percent
 
 
 # ---- Time. ----
