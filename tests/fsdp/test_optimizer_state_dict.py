@@ -1,0 +1,146 @@
+"""State dicts of optimizers over shards are DTensors: torch's own functions save them for any ranks, and for FSDP2."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gloo import run_ranks
+from loops import assert_same
+from odd_units import Odd, mesh_for, shard, shard_by_torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.launch import simulate
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def make(ours: bool, placement: str, kind: str = "adamw", seed: int = 0) -> tuple[Any, Optimizer]:
+    mesh = mesh_for(placement)
+    model = shard(Odd(seed), placement, mesh) if ours else shard_by_torch(Odd(seed), mesh)
+    return model, OPTIMIZERS[kind](param for param in model.parameters() if param.requires_grad)
+
+
+def take_step(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    tokens = torch.randint(11, (6,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(state: dict[str, Any]) -> dict[str, Tensor]:
+    """All tensors, by name and key, copied."""
+    return {
+        f"{name}.{key}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, entries in state["state"].items()
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def save(folder: Path, ours: bool, placement: str) -> dict[str, Tensor]:
+    model, optimizer = make(ours, placement)
+    take_step(model, optimizer, 0)
+    take_step(model, optimizer, 1)
+    model_state, state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
+    return whole(state)
+
+
+def load(folder: Path, ours: bool, placement: str) -> dict[str, Tensor]:
+    model, optimizer = make(ours, placement, seed=1)
+    model_state, state = get_state_dict(model, optimizer)
+    loaded = {"model": model_state, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    after = whole(get_state_dict(model, optimizer)[1])
+    take_step(model, optimizer, 2)
+    return after
+
+
+@pytest.mark.parametrize("run", [simulate, pytest.param(run_ranks, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "saving, loading",
+    [
+        pytest.param((True, "zero3", 3), (False, "zero3", 2), id="ours-3-theirs-2"),
+        pytest.param((False, "zero3", 2), (True, "hsdp_zero1", 4), id="theirs-2-ours-hsdp-4"),
+        pytest.param((True, "hsdp", 4), (True, "zero2", 3), id="ours-hsdp-4-ours-3", marks=pytest.mark.slow),
+    ],
+)
+def test_torchs_functions_save_for_any_ranks_and_fsdp2(
+    tmp_path: Path, run: Any, saving: tuple[bool, str, int], loading: tuple[bool, str, int]
+) -> None:
+    saved = run(save, saving[2], tmp_path / "c", *saving[:2])[0]
+    loaded = run(load, loading[2], tmp_path / "c", *loading[:2])[0]
+    assert saved["up.weight.exp_avg"].shape == (15, 7) and saved["up.weight.step"] == 2
+    assert_same(loaded, saved)
+
+
+def resume(placement: str, kind: str, how: str) -> None:
+    model, optimizer = make(True, placement, kind)
+    take_step(model, optimizer, 0)
+    options = StateDictOptions(full_state_dict=how == "whole", flatten_optimizer_state_dict=how == "flat")
+    if how == "plain":
+        model_state, state = model.state_dict(), optimizer.state_dict()
+    else:
+        model_state, state = get_state_dict(model, optimizer, options=options)
+    assert not any(isinstance(v, DTensor) for entry in optimizer.state.values() for v in entry.values())
+    state = torch.utils._pytree.tree_map_only(Tensor, torch.clone, state)
+    take_step(model, optimizer, 1)
+    expected = [param.detach().clone() for param in model.parameters()]
+
+    other, others_optimizer = make(True, placement, kind, seed=1)
+    if how == "plain":  # an optimizer that nobody has seen: what it was given is translated before its first step
+        other.load_state_dict(model_state)
+        others_optimizer.load_state_dict(state)
+    else:
+        set_state_dict(other, others_optimizer, model_state_dict=model_state, optim_state_dict=state, options=options)
+    take_step(other, others_optimizer, 1)
+    for index, param in enumerate(other.parameters()):
+        assert torch.equal(param.detach(), expected[index]), param.shard
+
+
+CASES = [("zero3", 3, "adamw", how) for how in ("torch", "flat", "whole", "plain")]
+CASES += [("hsdp_zero1", 4, kind, "torch") for kind in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("placement, ranks, kind, how", CASES)
+def test_what_is_loaded_goes_on_bit_for_bit(placement: str, ranks: int, kind: str, how: str) -> None:
+    simulate(resume, ranks, placement, kind, how)
+
+
+def test_an_optimizer_is_known_from_load_checkpoint_on(tmp_path: Path) -> None:
+    def save_and_load() -> dict[str, Tensor]:
+        model, optimizer = make(True, "zero3")
+        take_step(model, optimizer, 0)
+        save_checkpoint(tmp_path / "c", model, optimizer)
+        expected = whole(get_state_dict(model, optimizer)[1])
+        model, optimizer = make(True, "zero3", seed=1)
+        load_checkpoint(tmp_path / "c", model, optimizer)
+        assert_same(whole(get_state_dict(model, optimizer)[1]), expected)
+
+    simulate(save_and_load, 3)
+
+
+def test_without_ranks_it_is_as_ever() -> None:
+    model = shard(Odd())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    model(torch.arange(6)).float().square().mean().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert not any(isinstance(value, DTensor) for entry in state["state"].values() for value in entry.values())
+    optimizer.load_state_dict(state)
+    optimizer.step()
