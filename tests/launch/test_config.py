@@ -11,6 +11,7 @@ import torch
 from tiny_run import tiny_config, tiny_toml
 
 from maingrad.ddp import DistributedDataParallelConfig
+from maingrad.fsdp import PLACEMENTS
 from maingrad.launch.config import Config, ConfigError, DdpConfig, ModelConfig
 from maingrad.launch.config_file import config_to_dict, load_config, override, structure
 
@@ -26,10 +27,13 @@ def refused(document: dict[str, Any], message: str) -> None:
 def test_shipped_files_load(path: Path):
     config = load_config(path)
     assert config == structure(config_to_dict(config))
-    assert config.parallel == "zero1"
-    assert config.wrapper_config.overlap_grad_reduce
-    assert config.wrapper_config.overlap_param_gather
+    assert config.parallel == ("fsdp" if path.stem.startswith("fsdp") else "zero1")
+    sharded = load_config(path, ["--parallel", "zero1"])
+    assert sharded.wrapper_config.overlap_grad_reduce
+    assert sharded.wrapper_config.overlap_param_gather
     assert not load_config(path, ["--parallel", "ddp"]).wrapper_config.use_distributed_optimizer, "one word is enough"
+    assert load_config(path, ["--parallel", "fsdp"]).num_instances == 1
+    assert load_config(path, ["--parallel", "hsdp"]).num_instances == 2
 
 
 def test_shipped_files_are_there():
@@ -59,7 +63,7 @@ def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
     text = capsys.readouterr().out
     assert end.value.code == 0
     sections = [field for field in dataclasses.fields(Config) if field.name != "parallel"]
-    assert "--parallel {ddp,zero1,hybrid}" in text
+    assert "--parallel {ddp,zero1,hybrid,fsdp,hsdp}" in text
     for section in sections:
         for field in dataclasses.fields(getattr(Config(), section.name)):
             assert f"--{section.name}.{field.name.replace('_', '-')}" in text
@@ -87,10 +91,10 @@ def test_round_trip_through_json(tmp_path: Path):
         ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1: must be float, not str"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: "),
         ({"data": {"source": "text", "paths": "a.txt"}}, "data.paths = 'a.txt': must be a list, ['a.txt']"),
-        ({"parallel": "zero2"}, "parallel = 'zero2': must be one of 'ddp', 'zero1', 'hybrid'"),
+        ({"parallel": "zero2"}, "parallel = 'zero2': must be one of 'ddp', 'zero1', 'hybrid', 'fsdp', 'hsdp'"),
         (
             {"train": {"parallel": "ddp"}},
-            'unknown key \'train.parallel\': parallel = "ddp", "zero1" or "hybrid" stands at',
+            'unknown key \'train.parallel\': parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at',
         ),
         ({"ddp": {"use_distributed_optimizer": True}}, "unknown key 'ddp.use_distributed_optimizer': parallel = "),
         ({"ddp": {"overlap_param_gather": 1}}, "ddp.overlap_param_gather: must be bool, not int"),
@@ -192,7 +196,51 @@ def test_dtypes_are_words():
     assert config.wrapper_config.grad_reduce_wire_dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid"])
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        (
+            {"parallel": "zero1", "fsdp": {"placements": "zero2"}},
+            "fsdp.placements = 'zero2': contradicts parallel = \"z",
+        ),
+        ({"parallel": "fsdp", "fsdp": {"num_instances": 2}}, 'fsdp.num_instances = 2: contradicts parallel = "fsdp"'),
+        ({"parallel": "hsdp", "fsdp": {"num_instances": 1}}, 'fsdp.num_instances = 1: contradicts parallel = "hsdp"'),
+        ({"parallel": "fsdp", "fsdp": {"placements": "hsdp_zero1"}}, "shards across instances, and parallel = "),
+        ({"parallel": "fsdp", "fsdp": {"placements": "ddp"}}, "must be one of 'zero1', 'zero2', 'zero3', 'hsdp_zero1'"),
+        ({"parallel": "fsdp", "fsdp": {"inner": ["whole", "half", "sharded"]}}, "must be three of"),
+        (
+            {"parallel": "fsdp", "fsdp": {"inner": ["sharded", "whole", "sharded"]}},
+            "fsdp.inner: inner axis: ",
+        ),
+        ({"parallel": "fsdp", "fsdp": {"inner": ["whole"] * 3}}, "shards nothing: that is parallel = "),
+        ({"parallel": "hsdp", "fsdp": {"outer": ["whole", "whole", "sharded"]}}, "needs fsdp.inner beside it"),
+        (
+            {"parallel": "fsdp", "fsdp": {"placements": "zero2", "reshard_after_forward": True}},
+            "fsdp.reshard_after_forward = True: has no effect where placements keep parameters whole",
+        ),
+        (
+            {"parallel": "fsdp", "ddp": {"grad_reduce_wire_dtype": "bfloat16"}},
+            "ddp.grad_reduce_wire_dtype = 'bfloat16': has no effect under parallel = \"fsdp\"; set fsdp.reduce_dtype",
+        ),
+        (
+            {"parallel": "hsdp", "ddp": {"check_for_nan_in_grad": True}},
+            "ddp.check_for_nan_in_grad = True: has",
+        ),
+    ],
+)
+def test_contradictions_of_units_are_refused_by_name(document: dict[str, Any], message: str):
+    refused(document, message)
+
+
+def test_placements_in_full():
+    """Gradients sharded inside, the optimizer across as well: a row that has no name."""
+    document = {"inner": ["whole", "sharded", "sharded"], "outer": ["whole", "whole", "sharded"]}
+    row = structure({"parallel": "hsdp", "fsdp": document}).fsdp.row
+    assert (row.inner, row.outer) == (PLACEMENTS["zero2"].inner, PLACEMENTS["hsdp_zero1"].outer)
+    assert structure({"parallel": "fsdp", "fsdp": {"placements": "zero2"}}).fsdp.row == PLACEMENTS["zero2"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid", "fsdp", "hsdp"])
 def test_parallel_from_the_command_line(tmp_path: Path, parallel: str):
     config = load_config(tiny_toml(tmp_path), ["--parallel", parallel])
     assert config == tiny_config(tmp_path, parallel=parallel)

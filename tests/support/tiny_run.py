@@ -35,6 +35,7 @@ def tiny_document(folder: Path, *, parallel: str = "zero1", **sections: dict[str
         "train": _TRAIN | {"out_dir": str(folder / "run")},
         "optimizer": _OPTIMIZER,
         "ddp": _DDP,
+        "fsdp": {},
     }
     return {"parallel": parallel} | {name: values | sections.get(name, {}) for name, values in document.items()}
 
