@@ -70,9 +70,11 @@ class Translation:
 
         mesh = self._mesh_of(flat, group)
         stride = tuple(math.prod(info.shape[dim + 1 :]) for dim in range(len(info.shape)))
-        return DTensor.from_local(
+        dtensor = DTensor.from_local(
             local, mesh, _placements(info, mesh), run_check=False, shape=torch.Size(info.shape), stride=stride
         )
+        # That moves to the mesh's device what was offloaded.
+        return dtensor if local.device.type == mesh.device_type else dtensor.to(local.device)
 
     def to_shard(self, info: ShardInfo, value: Tensor) -> Tensor:
         """This rank's elements of ``value``, a DTensor of any ranks or a whole tensor, in the shape of a shard.

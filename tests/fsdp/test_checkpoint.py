@@ -1,6 +1,7 @@
 """Checkpoints of fully sharded models: bit for bit what any placement, any number of ranks and DDP load, and back."""
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def shard_everything(
     if kept is torch.float32:
         model.float()
     mesh = None
-    if placement.startswith("hsdp"):
+    if placement.startswith("h"):
         mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
     policy = MixedPrecisionPolicy(param_dtype=computing)
     fully_shard(model.norm, mesh=mesh, placements=placement)
@@ -118,7 +119,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtyp
     return save
 
 
-PLACEMENTS = ["zero3", "zero2", "hsdp", "hsdp_zero1"]
+PLACEMENTS = ["zero1", "zero2", "zero3", "hybrid", "hsdp", "hsdp_zero1"]
 
 
 @pytest.mark.parametrize(
@@ -428,6 +429,46 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
     assert not torch.equal(trained[0]["expert.weight"], trained[1]["expert.weight"])
     for rank, loaded in enumerate(simulate(with_experts, 6, tmp_path / "c", True)):
         assert_same(loaded, trained[rank % 2])
+
+
+def with_stages(folder: Path, seed: int) -> dict[str, Tensor]:
+    """Two pipeline stages, each a model of its own on half of the ranks, whose groups are not the world's."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stage", "outer", "inner"))
+    stage = mesh.get_local_rank("stage")
+    torch.manual_seed(10 * stage + seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    fully_shard(model[0], mesh=mesh["outer", "inner"], placements="hsdp_zero1")
+    fully_shard(model, mesh=mesh["outer", "inner"], placements="hsdp_zero1")
+    optimizer = adamw(model)
+    (save_checkpoint if seed == 0 else load_checkpoint)(folder / f"stage-{stage}", model, optimizer)
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_ranks_that_are_not_all_save_among_themselves(tmp_path: Path) -> None:
+    trained = simulate(with_stages, 8, tmp_path, 0)
+    assert not torch.equal(trained[0]["0.weight"], trained[7]["0.weight"])
+    for loaded, expected in zip(simulate(with_stages, 8, tmp_path, 1), trained, strict=True):
+        assert_same(loaded, expected)
+
+
+def with_units_of_two_meshes(folder: Path, seed: int) -> dict[str, Tensor]:
+    """One unit over all ranks, one inside instances."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    fully_shard(model[0], mesh=mesh, placements="hsdp")
+    fully_shard(model)
+    (save_checkpoint if seed == 0 else load_checkpoint)(folder, model, adamw(model))
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_units_may_have_meshes_of_their_own(tmp_path: Path) -> None:
+    expected = simulate(with_units_of_two_meshes, 4, tmp_path / "c", 0)
+    for actual, other in zip(simulate(with_units_of_two_meshes, 4, tmp_path / "c", 1), expected, strict=True):
+        assert_same(actual, other)
+    assert json.loads((tmp_path / "c" / "maingrad.json").read_text())["num_expert_sets"] == 1
 
 
 def ignoring(folder: Path, seed: int) -> tuple[dict[str, Tensor], Tensor]:
