@@ -3,14 +3,13 @@
 import functools
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_group import DelayedGroup, delayed_group
+from delayed_group import delayed_group, new_groups_delayed
 from gloo import run_ranks
 from parity_models import Trained, assert_bitwise, held_grads
 from sleepy import SleepInBackward
@@ -164,24 +163,6 @@ class Watched(NamedTuple):
     gathers: int
     computes: int
     seconds: float
-
-
-@contextmanager
-def new_groups_delayed(delay: float) -> Iterator[list[DelayedGroup]]:
-    """Groups that ``dist.new_group`` makes in here take ``delay`` seconds longer; the wrapper gathers on such a one."""
-    made: list[DelayedGroup] = []
-    plain = dist.new_group
-    with ExitStack() as stack:
-
-        def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
-            made.append(stack.enter_context(delayed_group(delay, plain(*args, **kwargs))))
-            return made[-1]
-
-        dist.new_group = new_group
-        try:
-            yield made
-        finally:
-            dist.new_group = plain
 
 
 def train_delayed(by_rank: list[Delays]) -> Watched:

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-__all__ = ["CollectiveInterval", "DelayedGroup", "delayed_group"]
+__all__ = ["CollectiveInterval", "DelayedGroup", "delayed_group", "new_groups_delayed"]
 
 
 class CollectiveInterval(NamedTuple):
@@ -113,3 +113,21 @@ def delayed_group(delay: float, inner: dist.ProcessGroup | None = None) -> Itera
         group.close()
         for registry in registries:
             registry.pop(group, None)
+
+
+@contextmanager
+def new_groups_delayed(delay: float) -> Iterator[list[DelayedGroup]]:
+    """Groups that ``dist.new_group`` makes in here take ``delay`` seconds longer; the wrapper gathers on such a one."""
+    made: list[DelayedGroup] = []
+    plain = dist.new_group
+    with ExitStack() as stack:
+
+        def new_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+            made.append(stack.enter_context(delayed_group(delay, plain(*args, **kwargs))))
+            return made[-1]
+
+        dist.new_group = new_group
+        try:
+            yield made
+        finally:
+            dist.new_group = plain
