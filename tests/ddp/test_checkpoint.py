@@ -504,16 +504,18 @@ DOCS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 def run_docs(folder: Path) -> None:
-    names: dict[str, Any] = {}
-    exec(DOCS[0].replace('"runs/', f'"{folder}/'), names)
-    assert names["extra"]["step"] == 100
+    for block in DOCS[:3]:
+        names: dict[str, Any] = {}
+        exec(block.replace('"runs/', f'"{folder}/'), names)
+        assert names.get("extra", {"step": 100})["step"] == 100
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_documentation_runs(tmp_path: Path) -> None:
-    """The first block on two ranks, the others on what it wrote."""
-    assert len(DOCS) == 3
+    """The first blocks on two ranks, the others on what they wrote."""
+    assert len(DOCS) == 5
     simulate(run_docs, 2, tmp_path)
-    for block in DOCS[1:]:
+    assert (tmp_path / "step-101").exists()
+    for block in DOCS[3:]:
         exec(block.replace('"runs/', f'"{tmp_path}/'), {})
     assert (tmp_path / "fp32.safetensors").exists()
