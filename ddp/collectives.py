@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.compat import all_gather_single
+from ..kernels.compat import start_all_gather
 
 __all__ = [
     "InFlight",
@@ -89,7 +89,7 @@ def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None) -> InFlight
     if group is None or size == 1:
         return InFlight(None, (flat,))
     shard = flat.view(size, -1)[group_rank(group)]
-    return InFlight(all_gather_single(flat, shard, group=group, async_op=True), (flat, shard))
+    return InFlight(start_all_gather(flat, shard, group), (flat, shard))
 
 
 def sum_over_group(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

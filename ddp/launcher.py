@@ -15,6 +15,7 @@ from .collectives import InFlight
 from .failure_report import FailureReporter, Watch
 from .nan_check import NanCheck
 from .reduction import GradReduction
+from .streams import OnStream, current_stream
 from .timeline import Mark, Timeline
 
 __all__ = ["BucketLauncher"]
@@ -55,7 +56,7 @@ class BucketLauncher:
         # Let go while they run: freed memory returns to the stream it came from, which must not overtake a reduction.
         if vars(self).get("_reduced") and self._in_flight and not sys.is_finalizing():
             for index in self._in_flight:
-                torch.cuda.current_stream(self._device).wait_event(self._reduced[index])
+                current_stream(self._device).wait_event(self._reduced[index])
 
     def note_ready(self, bucket: Bucket) -> None:
         """The last contribution of ``bucket`` is in: launch it if its turn has come, and whoever waited behind it."""
@@ -82,7 +83,7 @@ class BucketLauncher:
         timeline = self.timeline
         if self._reduced:
             waits_from = None if timeline is None else timeline.mark()
-            torch.cuda.current_stream(self._device).wait_event(self._reduced[bucket.index])
+            current_stream(self._device).wait_event(self._reduced[bucket.index])
             if timeline is not None and waits_from is not None:
                 timeline.note_wait(bucket.name, self._reductions[bucket.index].name, waits_from)
         else:
@@ -118,10 +119,12 @@ class BucketLauncher:
             return
         stream = self._streams[bucket.index % len(self._streams)]
         # Waiting for each stream as it is now covers every contribution that its hooks have reported.
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        current = current_stream(self._device)
+        stream.wait_stream(current)
         for raw in bucket.streams:
-            stream.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
-        with torch.cuda.stream(stream), self._watch(bucket):
+            if raw != current.cuda_stream:
+                stream.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
+        with OnStream(stream), self._watch(bucket):
             flight = self._reduce(bucket)
             flight.wait()  # orders this stream, and issues what follows the first collective
             self._reduced[bucket.index].record(stream)

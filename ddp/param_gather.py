@@ -24,6 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from .collectives import InFlight, all_gather_shards
 from .failure_report import FailureReporter, Watch
 from .rank_grid import RankGrid
+from .streams import OnStream, current_stream
 from .timeline import Timeline
 
 __all__ = ["ParamGather"]
@@ -73,10 +74,10 @@ class ParamGather:
                 fill()
             self._flight = self._launch(timeline)
             return
-        self._home = torch.cuda.current_stream(self.flat.device)
+        self._home = current_stream(self.flat.device)
         if not ordered:
             stream.wait_stream(self._home)
-        with torch.cuda.stream(stream), self._watch():
+        with OnStream(stream), self._watch():
             if fill is not None:
                 fill()
             self._flight = self._launch(timeline)
@@ -118,7 +119,7 @@ class ParamGather:
                 flight.wait()
         else:
             assert self._event is not None, "recorded when the gather was issued"
-            current = torch.cuda.current_stream(self.flat.device)
+            current = current_stream(self.flat.device)
             waits_from = None if self._timeline is None else self._timeline.mark()
             current.wait_event(self._event)
             if self._timeline is not None and waits_from is not None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.compat import premultiplied_sum, reduce_scatter_single
+from ..kernels.compat import premultiplied_sum, start_reduce_scatter
 from .collectives import InFlight, backend_of, in_stages
 from .placements import Placements
 from .rank_grid import RankGrid
@@ -119,7 +119,8 @@ class GradReduction:
             if on_the_wire:
                 yield from self._sum_shards(grads, mine)
             elif self.scatters:
-                yield reduce_scatter_single(mine, grads, op=self._op(inner), group=inner, async_op=True)
+                assert inner is not None, "a group of more than one rank"
+                yield start_reduce_scatter(mine, grads, self._op(inner), inner)
             else:
                 yield dist.all_reduce(grads, op=self._op(inner), group=inner, async_op=True)
         return mine
@@ -136,7 +137,8 @@ class GradReduction:
             yield dist.all_reduce(mine, op=op, group=outer, async_op=True)
             return mine
         part = mine.view(self.grid.outer_size, -1)[self.grid.outer_rank]
-        yield reduce_scatter_single(part, mine, op=op, group=outer, async_op=True)
+        assert outer is not None, "a group of more than one rank"
+        yield start_reduce_scatter(part, mine, op, outer)
         return part
 
     def _stages(self, grads: Tensor) -> Iterator[Any]:

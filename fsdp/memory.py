@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ddp.mapped_memory import MappedPool
+from ..ddp.streams import current_stream
 
 __all__ = ["Meter", "ReleasableBuffer"]
 
@@ -60,7 +61,7 @@ class ReleasableBuffer:
         if self.resident:
             return
         if self.data.is_cuda:
-            self.stream = torch.cuda.current_stream(self.data.device)
+            self.stream = current_stream(self.data.device)
         if self.pool is None:
             self._storage.resize_(self._nbytes)
         else:

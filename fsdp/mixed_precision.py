@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["MixedPrecisionPolicy", "cast_floating"]
+__all__ = ["MixedPrecisionPolicy", "cast_floating", "cast_inputs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +47,20 @@ class MixedPrecisionPolicy:
         return None if self.reduce_dtype is self.grad_dtype else self.reduce_dtype
 
 
+def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
+    """``cast_floating`` of a forward's arguments; tensors and plain values alone are not taken for trees."""
+    cast = tuple([arg if isinstance(arg, _PLAIN) else cast_floating(arg, dtype) for arg in args])
+    return cast, cast_floating(kwargs, dtype) if kwargs else kwargs
+
+
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """Every floating-point tensor of nested tuples, lists and dicts in ``dtype``."""
+    if isinstance(tree, Tensor):
+        return _cast(tree, dtype)
     return tree_map(lambda leaf: _cast(leaf, dtype), tree)
+
+
+_PLAIN = (int, float, str, type(None))
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:

@@ -21,6 +21,7 @@ from ..ddp.iteration_checks import check_nothing_pending
 from ..ddp.launcher import BucketLauncher
 from ..ddp.mapped_memory import MappedPool
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
+from ..ddp.streams import OnStream, current_stream
 from ..ddp.timeline import Timeline
 from .memory import Meter
 from .order import BackwardOrder, ForwardOrder
@@ -130,7 +131,7 @@ class Root:
         if not any(bucket.changed for bucket in self.buckets):
             return
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.stream.wait_stream(current_stream(self.device))
         for unit in self.units:
             if unit.gathered and any(bucket.changed for bucket in unit.buckets):
                 self.arrive(unit)
@@ -166,7 +167,7 @@ class Root:
         for bucket in unit.buckets:
             bucket.forget_params()
         if unit.freed is not None:
-            unit.freed.record(torch.cuda.current_stream(self.device))
+            unit.freed.record(current_stream(self.device))
             self._freed.append(unit.freed)
 
     def _release_all(self, keep_first: int = 0) -> None:
@@ -278,7 +279,7 @@ class Root:
             self._settle(bucket)
             bucket.reduction.shard.publish()
         if self.device.type == "cuda" and any(bucket.shard.device != self.device for bucket in self._trainable):
-            torch.cuda.current_stream(self.device).synchronize()  # the optimizer reads gradients on the host
+            current_stream(self.device).synchronize()  # the optimizer reads gradients on the host
 
     @property
     def unfinished(self) -> bool:
@@ -333,8 +334,8 @@ class Root:
             return
         self.launcher.wait_for(bucket.bucket)
         home = bucket.grads.stream  # to which the memory returns
-        if home is not None and home != torch.cuda.current_stream(self.device):
-            home.wait_stream(torch.cuda.current_stream(self.device))
+        if home is not None and home != current_stream(self.device):
+            home.wait_stream(current_stream(self.device))
         bucket.bucket.reset()
         if not bucket.keeps_grads:
             bucket.grads.release()
@@ -399,7 +400,7 @@ class Root:
             ]
             if not buckets[0].keeps_params:
                 sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[: KEPT_UNITS + 1]]
-            with torch.cuda.stream(self.stream):
+            with OnStream(self.stream):
                 with pool.allocating():
                     reserved = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
                 pool.share()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ddp.graph_walk import differentiable_tensors
 from ..ddp.rank_grid import RankGrid
-from .mixed_precision import MixedPrecisionPolicy, cast_floating
+from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .sharded_bucket import ShardedBucket, ShardedPair
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Unit:
         self.show_whole()
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = cast_floating((args, kwargs), dtype)
+            args, kwargs = cast_inputs(args, kwargs, dtype)
         if not (torch.is_grad_enabled() and self.buckets):
             return args, kwargs, None
         use = Use(self)
