@@ -35,7 +35,7 @@ if dist.is_available():
 
 def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Any:
     """Fill ``output`` [n] with every rank's ``input`` [n / ranks], asynchronously; returns the ``Work``."""
-    options = c10d.AllgatherOptions()
+    options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.asyncOp = True
     return getattr(group, _GATHER)(_real(output), _real(input), options)
 
