@@ -12,11 +12,11 @@ import pytest
 import torch
 from modules import Experts
 from sharded_twin import mean_loss, no_sync, train_beside
+from stale_memory import stale_memory
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import FSDPModule, fully_shard
-from maingrad.fsdp.memory import ReleasableBuffer
 from maingrad.te_integration import Linear
 
 HIDDEN = 8  # what support's experts take
@@ -24,22 +24,9 @@ TOKENS = 11
 
 
 @pytest.fixture(autouse=True)
-def memory_is_stale(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Everything that is taken holds NaN, and so does every ``torch.empty``; yields the sizes of what was taken."""
-    taken: list[int] = []
-    take = ReleasableBuffer.take
-
-    def take_stale(self: ReleasableBuffer) -> None:
-        fresh = not self.resident
-        take(self)
-        if fresh:
-            taken.append(self.data.numel())
-            self.data.data.fill_(torch.nan)
-
-    monkeypatch.setattr(ReleasableBuffer, "take", take_stale)
-    torch.use_deterministic_algorithms(True)  # which fills uninitialised memory
-    yield taken
-    torch.use_deterministic_algorithms(False)
+def memory_is_stale() -> Iterator[None]:
+    with stale_memory() as taken:
+        yield
     assert taken
 
 

@@ -1,0 +1,206 @@
+"""Which collectives an iteration takes, and in which order: read from what simulated ranks launched."""
+
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_training import mesh_of, shard
+from torch import Tensor, nn
+
+from maingrad.fsdp.module import root_of
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear
+
+WIDTHS = (8, 24, 40)
+"""Hidden widths, so that blocks are known by their sizes."""
+
+
+class Block(nn.Module):
+    """A layer there and back around a residual."""
+
+    def __init__(self, hidden: int, *, delayed: bool) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "fuse_wgrad_accumulation": True, "delay_wgrad_compute": delayed}
+        self.up = Linear(16, hidden, **options)
+        self.down = Linear(hidden, 16, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    """Three blocks between a layer and a norm."""
+
+    def __init__(self, *, delayed: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(16, 16, bias=False)
+        self.blocks = nn.ModuleList([Block(width, delayed=delayed) for width in WIDTHS])
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def backward_dw(self) -> None:
+        for block in reversed(self.blocks):
+            block.down.backward_dw()
+            block.up.backward_dw()
+
+
+def iterations(schedule: list[Any], how: dict[str, Any], instances: int, microbatches: int, delayed: bool) -> list[int]:
+    """Four of them; a word before each forward, backward and step. Returns the elements of each unit's buckets."""
+
+    def say(word: str) -> None:
+        schedule.append((dist.get_rank(), word))
+
+    mesh = mesh_of(instances, dist.get_world_size() // instances)
+    model = shard(Net(delayed=delayed), [f"blocks.{i}" for i in range(3)], mesh=mesh, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sizes = [sum(bucket.layout.numel for bucket in unit.buckets) for unit in root_of(model).units]
+    for step in range(4):
+        say("iteration")
+        for index in range(microbatches):
+            final = index == microbatches - 1
+            with nullcontext() if final else model.no_sync():
+                say("forward")
+                loss = model(torch.full((2, 16), 1.0 + step + index)).square().mean()
+                say("backward")
+                loss.backward()
+                if delayed:
+                    say("drain")
+                    model.backward_dw()
+        say("step")
+        optimizer.step()
+        optimizer.zero_grad()
+    say("iteration")
+    return sizes
+
+
+LAUNCHED = re.compile(r"launch (\w+) (?:SUM )?float32\[(\d+)\] of group '\w+' \(ranks (.*)\)")
+
+
+def launches(
+    placements: str, *, instances: int = 1, microbatches: int = 2, delayed: bool = False, **options: Any
+) -> tuple[str, list[str]]:
+    """Rank 0's third iteration: what it launched inside its instance, in words, and across, in order.
+
+    ``g`` is a gather and ``r`` a reduction, with the number of the block, or ``o`` for the outermost unit.
+    """
+    schedule: list[tuple[int, str]] = []
+    how = {"placements": placements, **options}
+    sizes = simulate(iterations, 2 * instances, schedule, how, instances, microbatches, delayed, schedule=schedule)[0]
+    assert len(set(sizes)) == 4
+    names = dict(zip(sizes, "o012", strict=True))
+    inside: list[str] = []
+    across: list[str] = []
+    seen = 0
+    for rank, event in schedule:
+        if rank == 0 and event == "iteration":
+            seen += 1
+        if rank != 0 or seen != 3 or event == "iteration":
+            continue
+        found = LAUNCHED.fullmatch(event)
+        if found is None:
+            if not event.startswith("wait"):
+                inside.append(event)
+            continue
+        op, shard_numel, ranks = found[1], int(found[2]), found[3]
+        if ranks == "0, 1":  # the instance
+            inside.append(("g" if op.startswith("all_gather") else "r") + names[2 * shard_numel])
+        else:
+            across.append(op)
+    return " ".join(inside), across
+
+
+# Two microbatches. In backward the next gathers come before the reduction of the unit that was passed; what the next
+# microbatch begins with stays gathered, and its third unit is on its way.
+ZERO3 = """
+    forward go g0 g1 g2
+    backward g1 g0 r2 r1 r0 ro g1
+    forward g2
+    backward g1 g0 r2 r1 r0 ro
+    step
+"""
+# Whole from forward to backward, which reshards them.
+KEPT = """
+    forward go g0 g1 g2
+    backward r2 r1 r0 ro g1
+    forward g2
+    backward r2 r1 r0 ro
+    step
+"""
+ZERO2 = """
+    forward go g0 g1 g2
+    backward r2 r1 r0 ro
+    forward
+    backward r2 r1 r0 ro
+    step
+"""
+ZERO1 = """
+    forward go g0 g1 g2
+    backward
+    forward
+    backward r2 r1 r0 ro
+    step
+"""
+
+
+@pytest.mark.parametrize(
+    ("placements", "options", "expected"),
+    [
+        ("zero1", {}, ZERO1),
+        ("zero2", {}, ZERO2),
+        ("zero3", {}, ZERO3),
+        ("zero3", {"reshard_after_forward": False}, KEPT),
+    ],
+    ids=["zero1", "zero2", "zero3", "zero3, kept"],
+)
+def test_collectives_of_an_iteration(placements: str, options: dict[str, Any], expected: str) -> None:
+    inside, across = launches(placements, **options)
+    assert inside.split() == expected.split()
+    assert across == []
+
+
+@pytest.mark.parametrize(
+    ("placements", "inside", "across"),
+    [
+        ("hybrid", ZERO1, ["all_reduce"] * 4),
+        ("hsdp", ZERO3, ["all_reduce"] * 4),
+        ("hsdp_zero1", ZERO3, ["all_gather"] * 4 + ["reduce_scatter"] * 4),
+    ],
+    ids=["hybrid", "hsdp", "hsdp_zero1"],
+)
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_one_collective_across_instances_for_each_bucket_and_step(
+    placements: str, inside: str, across: Sequence[str], microbatches: int
+) -> None:
+    found_inside, found_across = launches(placements, instances=2, microbatches=microbatches)
+    if microbatches == 2:
+        assert found_inside.split() == inside.split()
+    assert [op.replace("_single", "") for op in found_across] == list(across)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_numbers_do_not_depend_on_delayed_gradients(microbatches: int) -> None:
+    """Weights of blocks alone are delayed here: their reductions come in the drain, in the order of the drain."""
+    inside, _ = launches("zero3", microbatches=microbatches, delayed=True)
+    words = inside.split()
+    assert [word for word in words if word.startswith("r")] == ["ro", "r2", "r1", "r0"] * microbatches
+    drains = [words[index : index + 4] for index, word in enumerate(words) if word == "drain"]
+    assert drains == [["drain", "r2", "r1", "r0"]] * microbatches
+
+
+def test_no_gather_comes_twice() -> None:
+    """A prefetch that guessed right is what the unit takes."""
+    for microbatches in (1, 2, 3):
+        words = launches("zero3", microbatches=microbatches)[0].split()
+        gathers = [word for word in words if word.startswith("g")]
+        # Forward and backward of every unit, but the outermost's, which stays; the last block's, which backward begins
+        # with; and of later microbatches the first block's, which stays as well.
+        assert len(gathers) == 6 + (microbatches - 1) * 4, gathers
