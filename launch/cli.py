@@ -112,10 +112,11 @@ def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) ->
     from rich.console import Console
 
     from .config_file import load_config
-    from .plan import plan_run
+    from .plan import plan_run, plan_units
     from .plan_tables import plan_tables
 
-    plan = plan_run(load_config(known.config, overrides), known.ranks)
+    config = load_config(known.config, overrides)
+    plan = plan_units(config, known.ranks) if config.fully_sharded else plan_run(config, known.ranks)
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a file or a pipe has no width; names should stay on one line

@@ -11,9 +11,10 @@ from ..ddp.placements import Placements, placements_of
 from ..ddp.wiring import find_owned_params, plan_model
 from .config import Config, ModelConfig, Parallel
 from .model import GPT
+from .plan_units import UnitsPlan, fsdp_alternatives, place_units
 from .rank_bytes import BucketTraffic, RankBytes, bucket_traffic, rank_bytes
 
-__all__ = ["ParameterCount", "RunPlan", "count_parameters", "plan_run"]
+__all__ = ["ParameterCount", "RunPlan", "UnitsPlan", "count_parameters", "plan_run", "plan_units"]
 
 
 class ParameterCount(NamedTuple):
@@ -29,7 +30,7 @@ class ParameterCount(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """The plan of a configuration on so many ranks."""
+    """The plan of a configuration with ``DistributedDataParallel`` on so many ranks."""
 
     gradients: GradPlan
     ranks: int
@@ -91,31 +92,52 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     """
     config.check_ranks(ranks)
     model = GPT(config.model, torch.device("meta"))
-    owned = find_owned_params(model)
-
-    def lay_out(wrapper: DistributedDataParallelConfig) -> GradPlan:
-        instances = wrapper.num_distributed_optimizer_instances
-        degree = ranks // instances if wrapper.use_distributed_optimizer else 1
-        return plan_model(owned, wrapper, shard_degree=degree)
-
-    wrappers = _alternatives(config, ranks)
+    wrapper = config.wrapper_config
     return RunPlan(
-        lay_out(config.wrapper_config),
+        _lay_out(model, wrapper, ranks),
         ranks,
         _count(model),
         config.parallel,
-        config.wrapper_config,
+        wrapper,
         config.model,
-        {
-            parallel: rank_bytes(lay_out(wrapper), keep_params_whole=wrapper.keep_params_whole)
-            for parallel, wrapper in wrappers.items()
-        },
+        _alternatives(config, model, ranks),
     )
 
 
-def _alternatives(config: Config, ranks: int) -> dict[Parallel, DistributedDataParallelConfig]:
-    """The run's configuration under each kind of parallelism, with what has no meaning there left out."""
-    own = config.wrapper_config
+def plan_units(config: Config, ranks: int) -> UnitsPlan:
+    """The same for ``parallel = "fsdp"`` and ``"hsdp"``: lay out its units."""
+    config.check_ranks(ranks)
+    model = GPT(config.model, torch.device("meta"))
+    return UnitsPlan(
+        place_units(config, ranks, config.parallel, config.fsdp),
+        ranks,
+        config.num_instances,
+        _count(model),
+        config.parallel,
+        config.fsdp,
+        config.model,
+        config.train.num_microbatches,
+        _alternatives(config, model, ranks),
+    )
+
+
+def _lay_out(model: GPT, wrapper: DistributedDataParallelConfig, ranks: int) -> GradPlan:
+    degree = ranks // wrapper.num_distributed_optimizer_instances if wrapper.use_distributed_optimizer else 1
+    return plan_model(find_owned_params(model), wrapper, shard_degree=degree)
+
+
+def _alternatives(config: Config, model: GPT, ranks: int) -> dict[Parallel, RankBytes]:
+    """Bytes at rest under each kind of parallelism that so many ranks allow."""
+    found = {
+        parallel: rank_bytes(_lay_out(model, wrapper, ranks), keep_params_whole=wrapper.keep_params_whole)
+        for parallel, wrapper in _wrappers(config, ranks).items()
+    }
+    return found | fsdp_alternatives(config, ranks)
+
+
+def _wrappers(config: Config, ranks: int) -> dict[Parallel, DistributedDataParallelConfig]:
+    """The run's configuration under each kind that has a wrapper, with what has no meaning there left out."""
+    own = config.ddp.wrapper_config("zero1") if config.fully_sharded else config.wrapper_config
     sharded = dataclasses.replace(own, use_distributed_optimizer=True, num_distributed_optimizer_instances=1)
     whole = dataclasses.replace(
         sharded,

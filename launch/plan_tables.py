@@ -7,18 +7,27 @@ from rich.table import Table
 
 from ..ddp.layout import BucketLayout
 from .config import ModelConfig
-from .plan import ParameterCount, RunPlan
+from .plan import ParameterCount, RunPlan, UnitsPlan
+from .plan_units import PlacedUnit
+from .unit_bytes import PlacedBucket
 
 __all__ = ["format_bytes", "plan_tables"]
 
 
-def plan_tables(plan: RunPlan) -> Iterator[Table]:
-    """The experts, if there are any; who holds what; the buckets in launch order; a step's collectives; bytes."""
+def plan_tables(plan: RunPlan | UnitsPlan) -> Iterator[Table]:
+    """The experts, if there are any; who holds what; the buckets in launch order; a step's collectives; bytes.
+
+    Of a fully sharded run the units, in the order of a forward.
+    """
     if plan.model.num_experts:
         yield _experts_table(plan.model, plan.parameters)
     yield _placements_table(plan)
-    yield _bucket_table(plan)
-    yield _collectives_table(plan)
+    if isinstance(plan, UnitsPlan):
+        yield _units_table(plan)
+        yield _unit_collectives_table(plan)
+    else:
+        yield _bucket_table(plan)
+        yield _collectives_table(plan)
     yield _bytes_table(plan)
 
 
@@ -51,7 +60,7 @@ def _experts_table(model: ModelConfig, count: ParameterCount) -> Table:
     return table
 
 
-def _placements_table(plan: RunPlan) -> Table:
+def _placements_table(plan: RunPlan | UnitsPlan) -> Table:
     several = plan.outer_size > 1
     table = _table(f'parallel = "{plan.parallel}" on {plan.ranks} ranks')
     table.add_column("at rest")
@@ -124,17 +133,93 @@ def _collectives_table(plan: RunPlan) -> Table:
     return table
 
 
-def _bytes_table(plan: RunPlan) -> Table:
-    param_dtypes = _names(buffer.param_dtype for buffer in plan.gradients.buffers)
-    grad_dtypes = _names(buffer.grad_dtype for buffer in plan.gradients.buffers)
+def _units_table(plan: UnitsPlan) -> Table:
+    """Delayed parameters, and those of another dtype, have a bucket of their own in their unit."""
+    table = _table(f"{len(plan.units)} units in the order of a forward, {len(plan.buckets)} buckets")
+    table.add_column("unit")
+    table.add_column("parameters", overflow="fold")
+    _add_numbers(table, "elements", "padding", "gathered", "gradients", "shard")
+    for unit in plan.units:
+        for index, bucket in enumerate(unit.buckets):
+            table.add_row(_unit_name(unit) if index == 0 else "", *_unit_row(bucket))
+    table.add_section()
+    numel, padding = (sum(getattr(bucket.layout, what) for bucket in plan.buckets) for what in ("numel", "padding"))
+    share = f"{padding:,} ({padding / numel:.2%})"
+    shards = format_bytes(sum(bucket.shard_nbytes for bucket in plan.buckets))
+    table.add_row("", f"{plan.parameters.total:,} parameters", f"{numel:,}", share, "", "", shards)
+    return table
+
+
+def _unit_name(unit: PlacedUnit) -> str:
+    return unit.name or "(the model)"
+
+
+def _unit_row(bucket: PlacedBucket) -> tuple[str, ...]:
+    layout = bucket.layout
+    first, last = layout.slots[0].spec.name, layout.slots[-1].spec.name
+    return (
+        (first if len(layout.slots) == 1 else f"{first} .. {last} ({len(layout.slots)})")
+        + (", delayed" if layout.delayed else ""),
+        f"{layout.numel:,}",
+        f"{layout.padding:,}",
+        format_bytes(bucket.param_nbytes),
+        format_bytes(bucket.grad_nbytes),
+        format_bytes(bucket.shard_nbytes),
+    )
+
+
+def _unit_collectives_table(plan: UnitsPlan) -> Table:
+    across = plan.outer_size > 1
+    scatters = plan.placements.outer.scatters
+    table = _table(f"bytes that each rank sends in a step of {plan.num_microbatches} microbatch(es)")
+    table.add_column("unit")
+    ranks, instances = f"over {plan.inner_size} ranks", f"over {plan.outer_size} instances"
+    _add_numbers(table, "gathers in\nforward", "gathers in\nbackward", f"all-gather\n{ranks}")
+    if across and scatters:
+        _add_numbers(table, f"all-gather\n{instances}")
+    _add_numbers(table, "reductions", f"{'all-to-all' if plan.fsdp.reduce_dtype else 'reduce-scatter'}\n{ranks}")
+    if across:
+        _add_numbers(table, f"{'reduce-scatter' if scatters else 'all-reduce'}\n{instances}")
+    sums = [0, 0, 0, 0]
+    for unit in plan.units:
+        each = [plan.traffic(bucket) for bucket in unit.buckets]
+        num_gathers = unit.gathers_in_forward + unit.gathers_in_backward
+        sent = [
+            num_gathers * sum(traffic.gather for traffic in each),
+            sum(traffic.gather_across for traffic in each),
+            unit.reductions * sum(traffic.reduce_inside for traffic in each),
+            sum(traffic.reduce_across for traffic in each),
+        ]
+        counts = [str(unit.gathers_in_forward), str(unit.gathers_in_backward)]
+        table.add_row(*_traffic_row(_unit_name(unit), counts, str(unit.reductions), sent, across, scatters))
+        sums = [total + part for total, part in zip(sums, sent, strict=True)]
+    table.add_section()
+    table.add_row(*_traffic_row("", ["", ""], "", sums, across, scatters))
+    return table
+
+
+def _traffic_row(
+    name: str, gathers: list[str], reductions: str, sent: list[int], across: bool, scatters: bool
+) -> list[str]:
+    gather, gather_across, inside, reduce_across = map(format_bytes, sent)
+    row = [name, *gathers, gather, *[gather_across] * (across and scatters), reductions, inside]
+    return [*row, *[reduce_across] * across]
+
+
+def _bytes_table(plan: RunPlan | UnitsPlan) -> Table:
+    layouts = [b.layout for b in plan.buckets] if isinstance(plan, UnitsPlan) else plan.gradients.buckets
+    param_dtypes = _names(layout.slots[0].spec.param_dtype for layout in layouts)
+    grad_dtypes = _names(layout.slots[0].spec.grad_dtype for layout in layouts)
     table = _table(f"bytes on each of {plan.ranks} ranks")
     table.add_column("what")
     table.add_column("dtype")
-    own_instances = plan.outer_size if plan.parallel == "hybrid" else 2
-    names = {"hybrid": f"hybrid, {own_instances} instances"}
+    names = {
+        parallel: f"{parallel},\n{plan.outer_size if plan.parallel == parallel else 2} instances"
+        for parallel in ("hybrid", "hsdp")
+    }
     for parallel in plan.alternatives:
         title = names.get(parallel, parallel)
-        _add_numbers(table, f"{title} (this run)" if parallel == plan.parallel else title)
+        _add_numbers(table, f"{title}\n(this run)" if parallel == plan.parallel else title)
     columns = list(plan.alternatives.values())
     for index, (what, dtype) in enumerate(
         (
@@ -147,6 +232,14 @@ def _bytes_table(plan: RunPlan) -> Table:
         table.add_row(what, dtype, *(format_bytes(column[index]) for column in columns))
     table.add_section()
     table.add_row("total", "", *(format_bytes(column.total) for column in columns))
+    if isinstance(plan, UnitsPlan):
+        table.add_section()
+        for what, dtype, peak in (
+            ("gathered, at most", param_dtypes, plan.peak_params),
+            ("unreduced, at most", grad_dtypes, plan.peak_grads),
+        ):
+            cells = [format_bytes(peak) if parallel == plan.parallel else "" for parallel in plan.alternatives]
+            table.add_row(what, dtype, *cells)
     return table
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..fsdp import MixedPrecisionPolicy
-from .config import Config
+from .config import FsdpConfig, ModelConfig
 from .model import GPT
 from .moe import MixtureOfExperts
 
@@ -20,24 +20,23 @@ class PlannedUnit(NamedTuple):
     policy: MixedPrecisionPolicy
 
 
-def units_of(model: GPT, config: Config) -> Iterator[PlannedUnit]:
+def units_of(model: GPT, settings: ModelConfig, fsdp: FsdpConfig) -> Iterator[PlannedUnit]:
     """From the inside out, the model last.
 
     Parameters are fp32 at rest and computed with in ``model.param_dtype``. Inputs are not cast: activations follow the
     parameters, and the rotary tables stay in fp32. A router of another dtype than its block is a unit inside it.
     """
-    settings = config.model
     keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
     policy = MixedPrecisionPolicy(
         param_dtype=settings.torch_dtype,
-        grad_dtype=config.fsdp.torch_grad_dtype,
-        reduce_dtype=config.fsdp.torch_reduce_dtype,
+        grad_dtype=fsdp.torch_grad_dtype,
+        reduce_dtype=fsdp.torch_reduce_dtype,
         cast_forward_inputs=False,
     )
     of_router = MixedPrecisionPolicy(
         param_dtype=settings.torch_router_dtype,
-        grad_dtype=config.fsdp.torch_grad_dtype,
-        reduce_dtype=config.fsdp.torch_reduce_dtype,
+        grad_dtype=fsdp.torch_grad_dtype,
+        reduce_dtype=fsdp.torch_reduce_dtype,
         cast_forward_inputs=False,
     )
     for block in model.blocks:

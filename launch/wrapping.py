@@ -179,7 +179,7 @@ class _FullySharded(Wrapped):
             f"has no effect on {device}, where shards are in the host's memory anyway",
         )
         mesh = _mesh(config, device)
-        for unit, policy in units_of(module, config):
+        for unit, policy in units_of(module, config.model, config.fsdp):
             # Masters start from what the model computes with, as those of DistributedOptimizer do. One unit at a time:
             # the others' memory is that of their shards already.
             unit.float()

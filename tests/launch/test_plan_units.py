@@ -1,0 +1,149 @@
+"""``maingrad plan`` of fully sharded runs: the same numbers as the units' own, without a process group and memory."""
+
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from tiny_run import tiny_config
+
+from maingrad.ddp.layout import BucketLayout
+from maingrad.fsdp.module import root_of
+from maingrad.launch import simulate
+from maingrad.launch.config import Config
+from maingrad.launch.model import build_model
+from maingrad.launch.plan import plan_run, plan_units
+from maingrad.launch.plan_tables import plan_tables
+from maingrad.launch.wrapping import Wrapped, wrap
+from maingrad.te_integration.wgrad_queue import drain_modules
+
+
+class Held(NamedTuple):
+    """What one rank holds after two steps, counted from its tensors, and what the second step sent."""
+
+    layouts: list[tuple[str, list[BucketLayout]]]
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+    peak_params: int
+    peak_grads: int
+    gathers: Counter[str]
+    reductions: Counter[str]
+
+
+def train_two_steps(config: Config) -> Held:
+    wrapped = wrap(build_model(config.model, seed=0), config, torch.device("cpu"))
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        with wrapped.record_timeline() as timeline:
+            for _ in range(config.train.num_microbatches - 1):
+                with wrapped.no_sync():
+                    _forward_and_backward(wrapped, tokens)
+            _forward_and_backward(wrapped, tokens)
+        wrapped.finish_grad_sync()
+        wrapped.step()
+        wrapped.clear_grads()
+    root = root_of(wrapped.model)
+    instances = [bucket._instance for bucket in root.buckets if bucket._instance is not None]
+    return Held(
+        [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in root.units],
+        root.param_meter.held_nbytes + sum(instance.nbytes for instance in instances),
+        root.grad_meter.held_nbytes + sum(bucket.reduction.shard.nbytes for bucket in root.buckets),
+        sum(bucket.shard.nbytes for bucket in root.buckets),
+        sum(v.nbytes for state in wrapped.optimizer.state.values() for key, v in state.items() if key != "step"),
+        root.param_meter.peak_nbytes,
+        root.grad_meter.peak_nbytes,
+        Counter(span.bucket for span in timeline.gathers),
+        Counter(span.bucket.partition("(")[2].rstrip(")") for span in timeline.buckets),
+    )
+
+
+def _forward_and_backward(wrapped: Wrapped, tokens: torch.Tensor) -> None:
+    wrapped.model(tokens, tokens).backward()
+    drain_modules(wrapped.model)
+
+
+CASES = [
+    ("fsdp", {}, {"num_layers": 4}, 3),
+    ("fsdp", {"placements": "zero2"}, {"delay_wgrad_layers": 1}, 2),
+    ("hsdp", {"placements": "hsdp_zero1"}, {"param_dtype": "float32"}, 4),
+    pytest.param("fsdp", {"placements": "zero1"}, {}, 2, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"reshard_after_forward": False}, {"tie_embeddings": True}, 2, marks=pytest.mark.slow),
+    pytest.param("hsdp", {}, {"num_layers": 3}, 6, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"grad_dtype": "bfloat16"}, {"num_layers": 1}, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("parallel, fsdp, model, ranks", CASES)
+def test_plan_is_what_training_holds_and_sends(
+    tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
+):
+    config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model={"param_dtype": "bfloat16"} | model)
+    plan = plan_units(config, ranks)
+    held = simulate(train_two_steps, ranks, config)
+    assert held[0].layouts == [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in plan.units]
+    assert {rank.parameters for rank in held} == {plan.rank_bytes.parameters}
+    assert {rank.gradients for rank in held} == {plan.rank_bytes.gradients}
+    assert {rank.masters for rank in held} == {plan.rank_bytes.masters}
+    assert max(rank.moments for rank in held) == plan.rank_bytes.moments
+    assert max(rank.peak_params for rank in held) <= plan.peak_params
+    assert max(rank.peak_grads for rank in held) <= plan.peak_grads
+    gathers = Counter(held[0].gathers.values())
+    assert gathers == Counter(u.gathers_in_forward + u.gathers_in_backward for u in plan.units for _ in u.buckets)
+    assert Counter(held[0].reductions.values()) == Counter(unit.reductions for unit in plan.units for _ in unit.buckets)
+
+
+def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
+    """What is planned is not merely enough."""
+    config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})
+    plan, held = plan_units(config, 2), simulate(train_two_steps, 2, config)[0]
+    assert (held.peak_params, held.peak_grads) == (plan.peak_params, plan.peak_grads)
+    outermost, block = plan.units[:2]
+    assert plan.peak_params == outermost.param_nbytes + 3 * block.param_nbytes
+    assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
+
+
+def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16"}
+    plan = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts), 2)
+    names = ["blocks.0", "blocks.0.ffn.router", "blocks.1", "blocks.1.ffn.router"]
+    assert [unit.name for unit in plan.units] == ["", *names]
+    dtypes = {bucket.layout.slots[0].spec.param_dtype for bucket in plan.buckets}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    same = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts | {"router_dtype": "bfloat16"}), 2)
+    assert [unit.name for unit in same.units] == ["", "blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_all_kinds_stand_beside_each_other(tmp_path: Path, parallel: str):
+    config = tiny_config(tmp_path, parallel=parallel)
+    plan = plan_units(config, 4) if parallel == "fsdp" else plan_run(config, 4)
+    assert list(plan.alternatives) == ["ddp", "zero1", "hybrid", "fsdp", "hsdp"]
+    for other in ("fsdp", "hsdp"):
+        assert plan.alternatives[other] == plan_units(tiny_config(tmp_path, parallel=other), 4).rank_bytes
+    assert plan.alternatives["fsdp"].total < plan.alternatives["hsdp"].total < plan.alternatives["zero1"].total
+    odd = tiny_config(tmp_path, parallel=parallel, train={"global_batch_size": 18})
+    plan = plan_units(odd, 3) if parallel == "fsdp" else plan_run(odd, 3)
+    assert list(plan.alternatives) == ["ddp", "zero1", "fsdp"], "three ranks are no two instances"
+
+
+def test_what_is_printed(tmp_path: Path):
+    console = Console(width=120, record=True, file=StringIO())
+    across = {"placements": "hsdp_zero1"}
+    plan = plan_units(tiny_config(tmp_path, parallel="hsdp", fsdp=across, train={"global_batch_size": 2048}), 1024)
+    for table in plan_tables(plan):
+        console.print(table)
+    text = console.export_text()
+    assert 'parallel = "hsdp" on 1024 ranks' in text
+    assert "3 units in the order of a forward, 3 buckets" in text
+    assert "(the model)" in text
+    assert "blocks.1" in text
+    assert "reduce-scatter" in text
+    assert "over 2 instances" in text
+    assert "(this run)" in text
+    assert "gathered, at most" in text
