@@ -52,6 +52,27 @@ class GradShard:
         self._views: list[ShardedGrad] = []
         self.has_partial = False
         """Some rounds were not summed across instances yet."""
+        self._holds = False  # some rounds of this iteration are not in .grad yet: partial, or in whole gradients
+        self._version = -1  # of .grad then
+
+    @property
+    def was_cleared(self) -> bool:
+        """Somebody has set ``.grad`` of all to None while some rounds were not in it yet: they are not wanted."""
+        return self._holds and all(param.grad is None for param in self._params)
+
+    def hold(self) -> None:
+        """A microbatch's whole gradients are kept: have ``.grad`` show zeros, so that clearing it can be seen."""
+        if self._holds:
+            return
+        if not self._claim():
+            assert self._shown is not None and self._total is not None, "made by the claim"
+            self._total.zero_()
+            self._shown.zero_()
+        self._note_held()
+
+    def give_up(self) -> None:
+        """What was held is lost."""
+        self.has_partial = self._holds = False
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +87,7 @@ class GradShard:
         assert total is not None, "made by the claim"
         if reduction.grid.outer_size == 1:
             return self._into_total(reduction, grads, total, keeps_total)
-        keeps_partial, self.has_partial = self.has_partial, not final
+        keeps_partial, self.has_partial, self._holds = self.has_partial, not final, not final
         return self._over_instances(reduction, grads, total, keeps_total, keeps_partial, final)
 
     def publish(self) -> None:
@@ -97,7 +118,9 @@ class GradShard:
             _accumulate(self._partial, mine, keeps_partial)
         if not keeps_total:
             total.zero_()
-        if final and self._partial is not None:
+        if not final:
+            self._note_held()
+        elif self._partial is not None:
             part = yield from reduction.across(self._partial)
             total.add_(part)
 
@@ -106,6 +129,9 @@ class GradShard:
         if self._total is None:
             self._make_sums()
         grads = [param.grad for param in self._params]
+        held, self._holds = self._holds, False
+        if held:
+            self._check_untouched(grads)
         if all(grad is None for grad in grads):
             self.has_partial = False
             for param, view in zip(self._params, self._views, strict=True):
@@ -117,6 +143,24 @@ class GradShard:
                 self._carry_over(view)
                 param.grad = view
         return True
+
+    def _note_held(self) -> None:
+        assert self._shown is not None, "made by a claim"
+        self._holds, self._version = True, self._shown._version
+
+    def _check_untouched(self, grads: Sequence[Tensor | None]) -> None:
+        """What was done to ``.grad`` since was not done to the rounds that are not in it yet."""
+        assert self._shown is not None, "made by a claim"
+        cleared = sum(grad is None for grad in grads)
+        if cleared == len(grads):
+            return
+        for param, grad, view in zip(self._params, grads, self._views, strict=True):
+            if grad is not view or self._shown._version != self._version:
+                raise RuntimeError(
+                    f".grad of parameter '{param.shard.name}' was changed in the middle of an iteration, when "
+                    f"gradients of earlier microbatches are not in it yet: clip, scale and zero gradients after the "
+                    f"last backward, or give the iteration up by zero_grad(set_to_none=True) of all parameters"
+                )
 
     def _carry_over(self, view: Tensor) -> None:
         """Where ``.grad`` is a copy, the sum follows what somebody did to it."""

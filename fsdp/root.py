@@ -77,6 +77,7 @@ class Root:
         self._tasks: set[int] = set()  # those whose end will be heard of
         self._entered: list[Unit] = []
         self._grad_holders: list[Unit] = []  # whose whole gradients have memory, as far as they come from the pool
+        self._keeps_graph = False  # backward(create_graph=True): what it read is read again
         self._left_over = False  # some microbatches were not reduced over all ranks yet
 
     # ---- Forward. ----
@@ -187,6 +188,9 @@ class Root:
         self.gather(unit)
         self._prefetch_backward(unit, use, 1)
         self.arrive(unit)
+        unit.show_in_backward()
+        if torch.is_grad_enabled():
+            self._keeps_graph = True
 
     def leave_backward(self, unit: Unit, use: Use | None) -> None:
         """Backward has passed the unit's inputs, or ended."""
@@ -194,7 +198,10 @@ class Root:
             return
         unit.entered = None
         self._entered.remove(unit)
-        if self.sync or unit not in self.forward_order.first(KEPT_UNITS):
+        unit.hide_after_backward()
+        if self._keeps_graph:
+            pass
+        elif self.sync or unit not in self.forward_order.first(KEPT_UNITS):
             self.release(unit)
         if use is not None:
             self._prefetch_backward(unit, use, 2)  # before the reduction, which it would wait behind
@@ -209,10 +216,12 @@ class Root:
         if task not in self._tasks:
             if self._task is None:
                 self._task = task
+                if self._left_over:
+                    self._drop_what_was_cleared()
                 if self.timeline is not None:
                     self.timeline.backward_started()
             self._tasks.add(task)
-            Variable._execution_engine.queue_callback(partial(_on_backward_end, weakref.ref(self), task))
+            Variable._execution_engine.queue_callback(_BackwardEnd(weakref.ref(self), task))
         if unit.entered is None:
             unit.entered = task
             self._entered.append(unit)
@@ -235,6 +244,12 @@ class Root:
         self._task = None
         if self.timeline is not None:
             self.timeline.backward_ended(self.sync)
+        if self._keeps_graph:  # a graph of these gradients reads the parameters: until the next forward
+            self._keeps_graph = False
+            if self.sync and not any(bucket.has_pending for bucket in self._trainable):
+                self.finish()
+            self._left_over = self._left_over or not self.sync
+            return
         if self.sync:
             self._release_all()
             if not any(bucket.has_pending for bucket in self._trainable):
@@ -245,19 +260,24 @@ class Root:
         for unit in self.forward_order.first(KEPT_UNITS + 1):
             self.gather(unit)
 
+    def backward_failed(self, task: int) -> None:
+        """A graph task was given up before its end: the modules have their shards again. The rest can wait."""
+        for unit in self._entered:
+            if unit.entered == task:
+                unit.hide_after_backward()
+
     def abandon(self) -> None:
         """Give up what a backward that failed has left: what it did not reduce is lost."""
         self._task = None
         self._tasks.clear()
+        self._keeps_graph = False
         for unit in self._entered:
             unit.entered = None
+            unit.hide_after_backward()
         self._entered.clear()
         for bucket in self._trainable:
             self._settle(bucket)
-            bucket.awaits_delayed = bucket.accumulated = False
-            bucket.grads.release()
-            assert bucket.bucket is not None, "trainable"
-            bucket.bucket.reset()
+            bucket.discard_grads()
         self._grad_holders.clear()
         self._release_all()
 
@@ -272,7 +292,7 @@ class Root:
         """The same, where nothing is pending."""
         if self._left_over:
             for bucket in self._trainable:
-                if bucket.accumulated or bucket.reduction.shard.has_partial:
+                if not self._was_cleared(bucket) and (bucket.accumulated or bucket.reduction.shard.has_partial):
                     self._launch(bucket, final=True, written=bucket.accumulated)
             self._left_over = False
         for bucket in self._trainable:
@@ -280,6 +300,18 @@ class Root:
             bucket.reduction.shard.publish()
         if self.device.type == "cuda" and any(bucket.shard.device != self.device for bucket in self._trainable):
             current_stream(self.device).synchronize()  # the optimizer reads gradients on the host
+
+    def _drop_what_was_cleared(self) -> None:
+        """Whoever clears ``.grad`` in the middle of an iteration gives up what the iteration holds elsewhere."""
+        for bucket in self._trainable:
+            self._was_cleared(bucket)
+
+    def _was_cleared(self, bucket: ShardedBucket) -> bool:
+        if not bucket.reduction.shard.was_cleared:
+            return False
+        self._settle(bucket)
+        bucket.discard_grads()
+        return True
 
     @property
     def unfinished(self) -> bool:
@@ -293,6 +325,7 @@ class Root:
         bucket.awaits_delayed = False
         if bucket.keeps_grads and not self.sync:
             bucket.accumulated = True
+            bucket.reduction.shard.hold()
             self._left_over = True
         else:
             self._launch(bucket, final=self.sync, written=True)
@@ -448,7 +481,23 @@ def _on(here: "weakref.ref[Root]", event: "object", bucket: ShardedBucket) -> No
         event(live, bucket)  # type: ignore[operator]
 
 
-def _on_backward_end(here: "weakref.ref[Root]", task: int) -> None:
-    live = here()
-    if live is not None:
-        live.end_backward(task)
+class _BackwardEnd:
+    """What the engine calls at the end of a graph task; it lets it go uncalled where backward fails."""
+
+    __slots__ = ("_called", "_here", "_task")
+
+    def __init__(self, here: "weakref.ref[Root]", task: int) -> None:
+        self._here = here
+        self._task = task
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        live = self._here()
+        if live is not None:
+            live.end_backward(self._task)
+
+    def __del__(self) -> None:
+        live = None if self._called else self._here()
+        if live is not None:
+            live.backward_failed(self._task)

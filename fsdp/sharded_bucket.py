@@ -24,7 +24,7 @@ from ..ddp.collectives import all_gather_shards
 from ..ddp.failure_report import FailureReporter
 from ..ddp.grad_record import GradRecord, PendingWgrad
 from ..ddp.layout import BucketLayout
-from ..ddp.main_grad import absorb_grad, attach_lazily
+from ..ddp.main_grad import absorb_grad, attach_lazily, forget_failed_backward
 from ..ddp.param_gather import ParamGather
 from ..ddp.placements import Placement, Placements
 from ..ddp.timeline import Timeline
@@ -216,6 +216,17 @@ class ShardedBucket:
     def has_pending(self) -> bool:
         """Whether delayed weight gradients are missing."""
         return any(record.pending for record in self.records)
+
+    def discard_grads(self) -> None:
+        """Forget the whole gradients of an iteration that was given up, after whoever reduces them."""
+        assert self.bucket is not None, "trainable"
+        self.awaits_delayed = self.accumulated = False
+        self.reduction.shard.give_up()
+        self.grads.release()
+        self.bucket.reset()
+        for pair in self.pairs:
+            forget_failed_backward(pair.whole)
+            pair.whole.grad = None
 
     def _make_grads(self, dtype: torch.dtype, first: int, last: int) -> None:
         self.grads = ReleasableBuffer(self.layout.numel, dtype, self.device)

@@ -100,6 +100,7 @@ class Unit:
         self.freed = torch.cuda.Event() if device.type == "cuda" else None
         """After it nobody reads the whole parameters any more."""
         self._num_shown = 0
+        self._shown_in_backward = False
         self._registrations = [_registration(pair, module, local) for pair, module, local in self._places()]
 
     @property
@@ -140,6 +141,18 @@ class Unit:
         self._num_shown -= 1
         if self._num_shown == 0:
             self.register_shards()
+
+    def show_in_backward(self) -> None:
+        """Register the whole parameters for what forward runs again in backward (recompute inside the unit)."""
+        if not self._shown_in_backward:
+            self._shown_in_backward = True
+            self.show_whole()
+
+    def hide_after_backward(self) -> None:
+        """Undo it."""
+        if self._shown_in_backward:
+            self._shown_in_backward = False
+            self.show_shards()
 
     def register_shards(self) -> None:
         """Register the shards, whatever is registered now."""
