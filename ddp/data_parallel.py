@@ -189,7 +189,7 @@ class DistributedDataParallel(nn.Module):
         """
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
-        check_nothing_bypassed(self._wired, "start_grad_sync()")
+        check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
         self._launcher.launch_rest()
 
     @torch.no_grad()

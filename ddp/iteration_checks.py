@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from .bucket import Phase
 from .grad_record import GradRecord
@@ -33,12 +33,12 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:
         )
 
 
-def check_nothing_bypassed(wired: Iterable[WiredParam], caller: str) -> None:
+def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: str) -> None:
     """A hook empties ``.grad`` whenever autograd has filled it."""
-    for entry in wired:
-        if entry.owned.param.grad is not None and not entry.record.exposed:
+    for param, record in wired:
+        if param.grad is not None and not record.exposed:
             raise RuntimeError(
-                f"{caller}: a gradient of parameter '{entry.record.name}' was put into .grad by hand, where no "
+                f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no "
                 f"hook sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has "
                 f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you, add it to "
                 f"main_grad, before the last backward"

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from ..ddp.bucket import Phase
 from ..ddp.failure_report import FailureReporter
-from ..ddp.iteration_checks import check_nothing_pending
+from ..ddp.iteration_checks import check_nothing_bypassed, check_nothing_pending
 from ..ddp.launcher import BucketLauncher
 from ..ddp.mapped_memory import MappedPool
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
@@ -290,6 +290,7 @@ class Root:
 
     def finish(self) -> None:
         """The same, where nothing is pending."""
+        self._check_nothing_bypassed()
         if self._left_over:
             for bucket in self._trainable:
                 if not self._was_cleared(bucket) and (bucket.accumulated or bucket.reduction.shard.has_partial):
@@ -300,6 +301,15 @@ class Root:
             bucket.reduction.shard.publish()
         if self.device.type == "cuda" and any(bucket.shard.device != self.device for bucket in self._trainable):
             current_stream(self.device).synchronize()  # the optimizer reads gradients on the host
+
+    def _check_nothing_bypassed(self) -> None:
+        pairs = [entry for bucket in self._trainable for entry in zip(bucket.pairs, bucket.records, strict=True)]
+        try:
+            check_nothing_bypassed(((pair.whole, record) for pair, record in pairs), "the end of the iteration")
+        except RuntimeError:
+            for pair, _ in pairs:
+                pair.whole.grad = None
+            raise
 
     def _drop_what_was_cleared(self) -> None:
         """Whoever clears ``.grad`` in the middle of an iteration gives up what the iteration holds elsewhere."""

@@ -164,7 +164,8 @@ class ShardedBucket:
                 "wait for delayed weight gradients: run the modules' backward_dw() or drain their WgradQueue, after "
                 "the last backward and before the step"
             )
-        if self.accumulated or self.reduction.shard.has_partial or not self.bucket.idle:
+        bypassed = any(pair.whole.grad is not None for pair in self.pairs)
+        if self.accumulated or self.reduction.shard.has_partial or not self.bucket.idle or bypassed:
             return (
                 "are not reduced yet: run the last microbatch's backward outside no_sync(), or call "
                 "model.finish_grad_sync()"
