@@ -1,7 +1,8 @@
 """``overlap.png``: when each bucket's gradients were reduced and its parameters gathered, and what ran meanwhile.
 
 Above, one step from its first forward to the end of the next step's first. Below, a row for each bucket: on the left
-its reduction beside the final microbatch's backward, on the right its gather beside the next forward.
+its reduction beside the final microbatch's backward, on the right its gather beside the next forward. Where parameters
+are sharded at rest they are gathered for the backward too: on the left as well, in the lower half of the row.
 """
 
 from collections.abc import Sequence
@@ -45,16 +46,17 @@ class _Window(NamedTuple):
     spans: Sequence[Span]
     busy: list[Interval]
     label: str
+    apart: bool
+    """Gathers are drawn in the lower half of a row, reductions in the upper one."""
 
 
 def draw_overlap(timeline: dict[str, Any], path: Path) -> Path:
     """Draw one ``timeline`` record."""
-    buckets, gathers = timeline["buckets"], timeline.get("gathers", ())
-    rows = {name: row for row, name in enumerate(dict.fromkeys(span["bucket"] for span in buckets))}
+    labels, rows = _rows(timeline)
     windows = [_reductions(timeline)]
-    if gathers:
+    if _after_backwards(timeline, timeline.get("gathers", ())):
         windows.append(_gathers(timeline))
-    lanes = 1.2 + len(rows)
+    lanes = 1.2 + len(labels)
     figure = plt.figure(figsize=(11 if len(windows) == 1 else 14, 2.6 + 0.4 * lanes), dpi=150, layout="constrained")
     grid = figure.add_gridspec(
         2, len(windows), height_ratios=[0.9, 0.4 * lanes], width_ratios=[1.35, 1][: len(windows)]
@@ -64,15 +66,28 @@ def draw_overlap(timeline: dict[str, Any], path: Path) -> Path:
     dress(whole, _title(timeline))
     for column, window in enumerate(windows):
         axes = figure.add_subplot(grid[1, column])
-        _draw_window(axes, window, rows)
+        _draw_window(axes, window, rows, len(labels))
         if column == 0:
-            labels = {span["bucket"]: _bucket_label(span) for span in buckets}
-            axes.set_yticks(range(len(rows)), [labels[name] for name in rows], fontsize=8, color=INK)
+            axes.set_yticks(range(len(labels)), labels, fontsize=8, color=INK)
         else:
             axes.set_yticks([])
         axes.tick_params(axis="y", length=0)
-    _draw_legend(figure, timeline, waits=any(window.shades[-1][2] == "waits" for window in windows))
+    waits = [any(text == "waits" for _, _, text in window.shades) for window in windows]
+    _draw_legend(figure, timeline, waits="computation waits" if waits[0] else "forward waits" if any(waits) else None)
     return save(figure, path)
+
+
+def _rows(timeline: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
+    """Each row's label, and which row a span's bucket has: gathers of sharded parameters do not say its number."""
+    labels: list[str] = []
+    rows: dict[str, int] = {}
+    for span in (*timeline["buckets"], *timeline.get("gathers", ())):
+        name = span["bucket"]
+        if name not in rows:
+            rows[name] = len(labels)
+            rows.setdefault(name.partition(" (")[2].rstrip(")"), len(labels))
+            labels.append(_bucket_label(span))
+    return labels, rows
 
 
 def _title(timeline: dict[str, Any]) -> str:
@@ -103,13 +118,18 @@ def _reductions(timeline: dict[str, Any]) -> _Window:
     shades = [((backward["start"], backward["end"]), BACKWARD, what)]
     if drain is not None:
         shades.append(((drain["start"], drain["end"]), DRAIN, WGRAD_PHASE))
-    label = "reductions of gradients: ms since that backward began"
-    return _Window(backward["start"], shades, timeline["buckets"], computing(timeline), label)
+    reductions = [span for span in timeline["buckets"] if span["launched"] >= backward["start"]]
+    gathers = _of_backward(timeline, backward)
+    if gathers:
+        shades += _waits(timeline, backward)
+    what = "reductions of gradients, and gathers below them" if gathers else "reductions of gradients"
+    label = f"{what}: ms since that backward began"
+    return _Window(backward["start"], shades, [*reductions, *gathers], computing(timeline), label, bool(gathers))
 
 
 def _gathers(timeline: dict[str, Any]) -> _Window:
     """The optimizer's step and the forward that follows it."""
-    gathers = timeline["gathers"]
+    gathers = _after_backwards(timeline, timeline["gathers"])
     first = min(span["launched"] for span in gathers)
     shades = [
         ((span["start"], span["end"]), OPTIMIZER, "step")
@@ -117,14 +137,31 @@ def _gathers(timeline: dict[str, Any]) -> _Window:
         if span["name"] == OPTIMIZER_PHASE and span["end"] >= first
     ]
     origin = shades[-1][0][1] if shades else first
-    forward = next((span for span in timeline["forwards"] if span["start"] >= first), None)
+    over = timeline["backwards"][-1]["end"]
+    forward = next((span for span in timeline["forwards"] if span["start"] >= over), None)
     if forward is not None:
         origin = forward["start"]
         shades.append(((forward["start"], forward["end"]), FORWARD, "next forward"))
-        waits = [(w["start"], w["end"]) for w in timeline["waits"] if forward["start"] <= w["start"] < forward["end"]]
-        shades += [(wait, WAITING, "waits") for wait in waits if wait[1] - wait[0] > 0.002 * _length(forward)]
+        shades += _waits(timeline, forward)
     label = "gathers of parameters: ms since that forward began"
-    return _Window(origin, shades, gathers, computing(timeline), label)
+    return _Window(origin, shades, gathers, computing(timeline), label, apart=False)
+
+
+def _waits(timeline: dict[str, Any], within: Span) -> list[tuple[Interval, str, str]]:
+    """Waits that begin in a stretch of computation and that one can see."""
+    waits = [(w["start"], w["end"]) for w in timeline["waits"] if within["start"] <= w["start"] < within["end"]]
+    return [(wait, WAITING, "waits") for wait in waits if wait[1] - wait[0] > 0.002 * _length(within)]
+
+
+def _of_backward(timeline: dict[str, Any], backward: Span) -> list[Span]:
+    """Gathers of parameters that are sharded at rest, for that backward."""
+    gathers = timeline.get("gathers", ())
+    return [span for span in gathers if backward["start"] <= span["launched"] < backward["end"]]
+
+
+def _after_backwards(timeline: dict[str, Any], gathers: Sequence[Span]) -> list[Span]:
+    """Gathers of what the step has updated."""
+    return [span for span in gathers if span["launched"] >= timeline["backwards"][-1]["end"]]
 
 
 # ---- Drawing. ----
@@ -153,16 +190,19 @@ def _draw_whole_step(axes: Axes, timeline: dict[str, Any]) -> None:
         is_step = span["name"] == OPTIMIZER_PHASE
         bar(span, OPTIMIZER if is_step else DRAIN, "step" if is_step else "")
     busy = computing(timeline)
+    apart = any(_of_backward(timeline, backward) for backward in backwards)
     for span in (*timeline["buckets"], *timeline.get("gathers", ())):
-        _draw_flight(axes, 0, span, busy, origin=start, hairline=0.002 * whole, height=0.5)
-    axes.set_yticks([1, 0], ["computation", "collectives"])
+        lane = -0.6 if apart and "ready" not in span else 0
+        _draw_flight(axes, lane, span, busy, origin=start, hairline=0.002 * whole, height=0.5)
+    lanes = {1.0: "computation", 0.0: "reductions" if apart else "collectives"} | ({-0.6: "gathers"} if apart else {})
+    axes.set_yticks(list(lanes), list(lanes.values()))
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8, colors=QUIET)
     axes.set_xlabel(f"ms since step {timeline['step']} began", fontsize=8, color=QUIET)
     axes.margins(x=0.01)
 
 
-def _draw_window(axes: Axes, window: _Window, rows: dict[str, int]) -> None:
+def _draw_window(axes: Axes, window: _Window, rows: dict[str, int], num_rows: int) -> None:
     origin = window.origin
     begins = min([0.0, *(span["ready" if "ready" in span else "launched"] - origin for span in window.spans)])
     last = max([*(end - origin for (_, end), _, _ in window.shades), *(s["finished"] - origin for s in window.spans)])
@@ -173,7 +213,9 @@ def _draw_window(axes: Axes, window: _Window, rows: dict[str, int]) -> None:
         if text != "waits" and shown > 0.012 * width * len(text):
             axes.text(_ms(end - origin - shown / 2), -0.82, text, ha="center", va="center", color=INK)
     for span in window.spans:
-        row = rows[span["bucket"]]
+        row, height = float(rows[span["bucket"]]), 0.56
+        if window.apart:
+            row, height = row + (-0.2 if "ready" in span else 0.2), 0.28
         launched, finished = span["launched"] - origin, span["finished"] - origin
         if "ready" in span:
             ready = span["ready"] - origin
@@ -181,12 +223,12 @@ def _draw_window(axes: Axes, window: _Window, rows: dict[str, int]) -> None:
                 [_ms(ready), _ms(launched)], [row, row], color=READY, linewidth=1.5, solid_capstyle="butt", zorder=2
             )
             axes.plot(_ms(ready), row, marker="o", markersize=6, color=READY, markeredgecolor="white", zorder=4)
-        _draw_flight(axes, row, span, window.busy, origin=origin, hairline=0.0015 * width, height=0.56)
+        _draw_flight(axes, row, span, window.busy, origin=origin, hairline=0.0015 * width, height=height)
         axes.annotate(
             f"{_ms(finished - launched):.1f} ms", (_ms(max(finished, launched)), row), xytext=(8, 0),
             textcoords="offset points", va="center", fontsize=8, color=INK, zorder=5,
         )  # fmt: skip
-    axes.set_ylim(len(rows) - 0.4, -1.2)
+    axes.set_ylim(num_rows - 0.4, -1.2)
     axes.set_xlim(_ms(begins - 0.02 * width), _ms(last + 0.12 * width))
     axes.set_xlabel(window.label)
     for side in ("top", "right", "left"):
@@ -206,7 +248,7 @@ def _draw_flight(
         axes.barh(row, _ms(end - start), left=_ms(start - origin), height=height, color=HIDDEN, zorder=3, linewidth=0)
 
 
-def _draw_legend(figure: Any, timeline: dict[str, Any], *, waits: bool) -> None:
+def _draw_legend(figure: Any, timeline: dict[str, Any], *, waits: str | None) -> None:
     names = [
         collective.replace("_", "-")
         for collective in dict.fromkeys(s["collective"] for s in (*timeline["buckets"], *timeline.get("gathers", ())))
@@ -217,14 +259,16 @@ def _draw_legend(figure: Any, timeline: dict[str, Any], *, waits: bool) -> None:
         Patch(color=HIDDEN, label=f"{name}, under computation"),
         Patch(color=EXPOSED, label=f"{name}, exposed"),
     ]
-    if waits:
-        handles.append(Patch(color=WAITING, label="forward waits"))
+    if waits is not None:
+        handles.append(Patch(color=WAITING, label=waits))
     figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=len(handles))
 
 
 def _bucket_label(span: Span) -> str:
     """``bucket 3 (blocks.1.a .. blocks.1.b)`` and its size, on two lines."""
     name, _, parameters = span["bucket"].partition(" (")
+    if not parameters:
+        name, parameters = "gathered", name
     first, _, last = parameters.rstrip(")").partition(" .. ")
     held = f"{first} .. {last}" if last else first
     return f"{name}, {span['nbytes'] / 2**20:.1f} MiB\n{held.replace('.weight', '')}"

@@ -132,6 +132,43 @@ def test_overlap_picture_of_gathers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert matplotlib.image.imread(path).shape[1] > 1200
 
 
+def sharded() -> dict[str, Any]:
+    """The same step with parameters that are sharded: gathered for the final backward, and for the next forward."""
+    spans = gathered()
+    for number, (launched, finished) in enumerate([(2.0, 2.5), (6.5, 7.0), (6.75, 8.0)]):
+        unit = f"units.{min(number, 1)}.a .. units.{min(number, 1)}.b"
+        gather = {"collective": "all_gather", "nbytes": 2048, "launched": launched, "finished": finished}
+        spans["gathers"].append({"bucket": unit, **gather})
+    for number, bucket in enumerate(spans["buckets"]):
+        bucket["bucket"] = f"bucket {number} (units.{number}.a .. units.{number}.b)"
+    spans["waits"] = [{"bucket": "units.0.a .. units.0.b", "collective": "all_gather", "start": 2.0, "end": 2.25}]
+    return spans
+
+
+def test_overlap_picture_of_sharded_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = drawn(monkeypatch)
+    draw_overlap(sharded(), tmp_path / "overlap.png")
+    said = texts(figures[0]).splitlines()
+    assert {"next forward", "computation waits", "500.0 ms", "1250.0 ms", "backward of the final microbatch"} <= set(
+        said
+    )
+    whole, backward, forward = figures[0].axes
+    assert [label.get_text() for label in whole.get_yticklabels()] == ["computation", "reductions", "gathers"]
+    labels = [label.get_text() for label in backward.get_yticklabels()]
+    assert labels == [f"bucket {number}, 0.0 MiB\nunits.{number}.a .. units.{number}.b" for number in (0, 1)]
+    # A reduction, and the gather of the same unit below it.
+    assert {round(bar.get_y() + bar.get_height() / 2, 2) for bar in backward.patches[2:]} == {-0.2, 0.2, 0.8}
+    assert {round(bar.get_y() + bar.get_height() / 2, 2) for bar in forward.patches[1:]} == {1.0}
+
+
+def test_a_frozen_unit_has_a_row_for_its_gathers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    figures = drawn(monkeypatch)
+    spans = sharded()
+    spans["gathers"][1]["bucket"] = "frozen.weight"
+    draw_overlap(spans, tmp_path / "overlap.png")
+    assert figures[0].axes[1].get_yticklabels()[-1].get_text() == "gathered, 0.0 MiB\nfrozen"
+
+
 def texts(figure: Any) -> str:
     return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
 
