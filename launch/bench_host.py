@@ -3,7 +3,8 @@
 Rows: ``nn.Linear`` alone; ``nn.Linear`` whose gradient a hook moves to ``main_grad``; our Linear, fused, with its
 provider attached and its hooks included; the same with the weight gradient delayed and computed right after.
 
-A second table tells what the hooks of a wrapper take of one parameter: see ``bench_hooks.py``.
+A second table tells what the hooks of a wrapper take of one parameter (``bench_hooks.py``), a third what a sharded unit
+takes (``bench_units.py``).
 """
 
 import statistics
@@ -19,6 +20,7 @@ from ..ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ..te_integration import Linear
 from .bench_hooks import HOOK_COLUMNS, HookRow
 from .bench_table import Column, machine, markdown_table, write_csv, write_table
+from .bench_units import UNIT_COLUMNS, UnitRow
 
 __all__ = ["HostRow", "bench_host", "write_host_report"]
 
@@ -118,8 +120,11 @@ _CASES: dict[str, Callable[[int, torch.device], Call]] = {
 }
 
 
-def write_host_report(rows: list[HostRow], hooks: list[HookRow], folder: Path) -> str:
-    """Write ``host.csv``, ``host_hooks.csv``, and ``host.md`` with both tables into ``folder``; returns the last."""
+def write_host_report(rows: list[HostRow], hooks: list[HookRow], units: list[UnitRow], folder: Path) -> str:
+    """Write ``host.csv``, ``host_hooks.csv``, ``host_units.csv``, and ``host.md`` with all three tables into a folder.
+
+    Returns the last.
+    """
     setting = (
         f"{machine()}. Host microseconds of one forward and backward of a layer of 64 x 64 on 16 rows, provider "
         f"attached and hooks included; medians over rounds over all rows in turn. Made by `maingrad bench host`."
@@ -130,6 +135,7 @@ def write_host_report(rows: list[HostRow], hooks: list[HookRow], folder: Path) -
         ("over nn.Linear", lambda row: f"{row.over_plain:.2f}"),
     ]
     write_csv(folder, "host_hooks", hooks)
+    write_csv(folder, "host_units", units)
     notes = [
         "## Host time of one parameter in hooks",
         "",
@@ -138,6 +144,14 @@ def write_host_report(rows: list[HostRow], hooks: list[HookRow], folder: Path) -
         "and says so.",
         "",
         *markdown_table(hooks, HOOK_COLUMNS),
+        "",
+        "## Host time of one sharded unit",
+        "",
+        "Forward and backward of a chain of 24 units, each a product with 16 x 16 weights, minus the same without a "
+        "wrapper, over their number; fp32 shards that compute in bf16, one rank, so that no collective is launched. An "
+        "iteration has an intermediate microbatch, under `no_sync`, and a final one.",
+        "",
+        *markdown_table(units, UNIT_COLUMNS),
     ]
     return write_table(
         folder, "host", rows, title="Host time of one layer", setting=setting, columns=columns, notes="\n".join(notes)

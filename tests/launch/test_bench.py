@@ -50,7 +50,16 @@ def test_bench_host_has_a_row_for_each_layer(tmp_path: Path, capsys: pytest.Capt
         assert 0.1 < float(ours["final_us"]) < 200
         assert float(ours["backward_us"]) > 0
         assert ("Megatron-core", parameters) in hooks
+    with (tmp_path / "host_units.csv").open() as file:
+        units = {row["name"]: row for row in csv.DictReader(file)}
+    assert len(units) == 4
+    for row in units.values():
+        assert not row["problem"]
+        # Some dozens of lines of Python, and a few small copies.
+        assert 1 < sum(float(row[f"final_{part}_us"]) for part in ("forward", "backward")) < 5000
+        assert float(row["bare_forward_us"]) > 0 and float(row["bare_backward_us"]) > 0
     out = capsys.readouterr().out
+    assert "| maingrad ZeRO-3 |" in out
     assert "| Linear, fused |" in out
     assert "| maingrad | fused |" in out
 
