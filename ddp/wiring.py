@@ -117,6 +117,11 @@ def check_setup(
     for name, param, _ in trainable:
         if param.device.type == "meta":
             raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
+        if hasattr(param, "shard"):
+            raise ValueError(
+                f"parameter '{name}' is sharded (maingrad.fsdp.fully_shard), and its gradient reduced, already: use "
+                f"one of both over the whole model"
+            )
         if hasattr(param, "to_local"):
             raise ValueError(
                 f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism): its "

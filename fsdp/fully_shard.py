@@ -141,6 +141,7 @@ def fully_shard(
         policy,
         grid,
         device,
+        inside,
         reshard_after_forward=reshard_after_forward,
         copy_engines=copy_engine_gather,
     )

@@ -6,10 +6,12 @@ fused optimizers do not raise the version of what they write.
 """
 
 import functools
+import math
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -70,12 +72,32 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"after the last fully_shard call"
             )
     buckets = _buckets_of(optimizer)
+    if buckets:
+        _check_class(optimizer)
     for bucket in buckets:
         why = bucket.why_unfinished
         if why is not None:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
     if buckets:
         translate_state_dicts(optimizer)
+
+
+def _check_class(optimizer: Optimizer) -> None:
+    """Raise ``RuntimeError`` for one whose update of an element depends on elements that other ranks may have."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise RuntimeError(
+            f"{name} cannot update sharded parameters: it needs all parameters at once, or sparse gradients; use an "
+            f"elementwise class of torch.optim"
+        )
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon):
+        for param in _params_of(optimizer):
+            shard = getattr(param, "shard", None)
+            if shard is not None and 0 < shard.numel < math.prod(shard.shape):
+                raise RuntimeError(
+                    f"{name} updates rows and columns together, and parameter '{shard.name}' is cut: this rank has "
+                    f"elements {shard.start} to {shard.end} of {shard.shape}; use an elementwise class of torch.optim"
+                )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..ddp.graph_walk import differentiable_tensors
+from ..ddp.main_grad import record_of
 from ..ddp.rank_grid import RankGrid
 from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .sharded_bucket import ShardedBucket, ShardedPair
+from .sharded_param import ShardedParameter
 
 if TYPE_CHECKING:
     from .root import Root
@@ -61,6 +63,7 @@ class Unit:
     buckets  its parameters
     grid     the ranks that it is sharded over
     device   where it computes
+    inside   the module and those in it that are not in units of their own
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Unit:
         policy: MixedPrecisionPolicy,
         grid: RankGrid,
         device: torch.device,
+        inside: Sequence[nn.Module],
         *,
         reshard_after_forward: bool | None,
         copy_engines: bool = False,
@@ -102,6 +106,13 @@ class Unit:
         self._num_shown = 0
         self._shown_in_backward = False
         self._registrations = [_registration(pair, module, local) for pair, module, local in self._places()]
+        self._wiring = [(module._parameters, local, pair) for pair, module, local in self._places()]
+        self._trainable = [pair.sharded.requires_grad for pair, _, _ in self._places()]
+        self._contents = [
+            (found._parameters, len(found._parameters), found._modules, tuple(found._modules.values()))
+            for found in inside
+        ]
+        self._plain = {id(param) for param in module.parameters()} - {id(pair.owned.param) for pair in self.pairs}
 
     @property
     def root(self) -> "Root":
@@ -125,6 +136,37 @@ class Unit:
     def releasable(self) -> bool:
         """Whether whole parameters do not stay at rest."""
         return bool(self.buckets) and not self.buckets[0].keeps_params
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made."""
+        shown = self._num_shown > 0
+        for (parameters, local, (_, sharded, whole)), trainable in zip(self._wiring, self._trainable, strict=True):
+            if parameters.get(local) is not (whole if shown else sharded):
+                raise RuntimeError(
+                    f"parameter '{sharded.shard.name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
+                    f"torch.nn.utils.parametrize): no unit gathers it or reduces its gradient; change the model "
+                    f"before fully_shard, and values in place, under torch.no_grad()"
+                )
+            if sharded.requires_grad is not trainable or whole.requires_grad is not trainable:
+                raise RuntimeError(
+                    f"parameter '{sharded.shard.name}' was {'frozen' if trainable else 'unfrozen'} (requires_grad_) "
+                    f"after fully_shard, which plans for gradients or for none; do it before"
+                )
+        for index, (parameters, size, children, found) in enumerate(self._contents):
+            if len(parameters) != size or tuple(children.values()) != found:
+                self._check_no_stranger()
+                self._contents[index] = parameters, len(parameters), children, tuple(children.values())
+
+    def _check_no_stranger(self) -> None:
+        module = self.module()
+        assert module is not None, "its forward runs"
+        for name, param in module.named_parameters():
+            known = isinstance(param, ShardedParameter) or record_of(param) is not None or id(param) in self._plain
+            if param.requires_grad and not known:
+                raise RuntimeError(
+                    f"parameter '{name}' of {self.label} was not there at fully_shard: no unit gathers it or reduces "
+                    f"its gradient; add it before, or freeze it"
+                )
 
     def show_whole(self) -> None:
         """Register the whole parameters in the modules that had them before sharding."""
