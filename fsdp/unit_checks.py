@@ -166,7 +166,7 @@ def device_of(
     ignored: Collection[int],
 ) -> torch.device:
     """Where the unit computes; raises ``ValueError`` where that is not one place, or one that the ranks cannot use."""
-    found = _chosen_device(device, mesh, inside, ignored)
+    found = _chosen_device(device, mesh, inside, ignored) or _device_around(inside, grid)
     for group in grid.axes:
         served = group._device_types
         if served and all(kind.type != found.type for kind in served):
@@ -182,7 +182,7 @@ def _chosen_device(
     mesh: dist.ProcessGroup | DeviceMesh | None,
     inside: Sequence[nn.Module],
     ignored: Collection[int],
-) -> torch.device:
+) -> torch.device | None:
     params = [p for module in inside for p in module._parameters.values() if p is not None and id(p) not in ignored]
     found = {param.device for param in params if not param.is_meta}
     if isinstance(mesh, DeviceMesh):
@@ -198,7 +198,19 @@ def _chosen_device(
         raise ValueError(f"parameters are on {', '.join(sorted(map(str, found)))}: say which by device")
     if not found and params:
         raise ValueError("parameters on the meta device: say by device, or a DeviceMesh, where they are to be")
-    return found.pop() if found else torch.device("cpu")
+    return found.pop() if found else None
+
+
+def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
+    """Of a unit without parameters: that of the units inside it, or one that its ranks talk over."""
+    for module in inside:
+        for child in module.children():
+            if isinstance(child, FSDPModule):
+                return unit_of(child).device
+    served = [kind for group in grid.axes for kind in group._device_types]
+    if not served or any(kind.type == "cpu" for kind in served):
+        return torch.device("cpu")
+    return _usable(torch.device(served[0].type))
 
 
 def _usable(device: torch.device) -> torch.device:
