@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..fsdp import MixedPrecisionPolicy, fully_shard
 from .data_parallel_model import GPT, accumulate, fused_linear, make_model, plain_linear
-from .data_parallel_rows import LEARNING_RATE, Case, Row, Step, refuse_instances, reset_compiler
+from .data_parallel_rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_instances, reset_compiler
 
 __all__ = ["FSDP", "shard_model"]
 
@@ -26,17 +26,19 @@ def shard_model(
     *,
     split_ends: bool = False,
     keep_params: bool = False,
+    copy_engines: bool = False,
 ) -> GPT:
     """Make units of the model, in place.
 
-    split_ends   the embedding and the head are units of their own, so that neither is whole while the other is used
-    keep_params  whole parameters stay from forward to backward
+    split_ends    the embedding and the head are units of their own, so that neither is whole while the other is used
+    keep_params   whole parameters stay from forward to backward
+    copy_engines  gathers run on the GPU's copy engines
     """
     reshard = False if keep_params else None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for unit in [*model.blocks, *([model.embedding, model.head] if split_ends else [])]:
         fully_shard(unit, mesh, placements, policy, reshard_after_forward=reshard)
-    return fully_shard(model, mesh, placements, policy, reshard_after_forward=reshard)
+    return fully_shard(model, mesh, placements, policy, reshard_after_forward=reshard, copy_engine_gather=copy_engines)
 
 
 def _build(
@@ -46,6 +48,7 @@ def _build(
     fused: bool = True,
     split_ends: bool = False,
     keep_params: bool = False,
+    copy_engines: bool = False,
     num_instances: int = 1,
     compiled: bool = False,
 ) -> Step:
@@ -55,7 +58,9 @@ def _build(
     shape = (case.num_ranks,) if num_instances == 1 else (num_instances, case.num_ranks // num_instances)
     names = ("inner",) if num_instances == 1 else ("outer", "inner")
     mesh = init_device_mesh(case.device.type, shape, mesh_dim_names=names)
-    model = shard_model(module, placements, mesh, split_ends=split_ends, keep_params=keep_params)
+    model = shard_model(
+        module, placements, mesh, split_ends=split_ends, keep_params=keep_params, copy_engines=copy_engines
+    )
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens = case.tokens()
     no_sync: Callable[[], Any] = model.no_sync  # type: ignore[assignment]  # a unit by now
@@ -75,6 +80,16 @@ FSDP: Mapping[str, Row] = {
         "maingrad FSDP, ZeRO-3, embedding and head units of their own",
         partial(_build, placements="zero3", split_ends=True),
     ),
+    "fsdp_zero3_copy_engines": Row(
+        "maingrad FSDP, ZeRO-3, gathers on copy engines",
+        partial(_build, placements="zero3", copy_engines=True),
+        refuse=refuse_copy_engines,
+    ),
+    "fsdp_zero3_split_copy_engines": Row(
+        "maingrad FSDP, ZeRO-3, embedding and head units of their own, gathers on copy engines",
+        partial(_build, placements="zero3", split_ends=True, copy_engines=True),
+        refuse=refuse_copy_engines,
+    ),
     "fsdp_zero3_kept": Row(
         "maingrad FSDP, ZeRO-3, parameters kept until backward", partial(_build, placements="zero3", keep_params=True)
     ),
@@ -85,6 +100,11 @@ FSDP: Mapping[str, Row] = {
         close=reset_compiler,
     ),
     "fsdp_zero2": Row("maingrad FSDP, ZeRO-2", partial(_build, placements="zero2")),
+    "fsdp_zero2_copy_engines": Row(
+        "maingrad FSDP, ZeRO-2, gathers on copy engines",
+        partial(_build, placements="zero2", copy_engines=True),
+        refuse=refuse_copy_engines,
+    ),
     "fsdp_zero1": Row("maingrad FSDP, ZeRO-1", partial(_build, placements="zero1")),
     "fsdp_hsdp": Row(
         "maingrad FSDP, two instances (HSDP)",

@@ -25,7 +25,18 @@ from .data_parallel_model import (
     random_tokens,
 )
 
-__all__ = ["FLOOR", "LEARNING_RATE", "OURS", "PEER_FLOOR", "Case", "Row", "Step", "refuse_instances", "reset_compiler"]
+__all__ = [
+    "FLOOR",
+    "LEARNING_RATE",
+    "OURS",
+    "PEER_FLOOR",
+    "Case",
+    "Row",
+    "Step",
+    "refuse_copy_engines",
+    "refuse_instances",
+    "reset_compiler",
+]
 
 FLOOR = "floor"
 PEER_FLOOR = "peer_floor"
@@ -159,7 +170,8 @@ def _zero1_copy_engines(case: Case) -> Step:
     return _build_ours(case, dataclasses.replace(_zero1_config(), copy_engine_param_gather=True))
 
 
-def _refuse_copy_engines(case: Case) -> str | None:
+def refuse_copy_engines(case: Case) -> str | None:
+    """Why gathers cannot run on copy engines; None: they can."""
     if case.device.type == "cuda" and zero_cta_options() is not None:
         return None
     return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
@@ -214,7 +226,7 @@ OURS: Mapping[str, Row] = {
     PEER_FLOOR: Row("peers' floor: no collectives", _build_peer_floor, with_groups=False, trains=False),
     "zero1": Row("maingrad ZeRO-1", _zero1),
     "zero1_copy_engines": Row(
-        "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=_refuse_copy_engines
+        "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=refuse_copy_engines
     ),
     "zero1_bf16_wire": Row("maingrad ZeRO-1, bf16 wire", _zero1_bf16_wire),
     "zero1_no_overlap": Row("maingrad ZeRO-1, no overlap", _zero1_no_overlap),

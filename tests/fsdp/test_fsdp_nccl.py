@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 from sharded_on_gpus import (
+    COPYING,
     FORMS,
     HYBRIDS,
     MAX_NORM,
@@ -101,7 +102,7 @@ def on_nccl() -> dict[str, Run]:
     """On each of a job's gloo processes, with NCCL groups beside it."""
     group = nccl()
     rank, meshes = dist.get_rank(), {"": group}
-    forms = FORMS | OFFLOADED
+    forms = FORMS | OFFLOADED | COPYING
     if dist.get_world_size() == 4:
         meshes["hsdp"] = meshes["hsdp_zero1"] = two_instances()
         forms |= HYBRIDS
@@ -152,8 +153,8 @@ def test_in_bf16_it_starts_alike_and_stays_as_near_as_bf16_allows(runs: list[dic
 
 
 def test_what_only_the_schedule_changes_changes_no_bit(runs: list[dict[str, Run]]) -> None:
-    """Delays of 100 ms on every stream, gathers that come late, parameters that stay, a stream of the user's."""
-    schedules = (", slow", ", no prefetch", ", kept", ", on a side stream")
+    """Delays of 100 ms on every stream, gathers that come late or by copies, parameters that stay, a user's stream."""
+    schedules = (", slow", ", no prefetch", ", kept", ", copy engines", ", on a side stream")
     compared = 0
     for results in runs:
         for name, run in results.items():

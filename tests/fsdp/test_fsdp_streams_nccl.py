@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from host_syncs import cuda_waits_are_errors
 from sharded_on_gpus import (
+    COPYING,
     FORMS,
     HYBRIDS,
     MAX_NORM,
@@ -50,7 +51,7 @@ def iteration(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor, *, d
 
 def iterations_without_a_host_wait() -> bool:
     group = nccl()
-    forms = dict(FORMS)
+    forms = FORMS | COPYING
     if dist.get_world_size() == 4:
         forms |= HYBRIDS
         mesh = two_instances()

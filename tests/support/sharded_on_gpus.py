@@ -15,6 +15,7 @@ from maingrad.fsdp.grad_shard import ShardReduction
 from maingrad.te_integration import Linear
 
 __all__ = [
+    "COPYING",
     "FORMS",
     "HYBRIDS",
     "MAX_NORM",
@@ -52,6 +53,7 @@ class Form(NamedTuple):
     kept: bool = False
     """Whole parameters stay from forward to backward."""
     offload: bool = False
+    copy_engines: bool = False
     bf16: bool = False
     """Computes in bf16 over fp32 shards."""
 
@@ -66,6 +68,10 @@ FORMS = {
     "zero3, delayed wgrads": Form("zero3", delayed=True),
     "zero3, kept until backward": Form("zero3", kept=True),
     "zero3, bf16": Form("zero3", bf16=True),
+}
+COPYING = {
+    "zero2, copy engines": Form("zero2", copy_engines=True),
+    "zero3, copy engines": Form("zero3", copy_engines=True),
 }
 OFFLOADED = {
     "zero2, offloaded": Form("zero2", offload=True),
@@ -159,7 +165,16 @@ def shard(model: Model, form: Form, mesh: Any) -> FSDPModule:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if form.bf16 else None)
     reshard = False if form.kept else None
     for unit in (*model.blocks, model):
-        fully_shard(unit, mesh, form.placements, policy, reshard_after_forward=reshard, offload_to_cpu=form.offload)
+        on_engines = form.copy_engines and unit is model
+        fully_shard(
+            unit,
+            mesh,
+            form.placements,
+            policy,
+            reshard_after_forward=reshard,
+            offload_to_cpu=form.offload,
+            copy_engine_gather=on_engines,
+        )
     if not form.prefetch:
         for unit in (*model.blocks, model):
             unit.set_modules_to_forward_prefetch([])
