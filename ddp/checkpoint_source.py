@@ -112,7 +112,7 @@ class CheckpointSource(Protocol):
         """Groups that join the ranks that have the same experts as this one; None: all ranks have the same."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
-        """What this rank holds, every value up to date where it is to be saved. No collective.
+        """What this rank holds, every value up to date where it is to be saved. All ranks call it.
 
         Raises ``TypeError`` for an optimizer whose state a checkpoint cannot hold, ``ValueError`` for another model's.
         """

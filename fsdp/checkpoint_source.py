@@ -94,6 +94,8 @@ class ShardedSource:
             if id(param) in gathered:
                 raise ValueError(f"parameter '{name}' is whole now: save and load outside forwards and unsharded()")
         checked = _checked(optimizer, tensors.parameters)
+        if checked is not None:
+            translate_state_dicts(checked)  # what it was given in DTensors is this rank's shards from here on
         state: Mapping[Any, Any] = {} if checked is None else checked.state
         groups = {} if checked is None else _groups_of(checked)
         # A frozen parameter in a group is one without a group, as long as nothing is known of it.
@@ -117,8 +119,6 @@ class ShardedSource:
 
     def loaded(self, optimizer: object) -> None:
         """Whole parameters that are kept are gathered again: on every rank, also where it read nothing."""
-        if isinstance(optimizer, Optimizer):
-            translate_state_dicts(optimizer)
         torch.autograd.graph.increment_version(list(self._whole))
 
     def _slice(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpointed import assert_same_files
 from gloo import run_ranks
 from loops import assert_same
 from odd_units import Odd, mesh_for, shard, shard_by_torch
@@ -133,6 +134,21 @@ def test_an_optimizer_is_known_from_load_checkpoint_on(tmp_path: Path) -> None:
         assert_same(whole(get_state_dict(model, optimizer)[1]), expected)
 
     simulate(save_and_load, 3)
+
+
+def test_state_that_was_given_in_dtensors_is_saved_before_a_step(tmp_path: Path) -> None:
+    def save_twice() -> None:
+        model, optimizer = make(True, "zero3")
+        take_step(model, optimizer, 0)
+        save_checkpoint(tmp_path / "first", model, optimizer)
+        other, fresh = make(True, "zero3", seed=1)
+        other.load_state_dict(model.state_dict())
+        fresh.load_state_dict(optimizer.state_dict())
+        assert any(isinstance(value, DTensor) for entry in fresh.state.values() for value in entry.values())
+        save_checkpoint(tmp_path / "second", other, fresh)
+
+    simulate(save_twice, 3)
+    assert_same_files(tmp_path / "first", tmp_path / "second")
 
 
 def test_without_ranks_it_is_as_ever() -> None:
