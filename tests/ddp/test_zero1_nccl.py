@@ -99,9 +99,9 @@ def delayed(where: str, rank: int) -> Iterator[Callable[[str], None]]:
 
     gather, reduce = gathering.all_gather_shards, GradReduction.start
 
-    def slow_gather(*args: Any) -> Any:
+    def slow_gather(*args: Any, **kwargs: Any) -> Any:
         sleep("gather")
-        return gather(*args)
+        return gather(*args, **kwargs)
 
     def slow_reduce(*args: Any) -> Any:
         sleep("reduce")

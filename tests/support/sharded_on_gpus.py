@@ -204,9 +204,9 @@ def slowed(where: str, rank: int) -> Iterator[Pause]:
 
     gather, reduce = gathering.all_gather_shards, ShardReduction.start
 
-    def slow_gather(*args: Any) -> Any:
+    def slow_gather(*args: Any, **kwargs: Any) -> Any:
         pause("gather")
-        return gather(*args)
+        return gather(*args, **kwargs)
 
     def slow_reduce(*args: Any) -> Any:
         pause("reduce")
