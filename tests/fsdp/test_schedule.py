@@ -53,14 +53,17 @@ class Net(nn.Module):
             block.up.backward_dw()
 
 
-def iterations(schedule: list[Any], how: dict[str, Any], instances: int, microbatches: int, delayed: bool) -> list[int]:
-    """Four of them; a word before each forward, backward and step. Returns the elements of each unit's buckets."""
+def iterations(schedule: list[Any], how: dict[str, Any], instances: int, microbatches: int, delayed: str) -> list[int]:
+    """Four of them; a word before each forward, backward and step. Returns the elements of each unit's buckets.
+
+    delayed  weight gradients are computed "inside" ``no_sync`` or "outside"; "": in backward
+    """
 
     def say(word: str) -> None:
         schedule.append((dist.get_rank(), word))
 
     mesh = mesh_of(instances, dist.get_world_size() // instances)
-    model = shard(Net(delayed=delayed), [f"blocks.{i}" for i in range(3)], mesh=mesh, **how)
+    model = shard(Net(delayed=bool(delayed)), [f"blocks.{i}" for i in range(3)], mesh=mesh, **how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sizes = [sum(bucket.layout.numel for bucket in unit.buckets) for unit in root_of(model).units]
     for step in range(4):
@@ -72,9 +75,12 @@ def iterations(schedule: list[Any], how: dict[str, Any], instances: int, microba
                 loss = model(torch.full((2, 16), 1.0 + step + index)).square().mean()
                 say("backward")
                 loss.backward()
-                if delayed:
+                if delayed == "inside":
                     say("drain")
                     model.backward_dw()
+            if delayed == "outside":
+                say("drain")
+                model.backward_dw()
         say("step")
         optimizer.step()
         optimizer.zero_grad()
@@ -86,7 +92,7 @@ LAUNCHED = re.compile(r"launch (\w+) (?:SUM )?float32\[(\d+)\] of group '\w+' \(
 
 
 def launches(
-    placements: str, *, instances: int = 1, microbatches: int = 2, delayed: bool = False, **options: Any
+    placements: str, *, instances: int = 1, microbatches: int = 2, delayed: str = "", **options: Any
 ) -> tuple[str, list[str]]:
     """Rank 0's third iteration: what it launched inside its instance, in words, and across, in order.
 
@@ -186,14 +192,24 @@ def test_one_collective_across_instances_for_each_bucket_and_step(
     assert [op.replace("_single", "") for op in found_across] == list(across)
 
 
+@pytest.mark.parametrize("delayed", ["inside", "outside"])
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_numbers_do_not_depend_on_delayed_gradients(microbatches: int) -> None:
-    """Weights of blocks alone are delayed here: their reductions come in the drain, in the order of the drain."""
-    inside, _ = launches("zero3", microbatches=microbatches, delayed=True)
-    words = inside.split()
+def test_delayed_gradients_are_reduced_in_the_drain(microbatches: int, delayed: str) -> None:
+    """Weights of blocks alone are delayed here: as often as ever, in the order of the drain."""
+    words = launches("zero3", microbatches=microbatches, delayed=delayed)[0].split()
     assert [word for word in words if word.startswith("r")] == ["ro", "r2", "r1", "r0"] * microbatches
     drains = [words[index : index + 4] for index, word in enumerate(words) if word == "drain"]
     assert drains == [["drain", "r2", "r1", "r0"]] * microbatches
+
+
+@pytest.mark.parametrize("delayed", ["inside", "outside"])
+@pytest.mark.parametrize("placements", ["hybrid", "hsdp"])
+def test_which_microbatch_is_the_last_is_said_by_its_backward(placements: str, delayed: str) -> None:
+    """A drain after ``no_sync`` of what a backward within it has delayed is not the end of the iteration."""
+    inside, across = launches(placements, instances=2, microbatches=3, delayed=delayed)
+    assert across == ["all_reduce"] * 4
+    rounds = 1 if placements == "hybrid" else 3
+    assert [word for word in inside.split() if word.startswith("r")] == ["ro", "r2", "r1", "r0"] * rounds
 
 
 def test_no_gather_comes_twice() -> None:
