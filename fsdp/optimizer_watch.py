@@ -85,12 +85,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _check_class(optimizer: Optimizer) -> None:
     """Raise ``RuntimeError`` for one whose update of an element depends on elements that other ranks may have."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam | torch.optim.Adafactor):
         raise RuntimeError(
-            f"{name} cannot update sharded parameters: it needs all parameters at once, or sparse gradients; use an "
-            f"elementwise class of torch.optim"
+            f"{name} cannot update sharded parameters: it needs whole gradients at once, their rows and columns, or "
+            f"sparse ones; use an elementwise class of torch.optim"
         )
-    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Muon):
+    if isinstance(optimizer, torch.optim.Muon):
         for param in _params_of(optimizer):
             shard = getattr(param, "shard", None)
             if shard is not None and 0 < shard.numel < math.prod(shard.shape):

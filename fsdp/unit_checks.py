@@ -72,10 +72,6 @@ def check_module(module: nn.Module) -> None:
         raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
     if isinstance(module, FSDPModule):
         raise ValueError(f"{unit_of(module).label} ({type(module).__name__}) is fully sharded already")
-    if type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{type(module).__name__} has no forward, and a unit is gathered for its forward: shard its members"
-        )
     for name, inside in module.named_modules():
         place = f"module '{name}'" if name else "the module"
         if isinstance(inside, nn.parallel.DistributedDataParallel):
@@ -87,6 +83,10 @@ def check_module(module: nn.Module) -> None:
                 f"{place} is torch.compile(...) of another module: call that one's .compile(), which keeps the module, "
                 f"and shard it"
             )
+    if type(module).forward is nn.Module.forward:
+        raise ValueError(
+            f"{type(module).__name__} has no forward, and a unit is gathered for its forward: shard its members"
+        )
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:

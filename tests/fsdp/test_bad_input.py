@@ -1,0 +1,629 @@
+"""What cannot be sharded is refused with the name of the thing and the remedy, at construction where possible."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from foreign import ForeignProvider
+from gloo import run_ranks
+from sharded_twin import Block, Net, batches_of, mean_loss, rank_and_size, shard_blocks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import parametrize
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.fsdp import (
+    PLACEMENTS,
+    AxisPlacement,
+    MixedPrecisionPolicy,
+    Placement,
+    Placements,
+    fully_shard,
+)
+from maingrad.launch import simulate
+
+WHOLE, SHARDED = Placement.WHOLE, Placement.SHARDED
+
+
+def on_ranks(size: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """A test that runs on simulated ranks."""
+
+    def decorate(test: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            simulate(test, size)
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate
+
+
+def step_of(model: nn.Module) -> None:
+    mean_loss(model(batches_of(0, 1, dtype=torch.float32)[0])).backward()
+
+
+# ---- Parameters of two units. ----
+
+
+def make_tied() -> nn.Sequential:
+    model = nn.Sequential(Block(), Block())
+    model[1].linear.weight = model[0].linear.weight
+    return model
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_units_that_share_a_parameter(first: int) -> None:
+    model = make_tied()
+    fully_shard(model[first])
+    match = r"parameter 'linear.weight' was sharded by .* and is registered here as well: make one unit of all modules"
+    with pytest.raises(ValueError, match=match):
+        fully_shard(model[1 - first])
+
+
+def test_a_unit_and_the_module_around_it_that_share_a_parameter() -> None:
+    model = nn.Sequential(Block(), nn.Linear(7, 7))
+    model[1].weight = model[0].linear.weight
+    fully_shard(model[0])
+    with pytest.raises(ValueError, match=r"parameter '1.weight' was sharded by .*make one unit of all modules"):
+        fully_shard(model)
+
+
+def test_a_parameter_tied_after_its_unit_was_made() -> None:
+    model = nn.Sequential(Block(), nn.Linear(7, 7))
+    fully_shard(model[0])
+    model[1].weight = model[0].linear.weight
+    with pytest.raises(ValueError, match=r"parameter '0.linear.weight' is sharded by unit 'Block' and registered outs"):
+        fully_shard(model)
+
+
+def test_a_parameter_tied_after_both_units_were_made() -> None:
+    model = nn.Sequential(Block(), Block())
+    shard_blocks(model)
+    model[1].linear.weight = model[0].linear.weight
+    with pytest.raises(RuntimeError, match=r"parameter '1.linear.weight' was replaced after fully_shard .*a tie"):
+        model(torch.ones(2, 7))
+
+
+def test_sharding_from_the_outside_in() -> None:
+    model = nn.Sequential(Block(), Block())
+    fully_shard(model)
+    with pytest.raises(
+        ValueError, match=r"parameter 'norm.weight' is sharded by unit 'Sequential' .*from the inside out"
+    ):
+        fully_shard(model[0])
+    model(torch.ones(2, 7)).sum().backward()
+
+
+def test_sharding_twice() -> None:
+    model = nn.Sequential(Block())
+    fully_shard(model)
+    with pytest.raises(ValueError, match=r"\(FSDPSequential\) is fully sharded already"):
+        fully_shard(model)
+
+
+# ---- Parameters outside their unit. ----
+
+
+class Borrows(nn.Module):
+    """Reads a weight of a unit in a forward that is not that unit's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.block(x), self.block.linear.weight)
+
+
+@pytest.mark.parametrize("placements", ["zero1", "zero3"])
+def test_a_parameter_used_outside_its_unit(placements: str) -> None:
+    model = Borrows()
+    shard_blocks(model, placements=placements)
+    match = r"linear\(\) uses the parameter 'block.linear.weight' outside the forward of its unit 'block' while it is"
+    with pytest.raises(RuntimeError, match=match):
+        model(torch.ones(2, 7))
+    model.block(torch.ones(2, 7)).sum().backward()
+
+
+def test_a_part_of_a_unit_called_by_itself() -> None:
+    model = nn.Sequential(Block())
+    shard_blocks(model)
+    model(torch.ones(2, 7))
+    with pytest.raises(RuntimeError, match=r"uses the parameter '0.linear.weight' outside the forward of its unit '0'"):
+        model[0].linear(torch.ones(2, 7))
+    with pytest.raises(RuntimeError, match=r"uses the parameter '0.norm.weight' outside the forward of its unit '0'"):
+        model[0].forward(torch.ones(2, 7))
+
+
+def test_a_unit_after_its_model_is_gone_is_a_model_of_its_own() -> None:
+    model = nn.Sequential(Block())
+    shard_blocks(model)
+    step_of_ones = lambda module: module(torch.ones(2, 7)).sum().backward()  # noqa: E731
+    step_of_ones(model)
+    block = model[0]
+    before = block.linear.bias.grad.clone()
+    del model
+    block.zero_grad()
+    step_of_ones(block)
+    assert block.units[0].name == ""
+    torch.testing.assert_close(block.linear.bias.grad.detach(), before)
+
+
+# ---- Optimizers. ----
+
+
+def test_sharding_after_the_optimizer_was_built() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard_blocks(model)
+    step_of(model)
+    match = r"AdamW was built before fully_shard: .* build the optimizer from model.parameters\(\) after the last"
+    with pytest.raises(RuntimeError, match=match):
+        optimizer.step()
+
+
+def test_sharding_part_of_a_model_after_the_optimizer_was_built() -> None:
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model)
+    step_of(model)
+    with pytest.raises(RuntimeError, match="AdamW was built before fully_shard"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
+def test_a_step_before_the_last_microbatch(placements: str) -> None:
+    model = Net()
+    shard_blocks(model, placements=placements)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        step_of(model)
+    with pytest.raises(RuntimeError, match=r"AdamW.step\(\): gradients of '.*' are not reduced yet: run the last"):
+        optimizer.step()
+    model.finish_grad_sync()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_optimizers_that_look_across_elements() -> None:
+    model = nn.Sequential(nn.Linear(5, 16, bias=False))
+    fully_shard(model)
+    step_of(model)
+    with pytest.raises(RuntimeError, match="LBFGS cannot update sharded parameters: it needs whole gradients at once"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    with pytest.raises(RuntimeError, match="Adafactor cannot update sharded parameters: it needs whole gradients at"):
+        torch.optim.Adafactor(model.parameters()).step()
+    with pytest.raises(RuntimeError, match=r"Muon updates rows and columns together, and parameter '0.weight' is cut"):
+        torch.optim.Muon(model.parameters()).step()
+    torch.optim.NAdam(model.parameters()).step()
+
+
+@pytest.mark.parametrize("change", ["zero", "scale"])
+@pytest.mark.parametrize("placements", ["zero1", "hsdp"])
+def test_gradients_changed_in_the_middle_of_an_iteration(placements: str, change: str) -> None:
+    def on_each_rank() -> None:
+        model = Net()
+        mesh = init_device_mesh("cpu", (2, 1)) if placements == "hsdp" else None
+        shard_blocks(model, placements=placements, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters())
+        with model.no_sync():
+            step_of(model)
+        if change == "zero":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            for param in model.parameters():
+                param.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"\.grad of parameter '.*' was changed in the middle of an iteration"):
+            step_of(model)
+
+    simulate(on_each_rank, 2)
+
+
+# ---- Ranks. ----
+
+
+def test_ranks_that_are_not_in_the_mesh() -> None:
+    def on_each_rank() -> None:
+        group = dist.new_group([0])
+        if dist.get_rank() == 0:
+            fully_shard(Block(), mesh=group)
+        else:
+            with pytest.raises(
+                ValueError, match="rank 1 is not in mesh: give each rank a group or mesh that it belong"
+            ):
+                fully_shard(Block(), mesh=group)
+
+    simulate(on_each_rank, 2)
+
+
+@on_ranks(8)
+def test_a_mesh_of_three_dims() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    match = r"mesh: a data-parallel mesh is \(inner\) or \(outer, inner\); this one has 3 dims \('pp', 'dp', 'tp'\)"
+    with pytest.raises(ValueError, match=match):
+        fully_shard(Block(), mesh=mesh)
+    fully_shard(Block(), mesh=mesh["dp"])
+
+
+def test_what_is_no_mesh() -> None:
+    with pytest.raises(TypeError, match="mesh is a ProcessGroup, a DeviceMesh or None; got tuple"):
+        fully_shard(Block(), mesh=(2, 2))
+
+
+@on_ranks(2)
+def test_a_mesh_of_another_device() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="device is cuda, and the mesh is of cpu: leave one of them out"):
+        fully_shard(Block(), mesh=mesh, device="cuda")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device or mesh says cuda:1, and torch sees no CUDA device here"):
+            fully_shard(Block(), device="cuda:1")
+    with pytest.raises(ValueError, match="device is where the unit computes, and nothing does on meta"):
+        fully_shard(Block(), device="meta")
+
+
+def test_placements_that_need_instances() -> None:
+    def on_each_rank() -> None:
+        for mesh in (None, init_device_mesh("cpu", (2,))):
+            with pytest.raises(
+                ValueError, match=r"shard across instances need a DeviceMesh of two dims, \(outer, inner"
+            ):
+                fully_shard(Block(), placements="hsdp_zero1", mesh=mesh)
+
+    simulate(on_each_rank, 2)
+
+
+def differs(name: str, make: Callable[[int], nn.Module], found: str, **options: Any) -> Any:
+    return pytest.param(make, found, options, id=name)
+
+
+def frozen(module: nn.Module, *, freeze: bool) -> nn.Module:
+    module.norm.weight.requires_grad_(not freeze)
+    return module
+
+
+class OtherOrder(nn.Module):
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.ones(2)))
+
+    def forward(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("make", "found", "options"),
+    [
+        differs("shape", lambda rank: nn.Linear(3, 4 + rank, bias=False), r"Linear's 'weight' torch.float32 \[4, 3\]"),
+        differs("dtype", lambda rank: nn.Linear(3, 4, dtype=(torch.float64, torch.float32)[rank]), "torch.float64"),
+        differs(
+            "dtype at rest",
+            lambda rank: nn.Linear(3, 4, dtype=(torch.float64, torch.float32)[rank]),
+            "torch.float64",
+            mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        ),
+        differs("frozen", lambda rank: frozen(Block(), freeze=rank == 1), "Block's 'norm.weight' torch.float32"),
+        differs("order", lambda rank: OtherOrder("ab" if rank else "ba"), "OtherOrder's 'a'"),
+        differs("number", lambda rank: nn.Linear(3, 4, bias=rank == 0), "Linear's 'bias'"),
+        differs("buffer", lambda rank: nn.BatchNorm1d(3, track_running_stats=rank == 0), "buffer 'running_mean'"),
+        differs("class", lambda rank: (nn.Linear, nn.Bilinear)[rank](*[3] * (2 + rank)), "Linear's 'bias'"),
+    ],
+)
+def test_models_that_differ_between_ranks(make: Callable[[int], nn.Module], found: str, options: Any) -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(ValueError, match=rf"the model differs between ranks .*rank 0 has .*{found}.* where rank 1"):
+            fully_shard(make(dist.get_rank()), **options)
+
+    simulate(on_each_rank, 2)
+
+
+def test_options_that_differ_between_ranks() -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(
+            ValueError, match=r"the call of fully_shard differs between ranks .*reshard_after_forward=Tr"
+        ):
+            fully_shard(Block(), reshard_after_forward=dist.get_rank() == 0)
+
+    simulate(on_each_rank, 2)
+
+
+# ---- Placements and options. ----
+
+A_WHOLE = AxisPlacement(WHOLE, WHOLE, WHOLE)
+A_SHARDED = AxisPlacement(SHARDED, SHARDED, SHARDED)
+
+
+@pytest.mark.parametrize(
+    ("placements", "match"),
+    [
+        ("zero4", "placements 'zero4' is none of ddp, zero1, hybrid, zero2, zero3, hsdp, hsdp_zero1"),
+        ("ddp", "placements that shard nothing are plain data parallelism: use maingrad.ddp.DistributedDataParallel"),
+        (
+            Placements(AxisPlacement(SHARDED, WHOLE, SHARDED), A_WHOLE),
+            "inner axis: parameter sharded, gradient whole, optimizer sharded: what shards the parameter must shard",
+        ),
+        (
+            Placements(AxisPlacement(SHARDED, SHARDED, WHOLE), A_WHOLE),
+            "inner axis: parameter sharded, gradient sharded, optimizer whole: .* and what shards the gradient",
+        ),
+        (
+            Placements(AxisPlacement(WHOLE, SHARDED, WHOLE), A_WHOLE),
+            "inner axis: parameter whole, gradient sharded, optimizer whole",
+        ),
+        (
+            Placements(A_SHARDED, AxisPlacement(WHOLE, SHARDED, WHOLE)),
+            "outer axis: parameter whole, gradient sharded, optimizer whole",
+        ),
+        (Placements(A_SHARDED, A_SHARDED), "sharded on both axes are sharded over all ranks: give a mesh of one dim"),
+        (
+            Placements(A_WHOLE, AxisPlacement(WHOLE, WHOLE, SHARDED)),
+            "optimizer: whole on the inner axis and sharded on the outer one; swap the axes of the mesh",
+        ),
+    ],
+)
+def test_placements_that_cannot_be(placements: str | Placements, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        fully_shard(Block(), placements=placements)
+
+
+def test_placements_of_another_type() -> None:
+    with pytest.raises(TypeError, match=r"placements is a name or a Placements\(inner, outer\), got int"):
+        fully_shard(Block(), placements=3)
+    fully_shard(Block(), placements=PLACEMENTS["zero3"])
+
+
+def test_options_without_effect() -> None:
+    for placements in ("zero1", "zero2"):
+        with pytest.raises(ValueError, match="reshard_after_forward=True has no effect where placements keep paramete"):
+            fully_shard(Block(), placements=placements, reshard_after_forward=True)
+        model = fully_shard(Block(), placements=placements)
+        with pytest.raises(ValueError, match="reshard_after_forward=True has no effect where placements keep paramete"):
+            model.set_reshard_after_forward(True)
+        model.set_reshard_after_forward(False)
+    with pytest.raises(ValueError, match="offload_to_cpu has no effect on cpu: shards are in host memory anyway"):
+        fully_shard(Block(), offload_to_cpu=True)
+    with pytest.raises(ValueError, match="copy_engine_gather needs parameters on CUDA"):
+        fully_shard(Block(), copy_engine_gather=True)
+
+
+def test_prefetch_lists_of_plain_modules() -> None:
+    model = Net()
+    shard_blocks(model)
+    with pytest.raises(TypeError, match="set_modules_to_forward_prefetch takes fully sharded modules, and Linear is n"):
+        model.set_modules_to_forward_prefetch([model.stem])
+    with pytest.raises(TypeError, match="set_modules_to_backward_prefetch takes fully sharded modules, and Linear is "):
+        model.set_modules_to_backward_prefetch([model.head])
+
+
+# ---- Modules and parameters that cannot be sharded. ----
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.ModuleList([Block()]),
+        lambda: nn.ModuleDict({"a": Block()}),
+        lambda: nn.ParameterList([torch.ones(2)]),
+    ],
+)
+def test_modules_without_a_forward(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"\w+(List|Dict) has no forward, and a unit is gathered for its forward"):
+        fully_shard(make())
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match=r"fully_shard takes an nn.Module, got function"):
+        fully_shard(test_what_is_no_module)
+
+
+def test_compiled_and_scripted_modules() -> None:
+    with pytest.raises(
+        ValueError, match=r"the module is torch.compile\(...\) of another module: call that one's .comp"
+    ):
+        fully_shard(torch.compile(Block()))
+
+
+def with_grad(model: nn.Module) -> None:
+    step_of(model)
+
+
+def with_hook(model: nn.Module) -> None:
+    model.head.weight.register_hook(lambda grad: grad * 2)
+
+
+def complex_one(model: nn.Module) -> None:
+    model.extra = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+def owned_elsewhere(model: nn.Module) -> None:
+    ForeignProvider(model)
+
+
+def lazy(model: nn.Module) -> None:
+    model.extra = nn.LazyLinear(3)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (with_grad, r"parameter '.*' already has a .grad: call module.zero_grad\(\) before fully_shard"),
+        (with_hook, r"parameter 'head.weight' has hooks, which no backward would call"),
+        (complex_one, r"parameter 'extra' is torch.complex64: .* list it in ignored_params"),
+        (owned_elsewhere, r"parameter '.*' already has a main_grad: it belongs to another"),
+        (lazy, r"parameter 'extra.weight' has no shape yet: run a forward of the lazy module before fully_shard"),
+    ],
+)
+def test_parameters_that_cannot_be_sharded(spoil: Callable[[nn.Module], None], match: str) -> None:
+    model = Net()
+    before = dict(model.named_parameters())
+    spoil(model)
+    with pytest.raises(ValueError, match=match):
+        fully_shard(model)
+    assert all(dict(model.named_parameters())[name] is param for name, param in before.items()), "left as it was"
+
+
+def test_wrappers_of_data_parallelism_inside_and_outside() -> None:
+    ours = nn.Sequential(DistributedDataParallel(Block()), Block())
+    with pytest.raises(
+        ValueError, match=r"parameter '0.module.norm.weight' already has a main_grad: it belongs to ano"
+    ):
+        fully_shard(ours)
+    sharded = nn.Sequential(fully_shard(Block()), Block())
+    with pytest.raises(ValueError, match=r"parameter '0.norm.weight' is sharded \(maingrad.fsdp.fully_shard\)"):
+        DistributedDataParallel(sharded)
+
+
+def test_torchs_wrapper_of_data_parallelism_inside() -> None:
+    run_ranks(torchs_wrapper, 1)
+
+
+def torchs_wrapper() -> None:
+    module = nn.parallel.DistributedDataParallel(Block())
+    for model in (module, nn.Sequential(module)):
+        with pytest.raises(ValueError, match=r"is wrapped in torch's DistributedDataParallel already: shard what it"):
+            fully_shard(model)
+
+
+def test_policies_that_cannot_be() -> None:
+    with pytest.raises(
+        ValueError, match=r"MixedPrecisionPolicy.param_dtype must be a floating-point dtype, got torch.i"
+    ):
+        MixedPrecisionPolicy(param_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"reduce_dtype torch.float32 is wider than grad_dtype torch.bfloat16"):
+        MixedPrecisionPolicy(grad_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+# ---- After sharding. ----
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
+def test_converting_and_moving(convert: Callable[[nn.Module], Any]) -> None:
+    model = nn.Sequential(Net(), nn.Linear(3, 3))
+    shard_blocks(model[0])
+    for part in (model, model[0], model[0].blocks, model[0].blocks[0], model[0].blocks[0].linear):
+        with pytest.raises(
+            RuntimeError, match=r"move or convert the module before|convert and move a module before fully"
+        ):
+            convert(part)
+    with pytest.raises(RuntimeError, match="move or convert the module before fully_shard"):
+        model.to("meta")
+    assert model[0].float() is model[0]
+    step_of(model[0])
+
+
+def test_copies_and_pickles() -> None:
+    model = nn.Sequential(Net())
+    shard_blocks(model[0])
+    for part in (model, model[0], model[0].blocks):
+        with pytest.raises(
+            TypeError, match=r"tied to its process groups and is not copied; build another model and load"
+        ):
+            copy.deepcopy(part)
+        with pytest.raises(TypeError, match=r"a fully sharded module is not pickled; save its state_dict\(\)"):
+            pickle.dumps(part)
+
+
+def replace(model: nn.Module) -> None:
+    model.blocks[1].linear.weight = nn.Parameter(torch.zeros(7, 7))
+
+
+def parametrized(model: nn.Module) -> None:
+    parametrize.register_parametrization(model.blocks[1].linear, "weight", nn.Identity())
+
+
+def delete(model: nn.Module) -> None:
+    model.blocks[1].linear.bias = None
+
+
+def freeze(model: nn.Module) -> None:
+    model.blocks[1].linear.weight.requires_grad_(False)
+
+
+def freeze_while_whole(model: nn.Module) -> None:
+    with model.unsharded():
+        model.blocks[1].linear.weight.requires_grad_(False)
+
+
+def unfreeze(model: nn.Module) -> None:
+    model.blocks[0].requires_grad_(True)
+
+
+def add_a_parameter(model: nn.Module) -> None:
+    model.blocks[1].linear.extra = nn.Parameter(torch.zeros(7))
+
+
+def add_a_module(model: nn.Module) -> None:
+    model.blocks.append(Block())
+
+
+def wrap_a_module(model: nn.Module) -> None:
+    model.blocks[1].linear = nn.Sequential(model.blocks[1].linear, nn.Linear(7, 7))
+
+
+@pytest.mark.filterwarnings("ignore:.*non-leaf")
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (replace, r"parameter 'blocks.1.linear.weight' was replaced after fully_shard"),
+        (delete, r"parameter 'blocks.1.linear.bias' was replaced after fully_shard"),
+        (freeze, r"parameter 'blocks.1.linear.weight' was frozen \(requires_grad_\) after fully_shard"),
+        (freeze_while_whole, r"parameter 'blocks.1.linear.weight' was frozen \(requires_grad_\) after fully_shard"),
+        (unfreeze, r"parameter 'blocks.0.\w+.\w+' was unfrozen \(requires_grad_\) after fully_shard"),
+        (add_a_parameter, r"parameter 'linear.extra' of unit 'blocks.1' was not there at fully_shard"),
+        (add_a_module, r"parameter 'blocks.3.norm.weight' of the outermost unit was not there at fully_shard"),
+        (wrap_a_module, r"parameter 'linear.1.weight' of unit 'blocks.1' was not there at fully_shard"),
+    ],
+)
+@pytest.mark.parametrize("placements", ["zero3", "zero1"])
+def test_changes_of_the_model_are_seen_in_the_next_iteration(
+    placements: str, change: Callable[[nn.Module], None], match: str
+) -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    shard_blocks(model, placements=placements)
+    for _ in range(2):
+        step_of(model)
+    change(model)
+    with pytest.raises(RuntimeError, match=match):
+        step_of(model)
+
+
+def test_a_weight_replaced_between_evaluations_is_not_passed_over() -> None:
+    model = Net()
+    shard_blocks(model)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+        replace(model)
+        with pytest.raises(RuntimeError, match=r"parameter 'blocks.1.linear.weight' was replaced"):
+            model(torch.ones(2, 5))
+
+
+def test_modules_without_parameters_may_come_and_go() -> None:
+    model = Net()
+    shard_blocks(model)
+    step_of(model)
+    model.blocks[0].linear = nn.Sequential(model.blocks[0].linear, nn.Dropout(0.0))
+    model.blocks[1] = torch.nn.Sequential(model.blocks[1])
+    step_of(model)
+    step_of(model)
+
+
+@on_ranks(2)
+def test_nothing_is_left_behind_by_a_refusal() -> None:
+    """The module can be sharded once what was wrong is mended."""
+    rank, _ = rank_and_size()
+    model = Net()
+    model.head.bias = nn.Parameter(torch.zeros(3 + rank))
+    with pytest.raises(ValueError, match="differs between ranks"):
+        fully_shard(model)
+    model.head.bias = nn.Parameter(torch.zeros(3))
+    fully_shard(model)
+    step_of(model)
