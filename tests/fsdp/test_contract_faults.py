@@ -4,7 +4,7 @@ Every placement runs each of them, in memory that holds NaN until it is written.
 ``tests/faults``, which brings the fault back and must make it fail.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,8 +23,10 @@ from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 from maingrad.te_integration.wgrad_queue import drain_modules
 
+pytestmark = pytest.mark.sampled(5)
+
 HIDDEN = 8
-PLACEMENTS = {"zero1": 1, "zero2": 1, "zero3": 1, "hybrid": 2, "hsdp": 2, "hsdp_zero1": 2}
+PLACEMENTS = {"zero3": 1, "hsdp": 2, "zero1": 1, "zero2": 1, "hybrid": 2, "hsdp_zero1": 2}
 """And how many instances of two ranks each."""
 every_placement = pytest.mark.parametrize("placements", PLACEMENTS)
 
@@ -72,14 +74,26 @@ def run(model: Any, batches: Sequence[Tensor]) -> None:
                 assert not getattr(pair.whole, "grad_added_to_main_grad", False)
 
 
-def check(placements: str, make: Callable[[], nn.Module], *, microbatches: int = 2) -> None:
-    """Gradients and weights of two steps beside the plain twin's."""
+def check(
+    placements: str,
+    make: Callable[[], nn.Module],
+    *,
+    around: type["Model"] | None = None,
+    run: Callable[[Any, Sequence[Tensor]], None] = run,
+    **options: Any,
+) -> None:
+    """Gradients and weights of two steps beside the plain twin's.
+
+    make     what is tested
+    around   the model that it is put into; None: ``Model``
+    options  of ``train_beside``
+    """
     instances = PLACEMENTS[placements]
 
-    def cut(model: Model, **_: Any) -> None:
+    def cut(model: nn.Module, **_: Any) -> None:
         shard(model, ["tested"], placements=placements, mesh=mesh_of(instances, 2))
 
-    train_beside(placements, lambda: Model(make()), cut, run, ranks=2 * instances, microbatches=microbatches)
+    train_beside(placements, lambda: (around or Model)(make()), cut, run, ranks=2 * instances, **options)
 
 
 def linear(**options: Any) -> Linear:
@@ -233,6 +247,22 @@ def test_10_the_hook_clears_a_foreign_placeholder(placements: str) -> None:
     check(placements, ForeignThenPlain, microbatches=3)
 
 
+# ---- 12: a unit that does not run in every microbatch. ----
+
+
+class FirstAlone(Model):
+    """What is tested runs in the first microbatch alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        return self.head(x + self.tested(x, self.microbatch) if self.microbatch == 0 else x)
+
+
+@every_placement
+def test_12_a_unit_of_the_first_microbatch_alone_is_reduced(placements: str) -> None:
+    check(placements, Twice, around=FirstAlone)
+
+
 # ---- 13: delayed weight gradients. ----
 
 
@@ -273,12 +303,7 @@ def queued(model: Any, batches: Sequence[Tensor]) -> None:
 
 @every_placement
 def test_13_a_queue_that_nobody_was_told_of(placements: str) -> None:
-    instances = PLACEMENTS[placements]
-
-    def cut(model: Model, **_: Any) -> None:
-        shard(model, ["tested"], placements=placements, mesh=mesh_of(instances, 2))
-
-    train_beside(placements, lambda: Model(Twice()), cut, queued, ranks=2 * instances)
+    check(placements, Twice, run=queued)
 
 
 # ---- 18: sums in fp32. ----
@@ -414,9 +439,37 @@ class RecomputedUnit(Model):
 
 @every_placement
 def test_21_a_unit_that_is_recomputed_and_runs_again_loses_nothing(placements: str) -> None:
-    instances = PLACEMENTS[placements]
+    check(placements, Twice, around=RecomputedUnit)
 
-    def cut(model: Model, **_: Any) -> None:
-        shard(model, ["tested"], placements=placements, mesh=mesh_of(instances, 2))
 
-    train_beside(placements, lambda: RecomputedUnit(Twice()), cut, run, ranks=2 * instances)
+# ---- 23: parameters of before a step. ----
+
+
+def by_hand(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Without torch's optimizers, whose steps can be watched: values are written through ``data``."""
+
+    class ByHand(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__(params, {})
+            self.mine = [param for group in self.param_groups for param in group["params"]]
+
+        def step(self) -> None:  # type: ignore[override]
+            for param in self.mine:
+                if param.grad is not None:
+                    param.data.sub_(0.1 * param.grad.detach())
+
+    return ByHand()
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "fused adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+    "by hand": lambda model: by_hand(model.parameters()),
+}
+
+
+@every_placement
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_23_a_step_is_seen_by_the_next_forward(placements: str, optimizer: str) -> None:
+    """Whole parameters that stay are gathered anew, whoever changed the shards."""
+    check(placements, Twice, steps=3, optimizer=OPTIMIZERS[optimizer])
