@@ -83,13 +83,16 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None) -> InFlight:
-    """Fill ``flat`` [n] with every rank's shard [n / size], in place and asynchronously; mine already lies in it."""
+def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None, *, on_stream: bool = False) -> InFlight:
+    """Fill ``flat`` [n] with every rank's shard [n / size], in place and asynchronously; mine already lies in it.
+
+    on_stream  CUDA: on the current stream, which is then a side stream of the caller's
+    """
     size = group_size(group)
     if group is None or size == 1:
         return InFlight(None, (flat,))
     shard = flat.view(size, -1)[group_rank(group)]
-    return InFlight(start_all_gather(flat, shard, group), (flat, shard))
+    return InFlight(start_all_gather(flat, shard, group, on_stream=on_stream), (flat, shard))
 
 
 def sum_over_group(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -151,10 +151,10 @@ class ParamGather:
     def _launch(self, timeline: Timeline | None) -> InFlight:
         self._timeline = timeline
         if timeline is None:
-            return all_gather_shards(self.flat, self._grid.gather)
+            return all_gather_shards(self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
         ready = timeline.mark()
         nbytes = self.flat.numel() * self.flat.element_size()
-        flight = all_gather_shards(self.flat, self._grid.gather)
+        flight = all_gather_shards(self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
         return timeline.watch(self.name, "all_gather", nbytes, ready, ready, flight)
 
 

@@ -14,6 +14,7 @@ Every rank's gradients are multiplied by ``factor`` before they are summed: by N
 elsewhere.
 """
 
+import functools
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -120,7 +121,9 @@ class GradReduction:
                 yield from self._sum_shards(grads, mine)
             elif self.scatters:
                 assert inner is not None, "a group of more than one rank"
-                yield start_reduce_scatter(mine, grads, self._op(inner), inner)
+                # With one collective for a bucket the launcher has one stream, and the next bucket's comes after it.
+                on_stream = grads.is_cuda and self.grid.outer_size == 1
+                yield start_reduce_scatter(mine, grads, self._op(inner), inner, on_stream=on_stream)
             else:
                 yield dist.all_reduce(grads, op=self._op(inner), group=inner, async_op=True)
         return mine
@@ -161,4 +164,9 @@ class GradReduction:
         if not self.in_collective or self.factor == 1.0:
             return dist.ReduceOp.SUM
         assert group is not None, "a group of more than one rank"
-        return dist.ReduceOp.AVG if self.factor == 1.0 / group.size() else premultiplied_sum(self.factor)
+        return _scaled_sum(self.factor, group.size())
+
+
+@functools.cache
+def _scaled_sum(factor: float, num_ranks: int) -> Any:
+    return dist.ReduceOp.AVG if factor == 1.0 / num_ranks else premultiplied_sum(factor)

@@ -52,21 +52,21 @@ class FSDPModule(nn.Module):
         gradients are pending; draining the last of those does it as well. Calling it again costs nothing. Raises
         ``RuntimeError`` while delayed weight gradients are pending.
         """
-        root_of(self).finish_grad_sync()
+        root_of(self).grads.finish_grad_sync()
 
     def unshard(self) -> None:
         """Gather this unit's parameters and register them, until ``reshard``. Collective."""
         unit, root = unit_of(self), root_of(self)
-        root.notice_changes()
-        root.gather(unit)
-        root.arrive(unit)
+        root.gathers.notice_changes()
+        root.gathers.gather(unit)
+        root.gathers.arrive(unit)
         unit.show_whole()
 
     def reshard(self) -> None:
         """Undo ``unshard``."""
         unit = unit_of(self)
         unit.show_shards()
-        root_of(self).release(unit)
+        root_of(self).gathers.release(unit)
 
     @contextmanager
     def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
@@ -89,11 +89,11 @@ class FSDPModule(nn.Module):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
         """Gather these while this unit's forward runs, instead of what came next the last time."""
-        unit_of(self).forward_prefetch = tuple([unit_of(module) for module in modules])
+        unit_of(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
         """Gather these while this unit's backward runs, instead of what its forward came after."""
-        unit_of(self).backward_prefetch = tuple([unit_of(module) for module in modules])
+        unit_of(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are let go between forward and backward, which gathers them again then."""
@@ -108,11 +108,11 @@ class FSDPModule(nn.Module):
         grids = [bucket.reduction.grid for bucket in root.buckets]
         on_gloo = any(backend_of(group, root.device) == "gloo" for grid in grids for group in grid.axes)
         timeline = Timeline(root.device, collectives_have_threads=on_gloo)
-        root.launcher.timeline = timeline
+        root.timeline = timeline
         try:
             yield timeline
         finally:
-            root.launcher.timeline = None
+            root.timeline = None
             timeline.close()
 
     @property
@@ -149,6 +149,13 @@ class FSDPModule(nn.Module):
 def unit_of(module: nn.Module) -> Unit:
     """The unit that ``fully_shard`` made of this module."""
     return module.__dict__[_UNIT]  # type: ignore[no-any-return]
+
+
+def _units_of(modules: Sequence[nn.Module], verb: str) -> tuple[Unit, ...]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(f"{verb} takes fully sharded modules, and {type(module).__name__} is none")
+    return tuple([unit_of(module) for module in modules])
 
 
 def root_of(module: FSDPModule) -> Root:

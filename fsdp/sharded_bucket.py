@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ddp.bucket import Bucket
+from ..ddp.bucket import Bucket, Phase
 from ..ddp.collectives import all_gather_shards
 from ..ddp.failure_report import FailureReporter
 from ..ddp.grad_record import GradRecord, PendingWgrad
@@ -182,7 +182,7 @@ class ShardedBucket:
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
             record.bucket_index = index
-            record.make_room = partial(_tell, here, events.make_room)
+            record.make_room = partial(_first_write, here, events.make_room)
             record.on_delayed_wgrad = partial(_tell, here, events.on_delayed_wgrad)
         self.bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
         self._on_grad = events.on_grad
@@ -273,6 +273,14 @@ def _absorb(
     if raw_stream is not None:
         live.bucket.streams.add(raw_stream())
     live._on_grad(live)
+
+
+def _first_write(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], None]) -> None:
+    live = here()
+    if live is None or live.bucket is None:
+        return
+    if not (live.grads.resident and live.bucket.phase is Phase.ACCUMULATING):  # another parameter was here before
+        event(live)
 
 
 def _tell(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], None]) -> None:

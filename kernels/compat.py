@@ -33,18 +33,26 @@ if dist.is_available():
     )
 
 
-def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Any:
-    """Fill ``output`` [n] with every rank's ``input`` [n / ranks], asynchronously; returns the ``Work``."""
+def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, on_stream: bool = False) -> Any:
+    """Fill ``output`` [n] with every rank's ``input`` [n / ranks], asynchronously; returns the ``Work``.
+
+    on_stream  NCCL runs it on the current CUDA stream instead of one of torch's own, which saves the host two events
+    """
     options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
-    options.asyncOp = True
+    options.asyncOp = not on_stream
     return getattr(group, _GATHER)(_real(output), _real(input), options)
 
 
-def start_reduce_scatter(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup) -> Any:
-    """Fill ``output`` [n / ranks] with this rank's part of the reduced ``input`` [n]; returns the ``Work``."""
+def start_reduce_scatter(
+    output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, on_stream: bool = False
+) -> Any:
+    """Fill ``output`` [n / ranks] with this rank's part of the reduced ``input`` [n]; returns the ``Work``.
+
+    on_stream  as for ``start_all_gather``
+    """
     options = c10d.ReduceScatterOptions()
     options.reduceOp = op
-    options.asyncOp = True
+    options.asyncOp = not on_stream
     return getattr(group, _SCATTER)(_real(output), _real(input), options)
 
 

@@ -148,15 +148,15 @@ def peaks(
     )
     found = []
     for _ in range(3):
-        for meter in (root.param_meter, root.grad_meter):
+        for meter in (root.gathers.meter, root.grads.meter):
             meter.peak_nbytes = meter.held_nbytes
         iterate(model, microbatches, WgradQueue() if queued else None)
         most = [(meter.peak_nbytes - whole[0]) / whole[1] for meter, whole in zip(
-            (root.param_meter, root.grad_meter), (params, grads), strict=True
+            (root.gathers.meter, root.grads.meter), (params, grads), strict=True
         )]  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
-        found.append(Peaks(*most, root.param_meter.held_nbytes, root.grad_meter.held_nbytes))
+        found.append(Peaks(*most, root.gathers.meter.held_nbytes, root.grads.meter.held_nbytes))
     return found
 
 

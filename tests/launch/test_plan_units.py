@@ -52,12 +52,12 @@ def train_two_steps(config: Config) -> Held:
     instances = [bucket._instance for bucket in root.buckets if bucket._instance is not None]
     return Held(
         [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in root.units],
-        root.param_meter.held_nbytes + sum(instance.nbytes for instance in instances),
-        root.grad_meter.held_nbytes + sum(bucket.reduction.shard.nbytes for bucket in root.buckets),
+        root.gathers.meter.held_nbytes + sum(instance.nbytes for instance in instances),
+        root.grads.meter.held_nbytes + sum(bucket.reduction.shard.nbytes for bucket in root.buckets),
         sum(bucket.shard.nbytes for bucket in root.buckets),
         sum(v.nbytes for state in wrapped.optimizer.state.values() for key, v in state.items() if key != "step"),
-        root.param_meter.peak_nbytes,
-        root.grad_meter.peak_nbytes,
+        root.gathers.meter.peak_nbytes,
+        root.grads.meter.peak_nbytes,
         Counter(span.bucket for span in timeline.gathers),
         Counter(span.bucket.partition("(")[2].rstrip(")") for span in timeline.buckets),
     )
