@@ -14,6 +14,7 @@ from maingrad.launch import simulate
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+FSDP = re.findall(r"```python\n(.*?)```", (ROOT / "docs/fsdp.md").read_text(), flags=re.DOTALL)
 SHARDING = re.findall(r"```python\n(.*?)```", (ROOT / "docs/sharding.md").read_text(), flags=re.DOTALL)
 
 
@@ -48,8 +49,8 @@ def test_the_loops_train(which: int) -> None:
     assert fused == (2 * 12 if which == 0 else 0)
 
 
-def test_there_are_two_loops() -> None:
-    assert len(BLOCKS) == 2
+def test_there_are_three_loops() -> None:
+    assert len(BLOCKS) == 3
 
 
 class NamedLoss(nn.Module):
@@ -92,6 +93,46 @@ def test_sharding_on_four_ranks(number: int, capsys: pytest.CaptureFixture[str])
         assert said.count("on rank 0") == 4, "every rank says so"
 
 
+class BlocksLoss(NamedLoss):
+    """The same with blocks in between, for docs/fsdp.md."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for block in self.blocks:
+            hidden = block(hidden).relu()
+        return self.head(self.norm(hidden)).square().mean()
+
+
+def run_sharded(block: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """One rank's job; weights before and after."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"torch": torch, "model": BlocksLoss(), "data": list(torch.randn(2, 3, 5, 8))}
+    before = [parameter.detach().clone() for parameter in names["model"].parameters()]
+    exec(block, names)
+    return before, [value.full_tensor() for value in names["model"].state_dict().values()]
+
+
+@pytest.mark.parametrize("number", range(len(FSDP)))
+def test_fsdp_on_four_ranks(number: int) -> None:
+    for before, after in simulate(run_sharded, 4, FSDP[number]):
+        if "for microbatches in data" in FSDP[number]:
+            assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_the_readme_shards_fully() -> None:
+    for before, after in simulate(run_sharded, 2, BLOCKS[2]):
+        assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_fsdp_has_its_blocks() -> None:
+    assert len(FSDP) == 4
+    assert sum("peak_nbytes" in block for block in FSDP) == 1
+
+
 def test_sharding_has_its_blocks() -> None:
     assert len(SHARDING) == 6
     assert sum("assert sum(held.values())" in block for block in SHARDING) == 1
@@ -118,7 +159,7 @@ def test_names_in_docs_exist() -> None:
 
 def test_architecture_names_every_file_of_the_library() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    for room in ("kernels", "ddp", "te_integration", "launch"):
+    for room in ("kernels", "ddp", "fsdp", "te_integration", "launch"):
         for path in (ROOT / room).glob("*.py"):
             if path.name not in ("__init__.py", "__main__.py"):
                 assert f"`{path.name}`" in text, f"{room}/{path.name}"
