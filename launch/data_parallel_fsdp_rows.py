@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..fsdp import MixedPrecisionPolicy, fully_shard
 from .data_parallel_model import GPT, accumulate, fused_linear, make_model, plain_linear
+from .data_parallel_ranks import make_mesh
 from .data_parallel_rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_instances, reset_compiler
 
 __all__ = ["FSDP", "shard_model"]
@@ -55,9 +56,8 @@ def _build(
     module = make_model(case.setting, fused_linear if fused else plain_linear, torch.float32, case.device)
     if compiled:
         module.compile_parts()
-    shape = (case.num_ranks,) if num_instances == 1 else (num_instances, case.num_ranks // num_instances)
-    names = ("inner",) if num_instances == 1 else ("outer", "inner")
-    mesh = init_device_mesh(case.device.type, shape, mesh_dim_names=names)
+    outer = {} if num_instances == 1 else {"outer": num_instances}
+    mesh = make_mesh(case.device, {**outer, "inner": case.num_ranks // num_instances})
     model = shard_model(
         module, placements, mesh, split_ends=split_ends, keep_params=keep_params, copy_engines=copy_engines
     )

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from .data_parallel_model import AddmmLinear, Block, LinearFactory, accumulate, make_model, plain_linear
+from .data_parallel_ranks import make_mesh
 from .data_parallel_rows import LEARNING_RATE, Case, Row, Step, reset_compiler
 
 __all__ = ["PEERS", "megatron_core_problem", "peer_versions"]
@@ -146,7 +147,7 @@ def _megatron_fsdp(case: Case, *, stage: int, fused: bool = False, defaults: boo
     """defaults: gradients are summed and reduced in bf16, the parameters' dtype; otherwise in fp32, as everywhere."""
     package = _megatron_fsdp_alone()
     grads_dtype = None if defaults else torch.float32
-    mesh = init_device_mesh(case.device.type, (case.num_ranks, 1), mesh_dim_names=("dp", "tp"))
+    mesh = make_mesh(case.device, {"dp": case.num_ranks, "tp": 1})
     linear: LinearFactory = AddmmLinear.make if fused else plain_linear
     module = make_model(case.setting, linear, torch.bfloat16, case.device)
     model, adamw = package.fully_shard(

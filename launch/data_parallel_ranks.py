@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["AnyRankFailed", "Ranks"]
+__all__ = ["AnyRankFailed", "Ranks", "make_mesh"]
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 1.0
@@ -122,6 +123,24 @@ class Ranks:
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
+
+
+def make_mesh(device: torch.device, dims: dict[str, int]) -> DeviceMesh:
+    """A mesh over all ranks of the default group: sizes by the dims' names, the outermost first. Collective.
+
+    Each dim gets groups of its own. ``init_device_mesh`` would split the default group's communicator, and torch 2.11
+    ends the process there unless that group is the first one of NCCL's in it (pytorch/pytorch#192109).
+    """
+    ranks = torch.arange(dist.get_world_size()).view(*dims.values())
+    groups: list[dist.ProcessGroup] = []
+    for index in range(ranks.ndim):
+        for members in ranks.movedim(index, -1).reshape(-1, ranks.shape[index]).tolist():
+            group = dist.group.WORLD if len(members) == ranks.numel() else dist.new_group(members)
+            if dist.get_rank() in members:
+                assert group is not None, "this rank is a member"
+                groups.append(group)
+    found: DeviceMesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=tuple(dims))
+    return found
 
 
 class _Watch:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from gloo import run_ranks
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel
@@ -22,7 +24,7 @@ from maingrad.launch.bench_data_parallel import (
 )
 from maingrad.launch.cli import main
 from maingrad.launch.data_parallel_model import SETTINGS, AddmmLinear, fused_linear, make_model, plain_linear
-from maingrad.launch.data_parallel_ranks import Ranks
+from maingrad.launch.data_parallel_ranks import Ranks, make_mesh
 from maingrad.launch.data_parallel_report import (
     Section,
     read_measurements,
@@ -63,6 +65,20 @@ for raising in ({1}, {0}, {0, 1}, set(), {1}):
     assert not dist.is_initialized()
     assert ranks.exchange(told) == [told, told]
 """
+
+
+def groups_of_meshes() -> list[list[int]]:
+    """Ranks of this rank's groups, outermost dim first."""
+    dims = ({"outer": 2, "inner": 2}, {"dp": 4, "tp": 1}, {"inner": 4})
+    meshes = [make_mesh(CPU, sizes) for sizes in dims]
+    return [dist.get_process_group_ranks(mesh[name].get_group()) for mesh in meshes for name in mesh.mesh_dim_names]
+
+
+def test_a_mesh_has_groups_along_each_dim() -> None:
+    found = run_ranks(groups_of_meshes, 4)
+    for rank, groups in enumerate(found):
+        mine, everyone = [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]
+        assert groups == [[rank % 2, rank % 2 + 2], mine, everyone, [rank], everyone]
 
 
 def under_torchrun(*arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
