@@ -30,7 +30,7 @@ from .unit_checks import (
     own_params,
     row_of,
 )
-from .unit_plan import plan_unit, shard_degree
+from .unit_plan import ShardAtoms, plan_unit, shard_degree
 
 __all__ = ["fully_shard"]
 
@@ -44,6 +44,7 @@ def fully_shard(
     mixed_precision: MixedPrecisionPolicy | None = None,
     *,
     reshard_after_forward: bool | None = None,
+    shard_atoms: ShardAtoms = "element",
     offload_to_cpu: bool = False,
     copy_engine_gather: bool = False,
     init_fn: Callable[[nn.Module], None] | None = None,
@@ -71,6 +72,10 @@ def fully_shard(
     mixed_precision        dtypes of computation, of gradients and of their reduction
     reshard_after_forward  let whole parameters go between forward and backward; None: unless the unit is the outermost.
                            Needs placements that shard parameters
+    shard_atoms            what no border between ranks' shards may cut: "element", "row" (entries of dim 0), "whole"
+                           (each parameter lies on one rank, for optimizers of matrices), or a number of rows; for all
+                           parameters, or by patterns of their names in ``module``. Equal shards with coarse atoms take
+                           padding, and may take more buckets; elements take next to none at any number of ranks
     offload_to_cpu         shards, gradients and with them the optimizer live in pinned host memory; CUDA only
     copy_engine_gather     gathers of the whole model run on the GPU's copy engines and take no multiprocessor from what
                            is computed; say it on the outermost unit. NCCL 2.28 or newer; it falls back to kernels where
@@ -103,7 +108,7 @@ def fully_shard(
     materialize(inside, device, init_fn, ignored)
     owned = own_params(module, ignored)
     failures = FailureReporter()
-    plans = list(plan_unit(owned, policy, shard_degree(placements, grid.inner_size, grid.outer_size)))
+    plans = list(plan_unit(owned, policy, shard_degree(placements, grid.inner_size, grid.outer_size), shard_atoms))
     with failures.watch("the comparison of models between ranks"):
         compare_units(
             plans,
@@ -148,7 +153,7 @@ def fully_shard(
     for bucket in buckets:
         watch_steps(bucket)
         for pair in bucket.pairs:
-            mark_replaced(pair.owned.param, unit.label)
+            mark_replaced(pair.before, unit.label)
     unit.register_shards()
     make_unit(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)

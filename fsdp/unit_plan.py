@@ -1,24 +1,40 @@
 """The buckets of one unit, from shapes alone: no storage, no process group; parameters may be on the meta device."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias
 
 from ..ddp.layout import BucketLayout, ParamSpec, plan_gradients
+from ..ddp.layout_atoms import atom_of
 from ..ddp.placements import Placements
 from ..ddp.wiring import OwnedParam, grad_dtype_of
 from .mixed_precision import MixedPrecisionPolicy
 
-__all__ = ["plan_unit", "shard_degree"]
+__all__ = ["AtomKind", "ShardAtoms", "plan_unit", "shard_degree"]
+
+AtomKind: TypeAlias = Literal["element", "row", "whole"] | int
+"""Between what a shard border may lie: elements, rows, whole parameters, blocks of so many rows."""
+ShardAtoms: TypeAlias = AtomKind | Mapping[str, AtomKind]
+"""For all parameters of a unit, or by patterns of their names in the unit; the first that matches counts, and what no
+pattern matches may be cut between any two elements."""
+
+MAX_ATOM_PADDING = 0.05
+"""A bucket that atoms would pad by more is split by atoms: one more collective for less memory."""
 
 
 def plan_unit(
-    owned: Sequence[OwnedParam], policy: MixedPrecisionPolicy, degree: int
+    owned: Sequence[OwnedParam], policy: MixedPrecisionPolicy, degree: int, atoms: ShardAtoms = "element"
 ) -> Iterator[tuple[BucketLayout, bool]]:
     """The buckets, and whether they have gradients: dtypes, frozen ones and delayed ones apart.
 
     owned   the unit's parameters, in registration order
     degree  number of equal shards of each bucket
+    atoms   what no shard border may cut
+
+    Raises ``ValueError`` for a pattern that matches no parameter, and for an atom that is none.
     """
+    _check_patterns(owned, atoms)
     kinds: dict[tuple[Any, ...], list[OwnedParam]] = {}
     for entry in reversed(owned):  # about the order of backward
         param = entry.param
@@ -32,12 +48,36 @@ def plan_unit(
                 param_dtype=computing,
                 grad_dtype=grad_dtype_of(computing, policy.grad_dtype),
                 delayed=delayed,
+                atom=atom_of(entry.param.shape, _kind_of(entry.name, atoms)),
             )
             for entry in members
         ]
-        plan = plan_gradients(specs, shard_degree=degree, bucket_numel=max(1, sum(spec.numel for spec in specs)))
+        plan = plan_gradients(
+            specs,
+            shard_degree=degree,
+            bucket_numel=max(1, sum(spec.numel for spec in specs)),
+            max_atom_padding=MAX_ATOM_PADDING,
+        )
         for layout in plan.buckets:
-            yield layout, trainable
+            yield _alone(layout), trainable
+
+
+def _kind_of(name: str, atoms: ShardAtoms) -> AtomKind:
+    if not isinstance(atoms, Mapping):
+        return atoms
+    return next((kind for pattern, kind in atoms.items() if fnmatchcase(name, pattern)), "element")
+
+
+def _check_patterns(owned: Sequence[OwnedParam], atoms: ShardAtoms) -> None:
+    for pattern in atoms if isinstance(atoms, Mapping) else ():
+        if not any(fnmatchcase(entry.name, pattern) for entry in owned):
+            raise ValueError(f"shard_atoms: '{pattern}' matches no parameter of this unit")
+
+
+def _alone(layout: BucketLayout) -> BucketLayout:
+    """The same bucket at the start of a buffer of its own."""
+    slots = tuple([dataclasses.replace(slot, start=slot.start - layout.start) for slot in layout.slots])
+    return dataclasses.replace(layout, start=0, end=layout.numel, slots=slots)
 
 
 def shard_degree(placements: Placements, inner_size: int, outer_size: int) -> int:
