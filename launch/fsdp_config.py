@@ -49,6 +49,8 @@ class FsdpConfig:
     """Gradients travel in this dtype; None: as they are accumulated."""
     offload_to_cpu: bool = False
     """Shards, gradient shards and the optimizer lie in the host's memory (CUDA only)."""
+    copy_engine_gather: bool = False
+    """Gathers run on the GPU's copy engines and take no multiprocessor from what is computed (NCCL 2.28 or newer)."""
 
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):

@@ -178,6 +178,12 @@ class _FullySharded(Wrapped):
             True,
             f"has no effect on {device}, where shards are in the host's memory anyway",
         )
+        require(
+            not config.fsdp.copy_engine_gather or (device.type == "cuda" and dist.is_initialized()),
+            "fsdp.copy_engine_gather",
+            True,
+            f"has no effect on {device} without other ranks on GPUs",
+        )
         mesh = _mesh(config, device)
         for unit, policy in units_of(module, config.model, config.fsdp):
             # Masters start from what the model computes with, as those of DistributedOptimizer do. One unit at a time:
@@ -190,6 +196,7 @@ class _FullySharded(Wrapped):
                 mixed_precision=policy,
                 reshard_after_forward=None if unit is module else config.fsdp.reshard_after_forward,
                 offload_to_cpu=config.fsdp.offload_to_cpu,
+                copy_engine_gather=unit is module and config.fsdp.copy_engine_gather,
                 device=device,
                 init_sync=False,  # all ranks have drawn the same
             )

@@ -94,6 +94,10 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "1 buckets in launch order, reduce-scatter over 3 ranks" in out
     assert "head.weight .. embedding.weight (15)" in out
+    assert main(["plan", str(tiny_toml(tmp_path)), "--ranks", "3", "--parallel", "fsdp"]) == 0
+    out = capsys.readouterr().out
+    assert "3 units in the order of a forward" in out
+    assert "reduce-scatter" in out
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,33 @@ def test_plan_is_what_training_holds_and_sends(
     assert Counter(held[0].reductions.values()) == Counter(unit.reductions for unit in plan.units for _ in unit.buckets)
 
 
+@pytest.mark.parametrize(
+    "parallel, placements, whole, grads, shards",
+    [
+        ("fsdp", "zero1", 2.0, 4 + 4 / 8, 1 / 8),
+        ("fsdp", "zero2", 2.0, 4 / 8, 1 / 8),
+        ("fsdp", "zero3", 0.0, 4 / 8, 1 / 8),
+        ("hsdp", "zero3", 0.0, 8 / 4, 1 / 4),
+        ("hsdp", "hsdp_zero1", 2 / 4, 4 / 4 + 4 / 8, 1 / 8),
+    ],
+)
+def test_the_formulas_of_the_docs(
+    tmp_path: Path, parallel: str, placements: str, whole: float, grads: float, shards: float
+):
+    """docs/fsdp.md: bytes at rest as multiples of N on 8 ranks, two instances of 4 where there are several."""
+    model = {"param_dtype": "bfloat16", "dim": 128, "num_kv_heads": 4, "ffn_dim": 128, "num_layers": 3}
+    config = tiny_config(
+        tmp_path, parallel=parallel, model=model, fsdp={"placements": placements}, train={"global_batch_size": 32}
+    )
+    plan = plan_units(config, 8)
+    num_elements = plan.parameters.total
+    assert sum(bucket.layout.numel for bucket in plan.buckets) == num_elements, "nothing is padded here"
+    held = plan.rank_bytes
+    assert held == (whole * num_elements, grads * num_elements, 4 * shards * num_elements, 8 * shards * num_elements)
+    total = {"zero1": 6 + 16 / 8, "zero2": 2 + 16 / 8, "zero3": 16 / 8, "hsdp_zero1": 6 / 4 + 16 / 8}
+    assert held.total == num_elements * (20 / 4 if (parallel, placements) == ("hsdp", "zero3") else total[placements])
+
+
 def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     """What is planned is not merely enough."""
     config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})
