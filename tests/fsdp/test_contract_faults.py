@@ -263,6 +263,32 @@ def test_12_a_unit_of_the_first_microbatch_alone_is_reduced(placements: str) -> 
     check(placements, Twice, around=FirstAlone)
 
 
+class Penalized(nn.Module):
+    """Leaves a penalty as an attribute, as routers of experts do; its gradient needs no parameter's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
+
+    def forward(self, x: Tensor, microbatch: int) -> Tensor:
+        self.penalty = self.scale.sum() * (1 + microbatch)
+        return x
+
+
+class PenaltyAlone(Model):
+    """What the unit returns is left; backward comes into its graph past its outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).tanh()
+        self.tested(x, self.microbatch)
+        return self.head(x) + self.tested.penalty
+
+
+@every_placement
+def test_12_a_unit_is_reduced_that_backward_enters_past_its_outputs(placements: str) -> None:
+    check(placements, Penalized, around=PenaltyAlone)
+
+
 # ---- 13: delayed weight gradients. ----
 
 
