@@ -51,10 +51,21 @@ class BucketEvents(NamedTuple):
 class ShardedPair(NamedTuple):
     """One parameter in its two forms."""
 
-    owned: OwnedParam
-    """With the modules that register it; its own ``param`` is the one before sharding, whose memory is gone."""
+    name: str
+    """In its unit."""
+    before: nn.Parameter
+    """The one before sharding, whose memory is gone."""
+    places: "tuple[tuple[weakref.ref[nn.Module], str], ...]"
+    """The modules that register it, which own the unit, and its name in each."""
     sharded: ShardedParameter
     whole: nn.Parameter
+
+    @property
+    def owned(self) -> OwnedParam:
+        """As it was found."""
+        found = [(reference(), local) for reference, local in self.places]
+        owners = tuple([(module, local) for module, local in found if module is not None])
+        return OwnedParam(self.name, self.before, owners)
 
 
 class ShardedBucket:
@@ -106,7 +117,9 @@ class ShardedBucket:
         self.pairs: tuple[ShardedPair, ...] = tuple(
             [
                 ShardedPair(
-                    entry,
+                    entry.name,
+                    entry.param,
+                    tuple([(weakref.ref(module), local) for module, local in entry.owners]),
                     _sharded(self.shard, first, last, slot.start, slot.end, entry, reduction, unit),
                     nn.Parameter(
                         self.gathered.data.data[slot.start : slot.end].view(slot.spec.shape).data,
@@ -117,7 +130,7 @@ class ShardedBucket:
             ]
         )
         for pair in self.pairs:
-            pair.whole.__dict__.update(_marks(pair.owned))
+            pair.whole.__dict__.update(_marks(pair.before))
         inner_first, inner_last = reduction.range_inside(layout.numel)
         self._mine = self.gathered.data[inner_first:inner_last]
         self._instance: Tensor | None = None
@@ -137,7 +150,7 @@ class ShardedBucket:
         if trainable:
             self._make_grads(specs[0].grad_dtype, first, last)
         for pair in self.pairs:
-            pair.owned.param.data = pair.owned.param.data.new_empty(0)  # also where somebody else refers to it
+            pair.before.data = pair.before.data.new_empty(0)  # also where somebody else refers to it
 
     @property
     def name(self) -> str:
@@ -237,7 +250,7 @@ class ShardedBucket:
                     slot.spec.name,
                     self.grads.data[slot.start : slot.end].view(slot.spec.shape),
                     first_write_overwrites=True,
-                    shared=len(pair.owned.owners) > 1,
+                    shared=len(pair.places) > 1,
                 )
                 for slot, pair in zip(self.layout.slots, self.pairs, strict=True)
             ]
@@ -314,10 +327,10 @@ def _sharded(
     )
     at = begin - first if finish > begin else 0
     param = make_sharded(shard[at : at + finish - begin], info, owned.param.requires_grad)
-    param.__dict__.update({key: value for key, value in _marks(owned).items() if key != "shard"})
+    param.__dict__.update({key: value for key, value in _marks(owned.param).items() if key != "shard"})
     return param
 
 
-def _marks(owned: OwnedParam) -> dict[str, Any]:
+def _marks(param: nn.Parameter) -> dict[str, Any]:
     """Attributes that somebody gave the parameter: Megatron's marks, the user's."""
-    return dict(owned.param.__dict__)
+    return dict(param.__dict__)

@@ -106,13 +106,13 @@ class Unit:
         self._num_shown = 0
         self._shown_in_backward = False
         self._registrations = [_registration(pair, module, local) for pair, module, local in self._places()]
-        self._wiring = [(module._parameters, local, pair) for pair, module, local in self._places()]
+        self._wiring = [(module._parameters, local, pair.sharded, pair.whole) for pair, module, local in self._places()]
         self._trainable = [pair.sharded.requires_grad for pair, _, _ in self._places()]
         self._contents = [
             (found._parameters, len(found._parameters), found._modules, tuple(found._modules.values()))
             for found in inside
         ]
-        self._plain = {id(param) for param in module.parameters()} - {id(pair.owned.param) for pair in self.pairs}
+        self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in self.pairs}
 
     @property
     def root(self) -> "Root":
@@ -140,7 +140,7 @@ class Unit:
     def check(self) -> None:
         """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made."""
         shown = self._num_shown > 0
-        for (parameters, local, (_, sharded, whole)), trainable in zip(self._wiring, self._trainable, strict=True):
+        for (parameters, local, sharded, whole), trainable in zip(self._wiring, self._trainable, strict=True):
             if parameters.get(local) is not (whole if shown else sharded):
                 raise RuntimeError(
                     f"parameter '{sharded.shard.name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
@@ -253,7 +253,7 @@ class Unit:
         """Take its name in the outermost unit, and its parameters theirs."""
         for pair in self.pairs:
             info = pair.sharded.shard
-            pair.sharded.shard = info._replace(name=f"{name}.{pair.owned.name}" if name else pair.owned.name, unit=name)
+            pair.sharded.shard = info._replace(name=f"{name}.{pair.name}" if name else pair.name, unit=name)
         self.name = name
 
     def set_reshard(self, reshard_after_forward: bool) -> None:
