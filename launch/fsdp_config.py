@@ -43,6 +43,8 @@ class FsdpConfig:
     """Instances of ``parallel = "hsdp"``, runs of consecutive ranks: as a rule one for each node. None: 2."""
     reshard_after_forward: bool | None = None
     """Blocks let their whole parameters go between forward and backward. None: where placements shard parameters."""
+    shard_atoms: Literal["element", "row", "whole"] = "element"
+    """What no border between ranks' shards may cut; rows and whole parameters take padding."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
     """Gradients of bf16 computation are accumulated and summed in it."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None

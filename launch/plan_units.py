@@ -122,7 +122,7 @@ def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig
         taken.update(id(entry.param) for entry in owned)
         placed[names[id(module)]] = tuple(
             PlacedBucket(layout, trainable, torch.float32, row, inner_size, outer_size)
-            for layout, trainable in plan_unit(owned, policy, degree)
+            for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms)
         )
     entered = [name for name in names.values() if name in placed]  # registration is the order of this model's forward
     return tuple(_unit(index, entered, placed, config.train.num_microbatches, fsdp) for index in range(len(entered)))
@@ -167,4 +167,5 @@ def _beside(config: Config, parallel: Parallel) -> FsdpConfig:
         inner=tuple(kind.value for kind in row.inner),
         grad_dtype=own.grad_dtype if config.fully_sharded or config.ddp.grad_reduce_in_fp32 else "bfloat16",
         reshard_after_forward=own.reshard_after_forward,
+        shard_atoms=own.shard_atoms,
     )

@@ -195,6 +195,7 @@ class _FullySharded(Wrapped):
                 placements=config.fsdp.row,
                 mixed_precision=policy,
                 reshard_after_forward=None if unit is module else config.fsdp.reshard_after_forward,
+                shard_atoms=config.fsdp.shard_atoms,
                 offload_to_cpu=config.fsdp.offload_to_cpu,
                 copy_engine_gather=unit is module and config.fsdp.copy_engine_gather,
                 device=device,

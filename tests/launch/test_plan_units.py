@@ -72,6 +72,7 @@ CASES = [
     ("fsdp", {}, {"num_layers": 4}, 3),
     ("fsdp", {"placements": "zero2"}, {"delay_wgrad_layers": 1}, 2),
     ("hsdp", {"placements": "hsdp_zero1"}, {"param_dtype": "float32"}, 4),
+    ("fsdp", {"shard_atoms": "row"}, {}, 2),
     pytest.param("fsdp", {"placements": "zero1"}, {}, 2, marks=pytest.mark.slow),
     pytest.param("fsdp", {"reshard_after_forward": False}, {"tie_embeddings": True}, 2, marks=pytest.mark.slow),
     pytest.param("hsdp", {}, {"num_layers": 3}, 6, marks=pytest.mark.slow),
