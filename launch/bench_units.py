@@ -74,7 +74,7 @@ class _Sharded(NamedTuple):
     step: Callable[[], None]
 
 
-def bench_units(device: torch.device, *, num_units: int = 24, calls: int = 5, rounds: int = 5) -> list[UnitRow]:
+def bench_units(device: torch.device, *, num_units: int = 24, calls: int = 3, rounds: int = 5) -> list[UnitRow]:
     """Measure ours and FSDP2's, with parameters let go after forward and with parameters kept."""
     try:
         with Ranks.alone(device).attempt(with_groups=True):
