@@ -119,7 +119,9 @@ class Unit:
         """Of the outermost unit."""
         root = None if self.root_reference is None else self.root_reference()
         if root is None:
-            raise RuntimeError(f"{self.label} has no root: call the model's forward first")
+            raise RuntimeError(
+                f"forward or backward of {self.label}, whose model is gone: keep the model as long as its graphs"
+            )
         return root  # type: ignore[no-any-return]
 
     @property
