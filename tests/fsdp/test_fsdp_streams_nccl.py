@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from maingrad.ddp.launcher import BucketLauncher
 from maingrad.ddp.param_gather import ParamGather
+from maingrad.ddp.timeline import BackwardSpan, BucketSpan, GatherSpan, WaitSpan
 from maingrad.fsdp import fully_shard
 from maingrad.te_integration import Linear
 
@@ -118,6 +119,52 @@ def test_backward_issues_gathers_before_the_reduction_that_they_would_wait_behin
         assert [index for what, index in log if what == "gather"] == list(reversed(range(NUM_BLOCKS - 1)))
         for index in range(1, NUM_BLOCKS):
             assert log.index(("gather", index - 1)) < log.index(("reduce", index)), log
+
+
+class Recorded(NamedTuple):
+    """What a timeline has of one iteration."""
+
+    backwards: list[BackwardSpan]
+    reductions: list[BucketSpan]
+    gathers: list[GatherSpan]
+    waits: list[WaitSpan]
+
+
+def timeline_under_long_computation() -> Recorded:
+    """Of a third iteration, whose every block takes 50 ms forward and backward."""
+    computing = [False]
+
+    def pause(where: str) -> None:
+        if computing[0]:
+            torch.cuda._sleep(SLEEP_CYCLES // 2)
+
+    model: Any = shard(Model(pause).cuda(), Form("zero3"), nccl())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    tokens = batch(0, 0, dist.get_rank()).cuda()
+    for _ in range(2):
+        iteration(model, optimizer, tokens)
+    computing[0] = True
+    with model.record_timeline() as timeline:
+        iteration(model, optimizer, tokens)
+    return Recorded(timeline.backwards, timeline.buckets, timeline.gathers, timeline.waits)
+
+
+@pytest.mark.gpu(2)
+def test_collectives_run_under_computation_and_the_timeline_says_so() -> None:
+    for recorded in run_ranks(timeline_under_long_computation, 2, timeout=60.0):
+        intermediate, final = recorded.backwards
+        assert (intermediate.synced, final.synced) == (False, True)
+        assert final.end - final.start > 0.04 * NUM_BLOCKS
+        assert len(recorded.reductions) == 2 * (NUM_BLOCKS + 1)
+        for span in recorded.reductions:
+            assert 0 <= span.ready <= span.launched <= span.finished
+        for gather in recorded.gathers:
+            assert 0 <= gather.launched <= gather.finished
+        # A reduction takes far less than a block; all but those of the last unit end under the next block's backward.
+        for backward in recorded.backwards:
+            inside = [span for span in recorded.reductions if backward.start <= span.launched <= backward.end]
+            assert sum(span.finished < backward.end for span in inside) >= NUM_BLOCKS - 1, inside
+        assert sum(wait.end - wait.start for wait in recorded.waits) < 0.03, recorded.waits
 
 
 # ---- Streams inside a forward. ----
