@@ -42,21 +42,25 @@ def in_stages(stages: Iterator[Any], tensors: tuple[Tensor, ...]) -> InFlight:
 
     The first is started now, the rest in ``wait``: at once on a CUDA stream, which is all that waits.
     """
-    first = next(stages, None)
-    return InFlight(None if first is None else _Stages(first, stages), tensors)
+    first = next(stages, _OVER)
+    return InFlight(None if first is _OVER else _Stages(first, stages), tensors)
+
+
+_OVER = object()
 
 
 class _Stages:
-    """Looks like one ``Work``."""
+    """Looks like one ``Work``. A stage may have None for a work: it is done, and the next one follows."""
 
     def __init__(self, work: Any, rest: Iterator[Any]) -> None:
         self._work = work
         self._rest = rest
 
     def wait(self) -> None:
-        while self._work is not None:
-            self._work.wait()
-            self._work = next(self._rest, None)
+        while self._work is not _OVER:
+            if self._work is not None:
+                self._work.wait()
+            self._work = next(self._rest, _OVER)
 
 
 def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

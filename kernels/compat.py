@@ -40,7 +40,7 @@ def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *,
     """
     options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.asyncOp = not on_stream
-    return getattr(group, _GATHER)(_real(output), _real(input), options)
+    return getattr(group, _GATHER)(_real(output), _real(input), options) or _OnStream()
 
 
 def start_reduce_scatter(
@@ -53,7 +53,15 @@ def start_reduce_scatter(
     options = c10d.ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = not on_stream
-    return getattr(group, _SCATTER)(_real(output), _real(input), options)
+    return getattr(group, _SCATTER)(_real(output), _real(input), options) or _OnStream()
+
+
+class _OnStream:
+    """The ``Work`` of a collective on the current stream, for which torch returns none: the stream is what waits."""
+
+    def wait(self) -> bool:
+        """Nothing to do."""
+        return True
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -54,3 +54,29 @@ def test_a_launch_goes_to_the_tensors_own_device() -> None:
 def test_a_cpu_tensor_needs_no_device() -> None:
     with compat.device_of(torch.ones(1)):
         pass
+
+
+class WorklessGroup:
+    """Does what NCCL's group does with a collective on the current stream: it is launched, and there is no work."""
+
+    def gather(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp
+        output.copy_(torch.cat([input, input]))
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> None:
+        assert not options.asyncOp
+        output.copy_(2 * input[: output.numel()])
+
+    all_gather_single = _allgather_base = gather
+    reduce_scatter_single = _reduce_scatter_base = scatter
+
+
+def test_a_collective_on_the_current_stream_has_something_to_wait_for() -> None:
+    """Who waits for it goes on to what comes after: None would have been taken for "nothing was launched"."""
+    group: Any = WorklessGroup()
+    flat, shard = torch.zeros(4), torch.ones(2)
+    assert compat.start_all_gather(flat, shard, group, on_stream=True).wait()
+    assert flat.tolist() == [1, 1, 1, 1]
+    work = compat.start_reduce_scatter(shard, flat, torch.distributed.ReduceOp.SUM, group, on_stream=True)
+    assert work.wait()
+    assert shard.tolist() == [2, 2]
