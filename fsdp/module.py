@@ -60,19 +60,26 @@ class FSDPModule(nn.Module):
         root.gathers.notice_changes()
         root.gathers.gather(unit)
         root.gathers.arrive(unit)
+        unit.num_held += 1
         unit.show_whole()
 
     def reshard(self) -> None:
-        """Undo ``unshard``."""
+        """Undo ``unshard``; without one, let go of what forward has left gathered. What was written to them is lost."""
         unit = unit_of(self)
-        unit.show_shards()
-        root_of(self).gathers.release(unit)
+        if unit.num_held:
+            unit.num_held -= 1
+            unit.show_shards()
+            for bucket in unit.buckets:
+                bucket.note_whole_changed()
+        if not unit.shows_whole:
+            root_of(self).gathers.release(unit)
 
     @contextmanager
     def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
         """Whole parameters of this unit and of those inside it, for reading.
 
-        writeback  what was written to them goes into the shards at the end: all ranks must have written the same
+        writeback  what was written to them goes into the shards at the end: all ranks must have written the same;
+                   otherwise, and where the block raises, it is lost
 
         Collective. Takes memory for all of them at once; ``for unit in model.modules()`` takes one after the other.
         """
@@ -81,6 +88,9 @@ class FSDPModule(nn.Module):
             FSDPModule.unshard(module)
         try:
             yield
+        except BaseException:
+            writeback = False
+            raise
         finally:
             for module in inside:
                 if writeback:

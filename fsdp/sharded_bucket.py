@@ -167,6 +167,11 @@ class ShardedBucket:
         """An optimizer has changed the shards, and may not have raised their version."""
         self._gathered_version = -1
 
+    def note_whole_changed(self) -> None:
+        """Somebody had whole parameters that are kept, and may have written to them."""
+        if self.keeps_params:
+            self._gathered_version = -1
+
     @property
     def why_unfinished(self) -> str | None:
         """Why no optimizer may step over the gradients yet; None where it may."""

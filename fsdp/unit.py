@@ -103,6 +103,8 @@ class Unit:
         """Forwards that backward has not passed, as far as their graphs are alive."""
         self.freed = torch.cuda.Event() if device.type == "cuda" else None
         """After it nobody reads the whole parameters any more."""
+        self.num_held = 0
+        """How often somebody has unsharded it by hand: it stays gathered meanwhile."""
         self._num_shown = 0
         self._shown_in_backward = False
         self._registrations = [_registration(pair, module, local) for pair, module, local in self._places()]
@@ -138,6 +140,11 @@ class Unit:
     def releasable(self) -> bool:
         """Whether whole parameters do not stay at rest."""
         return bool(self.buckets) and not self.buckets[0].keeps_params
+
+    @property
+    def shows_whole(self) -> bool:
+        """Its modules have the whole parameters registered."""
+        return self._num_shown > 0
 
     def check(self) -> None:
         """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made."""

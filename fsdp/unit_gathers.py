@@ -57,7 +57,7 @@ class UnitGathers:
 
     def release(self, unit: Unit) -> None:
         """Let the whole parameters go, after what the current stream has been given so far."""
-        if not (unit.gathered and unit.releasable):
+        if not (unit.gathered and unit.releasable) or unit.num_held:
             return
         self.arrive(unit)
         unit.gathered = False
@@ -85,6 +85,9 @@ class UnitGathers:
                 self.arrive(unit)
                 self.release(unit)
                 unit.gathered = False
+                if unit.num_held:
+                    self.gather(unit)
+                    self.arrive(unit)
 
     def map_memory(self, num_units: int) -> None:
         """Reserve, in memory that copy engines reach, what is gathered at once; units take turns in it.
