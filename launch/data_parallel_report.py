@@ -19,6 +19,8 @@ _FIRST_LOSS_TOLERANCE = 0.01
 """Of the first loss: all rows start from the same weights, rounded to bf16 here and not there."""
 _LAST_LOSS_TOLERANCE = 0.2
 """Of the fall of the loss: rounding grows over the steps."""
+_LEARNS = 0.1
+"""Of the largest fall of the loss: a row that falls by less has learned nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,13 @@ class Section:
         first = statistics.median(row.first_loss for row in measured)
         odd = [row for row in measured if not abs(row.first_loss - first) <= _FIRST_LOSS_TOLERANCE * abs(first)]
         if trained:
-            last = statistics.median(row.last_loss for row in trained)
+            # What learns nothing is odd, however many such rows there are: it has no say in where the loss should be.
+            falls = [row.first_loss - row.last_loss for row in trained]
+            largest = max((fall for fall in falls if not math.isnan(fall)), default=0.0)
+            learning = [
+                row for row, fall in zip(trained, falls, strict=True) if fall >= _LEARNS * largest and largest > 0
+            ]
+            last = statistics.median(row.last_loss for row in learning or trained)
             allowed = _LAST_LOSS_TOLERANCE * abs(first - last)
             odd += [row for row in trained if row not in odd and not abs(row.last_loss - last) <= allowed]
         return odd

@@ -224,6 +224,13 @@ def test_a_row_that_does_other_work_is_told(losses: tuple[float, float], is_odd:
     assert [row.row for row in section.odd_losses()] == ["fsdp2_zero2"] * is_odd
 
 
+def test_rows_that_learn_nothing_are_told_also_where_most_do_not() -> None:
+    stuck = [measured(name, 100.0, (10.0, 10.0002)) for name in ("fsdp_zero3", "fsdp_zero2", "ddp")]
+    floor = measured(FLOOR, 90.0, (10.0, 10.0))
+    section = Section("tiny", 2, (floor, *stuck, measured("fsdp2_zero2", 100.0), measured("zero1", 100.0, (10.0, 7.9))))
+    assert [row.row for row in section.odd_losses()] == ["fsdp_zero3", "fsdp_zero2", "ddp"]
+
+
 def test_the_number_of_parameters_and_the_weights_are_the_same_for_every_layer() -> None:
     setting = SETTINGS["tiny"]
     models = [
