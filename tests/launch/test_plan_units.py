@@ -136,6 +136,19 @@ def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
 
 
+def test_large_models_cost_nothing_to_plan(tmp_path: Path):
+    """70 billion parameters on 1,024 ranks, as whole instances of 8 and over all of them."""
+    size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
+    config = tiny_config(
+        tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048}
+    )
+    plan = plan_units(config, 1024)
+    assert 69e9 < plan.parameters.total < 72e9
+    assert sum(bucket.layout.padding for bucket in plan.buckets) < 0.001 * plan.parameters.total
+    assert plan.rank_bytes.total == pytest.approx(16 * plan.parameters.total / 1024, rel=1e-3)
+    assert plan.peak_params == plan.units[0].param_nbytes + 3 * plan.units[1].param_nbytes
+
+
 def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
     experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16"}
     plan = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts), 2)
