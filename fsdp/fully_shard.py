@@ -154,6 +154,7 @@ def fully_shard(
         watch_steps(bucket)
         for pair in bucket.pairs:
             mark_replaced(pair.before, unit.label)
+    unit.show_whole_to_foreign_delays()
     unit.register_shards()
     make_unit(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)

@@ -77,6 +77,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for bucket in buckets:
         why = bucket.why_unfinished
         if why is not None:
+            bucket = next((other for other in buckets if other.has_pending), bucket)  # what the others wait for
+            why = bucket.why_unfinished
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
     if buckets:
         translate_state_dicts(optimizer)

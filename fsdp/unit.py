@@ -132,6 +132,13 @@ class Unit:
         return f"unit '{self.name}'" if self.name else "the outermost unit"
 
     @property
+    def arrived(self) -> bool:
+        """Whether whole parameters are there for whoever reads them now."""
+        return self.gathered and not any(
+            bucket.gather is not None and bucket.gather.under_way for bucket in self.buckets
+        )
+
+    @property
     def pairs(self) -> list[ShardedPair]:
         """Its parameters."""
         return [pair for bucket in self.buckets for pair in bucket.pairs]
@@ -204,6 +211,18 @@ class Unit:
         if self._shown_in_backward:
             self._shown_in_backward = False
             self.show_shards()
+
+    def show_whole_to_foreign_delays(self) -> None:
+        """Modules that are not ours, and delay weight gradients, write to what they have registered by then."""
+        delaying = {
+            id(module): module
+            for pair, module, _ in self._places()
+            if (record := record_of(pair.whole)) is not None and record.foreign_delayer == type(module).__name__
+        }
+        for module in delaying.values():
+            backward_dw = type(module).backward_dw  # type: ignore[attr-defined]
+            shown = partial(_among_whole, weakref.ref(self), backward_dw, weakref.ref(module))
+            object.__setattr__(module, "backward_dw", shown)
 
     def register_shards(self) -> None:
         """Register the shards, whatever is registered now."""
@@ -283,6 +302,19 @@ class Unit:
 
     def _places(self) -> list[tuple[ShardedPair, nn.Module, str]]:
         return [(pair, module, local) for pair in self.pairs for module, local in pair.owned.owners]
+
+
+def _among_whole(
+    unit: "weakref.ref[Unit]", backward_dw: Any, module: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any
+) -> Any:
+    live = unit()
+    if live is None:
+        return backward_dw(module(), *args, **kwargs)
+    live.show_whole()
+    try:
+        return backward_dw(module(), *args, **kwargs)
+    finally:
+        live.show_shards()
 
 
 def _watch_input(tensor: Tensor, use: Use) -> None:

@@ -90,6 +90,13 @@ class LazyForeignProvider(ForeignProvider):
             param.overwrite_main_grad = False
 
 
+def main_grad_of(weight: Tensor) -> Tensor:
+    """What a consumer asks in backward, of either kind of provider."""
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()
+    return weight.main_grad
+
+
 class _ForeignLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
@@ -102,7 +109,7 @@ class _ForeignLinearFunction(torch.autograd.Function):
         (dy,) = grads
         (input,) = ctx.saved_tensors
         weight = ctx.weight
-        weight.main_grad += dy.t() @ input
+        main_grad_of(weight).add_(dy.t() @ input)
         weight.grad_added_to_main_grad = True
         zeros = getattr(weight, "zero_out_wgrad", False)
         return dy @ weight, torch.full_like(weight, 0.0 if zeros else torch.nan)
@@ -119,7 +126,7 @@ class _ForeignDelayedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, module: "ForeignDelayedLinear") -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.module = module
+        ctx.module, ctx.origin = module, weight
         return torch.nn.functional.linear(input, weight)
 
     @staticmethod
@@ -127,10 +134,10 @@ class _ForeignDelayedFunction(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         module = ctx.module
         dy, x = grads[0].flatten(0, -2), input.flatten(0, -2)
-        module.waiting.append((dy, x))
+        module.waiting.append((dy, x, main_grad_of(ctx.origin) if module.fused else None))
         if not module.fused:
             return grads[0] @ weight, None, None
-        module.weight.grad_added_to_main_grad = True
+        ctx.origin.grad_added_to_main_grad = True
         return grads[0] @ weight, torch.full_like(weight, float("nan")), None
 
 
@@ -140,7 +147,7 @@ class ForeignDelayedLinear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, fused: bool) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.fused = fused
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self.hooks: list[Any] = []
         self.weight.skip_backward_post_hook = True
 
@@ -157,9 +164,9 @@ class ForeignDelayedLinear(nn.Linear):
     def backward_dw(self) -> None:
         if not self.waiting:
             return
-        dy, x = self.waiting.pop(0)
-        if self.fused:
-            self.weight.main_grad.add_(dy.t() @ x)
+        dy, x, main_grad = self.waiting.pop(0)
+        if main_grad is not None:
+            main_grad.add_(dy.t() @ x)
         else:
             self.weight.grad = dy.t() @ x
         for hook in self.hooks:
