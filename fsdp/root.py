@@ -231,6 +231,12 @@ class Root:
     def _on_grad(self, bucket: ShardedBucket) -> None:
         unit = self._unit_of[id(bucket)]
         if unit.entered is None:  # the graph came to the parameter another way, or again
+            if not unit.arrived:
+                raise RuntimeError(
+                    f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
+                    f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
+                    f"pass reshard_after_forward=False"
+                )
             self._enter(unit)
 
     def _on_delayed_wgrad(self, bucket: ShardedBucket) -> None:

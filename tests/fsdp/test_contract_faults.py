@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from maingrad.fsdp import PLACEMENTS as ROWS
+from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy, Placement, fully_shard
 from maingrad.launch import simulate
+from maingrad.launch.simulate import SimulatedRankError
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 from maingrad.te_integration.wgrad_queue import drain_modules
 
@@ -80,6 +82,7 @@ def check(
     *,
     around: type["Model"] | None = None,
     run: Callable[[Any, Sequence[Tensor]], None] = run,
+    reshard: bool | None = None,
     **options: Any,
 ) -> None:
     """Gradients and weights of two steps beside the plain twin's.
@@ -91,7 +94,8 @@ def check(
     instances = PLACEMENTS[placements]
 
     def cut(model: nn.Module, **_: Any) -> None:
-        shard(model, ["tested"], placements=placements, mesh=mesh_of(instances, 2))
+        mesh = mesh_of(instances, 2)
+        shard(model, ["tested"], placements=placements, mesh=mesh, reshard_after_forward=reshard)
 
     train_beside(placements, lambda: (around or Model)(make()), cut, run, ranks=2 * instances, **options)
 
@@ -286,7 +290,19 @@ class PenaltyAlone(Model):
 
 @every_placement
 def test_12_a_unit_is_reduced_that_backward_enters_past_its_outputs(placements: str) -> None:
+    """Where whole parameters are gone by then, that is an error, as what reads them would not have them."""
+    if ROWS[placements].inner.parameter is Placement.SHARDED:
+        with pytest.raises(
+            SimulatedRankError, match=r"backward came to 'tested.scale' of unit 'tested' past the outputs"
+        ):
+            check(placements, Penalized, around=PenaltyAlone)
+        return
     check(placements, Penalized, around=PenaltyAlone)
+
+
+@pytest.mark.parametrize("placements", ["zero3", "hsdp", "hsdp_zero1"])
+def test_12_parameters_that_stay_until_backward_may_be_reached_past_the_outputs(placements: str) -> None:
+    check(placements, Penalized, around=PenaltyAlone, reshard=False)
 
 
 # ---- 13: delayed weight gradients. ----
