@@ -210,7 +210,10 @@ def _bytes_table(plan: RunPlan | UnitsPlan) -> Table:
     layouts = [b.layout for b in plan.buckets] if isinstance(plan, UnitsPlan) else plan.gradients.buckets
     param_dtypes = _names(layout.slots[0].spec.param_dtype for layout in layouts)
     grad_dtypes = _names(layout.slots[0].spec.grad_dtype for layout in layouts)
-    table = _table(f"bytes on each of {plan.ranks} ranks")
+    title = f"bytes on each of {plan.ranks} ranks"
+    if isinstance(plan, UnitsPlan) and plan.fsdp.offload_to_cpu:
+        title += "; masters, moments and a copy of gradient shards are in host memory"
+    table = _table(title)
     table.add_column("what")
     table.add_column("dtype")
     names = {

@@ -137,7 +137,7 @@ def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
 
 
 def test_large_models_cost_nothing_to_plan(tmp_path: Path):
-    """70 billion parameters on 1,024 ranks, as whole instances of 8 and over all of them."""
+    """70 billion parameters on 1,024 ranks."""
     size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
     config = tiny_config(
         tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048}
@@ -188,3 +188,7 @@ def test_what_is_printed(tmp_path: Path):
     assert "over 2 instances" in text
     assert "(this run)" in text
     assert "gathered, at most" in text
+    assert "host" not in text
+    offloaded = tiny_config(tmp_path, parallel="fsdp", fsdp={"offload_to_cpu": True})
+    titles = [str(table.title) for table in plan_tables(plan_units(offloaded, 2))]
+    assert titles[-1].endswith("masters, moments and a copy of gradient shards are in host memory")
