@@ -139,13 +139,6 @@ class Unit:
         )
 
     @property
-    def arrived(self) -> bool:
-        """Whether whole parameters are there for whoever reads them now."""
-        return self.gathered and not any(
-            bucket.gather is not None and bucket.gather.under_way for bucket in self.buckets
-        )
-
-    @property
     def pairs(self) -> list[ShardedPair]:
         """Its parameters."""
         return [pair for bucket in self.buckets for pair in bucket.pairs]
