@@ -3,6 +3,7 @@
 NCCL's documentation calls it user buffer registration, as a symmetric window.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ class MappedPool:
         self._device = device
         self._backend: Any = group._get_backend(device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-        _KEPT.append(self._pool)
+        # Its destructor would run at exit, find the group gone and abort: this reference is never returned.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -44,7 +46,3 @@ class MappedPool:
         self._backend.register_mem_pool(self._pool, symm=True)
         torch.cuda.synchronize(self._device)
         dist.barrier(group=self._group)
-
-
-_KEPT: list[Any] = []
-"""Every pool, for as long as the process lives."""

@@ -1,7 +1,10 @@
 """Bytes on a GPU under sharded parameters: at rest by formula, at the peak within the pool, none after the model."""
 
 import gc
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,3 +207,41 @@ def test_a_deleted_model_frees_everything_without_the_collector() -> None:
     for found in run_ranks(bytes_after_the_model, 2, timeout=100.0):
         assert len(found) == 12
         assert [(when, stayed) for when, stayed in found if stayed] == []
+
+
+# Lets its model go before its groups end, and ends.
+TIDY = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from maingrad.fsdp import fully_shard
+
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", device_id=device)
+
+def train():
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]).to(device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model, copy_engine_gather=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(torch.ones(4, 256, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+train()
+torch.cuda.empty_cache()
+dist.destroy_process_group()
+torch.cuda.empty_cache()
+"""
+
+
+@pytest.mark.gpu(2)
+def test_a_program_with_mapped_memory_ends_with_status_zero(tmp_path: Path) -> None:
+    (tmp_path / "tidy.py").write_text(TIDY)
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(tmp_path / "tidy.py")], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
