@@ -62,6 +62,15 @@ PUBLIC = {
         "recorded_backward_order",
         "save_checkpoint",
     },
+    "maingrad.fsdp": {
+        "PLACEMENTS",
+        "AxisPlacement",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "Placement",
+        "Placements",
+        "fully_shard",
+    },
     "maingrad.te_integration": {
         "GroupedLinear",
         "GroupedMLP",
