@@ -257,7 +257,7 @@ class Unit:
 
     def after_forward(self, root: "Root", outputs: Any, use: Use | None) -> Any:
         """Let the parameters go as far as backward does not need them at once; returns the outputs."""
-        self.show_shards()
+        self._end_forward()
         if self.policy.output_dtype is not None:
             outputs = cast_floating(outputs, self.policy.output_dtype)
         opened = False
@@ -274,8 +274,14 @@ class Unit:
 
     def forward_failed(self, root: "Root") -> None:
         """Forward raised, or was stopped by a recompute that had seen enough."""
-        self.show_shards()
+        self._end_forward()
         root.leave_forward(self, None)
+
+    def _end_forward(self) -> None:
+        self.show_shards()
+        if torch.is_autocast_enabled(self.device.type):
+            # What autocast has cast is memory that nobody lets go of, and its gradient would come after the unit's.
+            torch.clear_autocast_cache()
 
     def rename(self, name: str) -> None:
         """Take its name in the outermost unit, and its parameters theirs."""
