@@ -53,7 +53,14 @@ class GradRounds:
         )
         self.left_over = False
         """Some microbatches were not reduced over all ranks yet."""
+        self._ended = False  # the iteration, in ``finish``; no round of the next one was launched
         self._holders: list[Unit] = []  # whose whole gradients have memory, as far as they come from the pool
+
+    def begin(self) -> None:
+        """A forward starts: after an iteration's end the memory of gradients that were cleared is not needed."""
+        if self._ended:
+            for bucket in self._buckets:
+                bucket.reduction.shard.forget_cleared()
 
     def finish_grad_sync(self) -> None:
         """Reduce what is left of the iteration, and wait: then ``.grad`` of every shard is complete."""
@@ -68,6 +75,7 @@ class GradRounds:
                 if not self._was_cleared(bucket) and (bucket.accumulated or bucket.reduction.shard.has_partial):
                     self._launch(bucket, final=True, written=bucket.accumulated)
             self.left_over = False
+        self._ended = True
         for bucket in self._buckets:
             self._settle(bucket)
             bucket.reduction.shard.publish()
@@ -114,7 +122,7 @@ class GradRounds:
         assert bucket.bucket is not None, "trainable"
         if bucket.bucket.phase is not Phase.ACCUMULATING:
             self.make_room(bucket)
-        bucket.accumulated = False
+        bucket.accumulated = self._ended = False
         bucket.reduction.final, bucket.reduction.written = final, written
         self.launcher.launch(bucket.bucket)
 

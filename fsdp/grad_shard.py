@@ -70,13 +70,22 @@ class GradShard:
             self._shown.zero_()
         self._note_held()
 
+    def forget_cleared(self) -> None:
+        """Let the sums' memory go where nobody shows them any more: activations need it now.
+
+        Whoever kept a gradient that was cleared keeps its memory; the next round begins with new sums.
+        """
+        if not (self._holds or self.has_partial) and all(param.grad is None for param in self._params):
+            self._total = self._shown = self._partial = None
+            self._views.clear()
+
     def give_up(self) -> None:
         """What was held is lost."""
         self.has_partial = self._holds = False
 
     @property
     def nbytes(self) -> int:
-        """Memory on the reducing device, taken at the first round and kept."""
+        """Memory on the reducing device, from an iteration's first round until the next one's forward."""
         tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
         return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
 

@@ -113,6 +113,7 @@ class Root:
         self._check_units()
         self.forward_order.begin()
         self.backward_order.begin()
+        self.grads.begin()
         self.gathers.notice_changes()
 
     def _check_units(self) -> None:
