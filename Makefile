@@ -75,7 +75,7 @@ bench: $(call installed,launch)
 check: $(call installed,dev) $(LINK)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	MYPYPATH=$(BUILD) $(PY) -m mypy $(foreach room,kernels ddp te_integration launch,-p maingrad.$(room))
+	MYPYPATH=$(BUILD) $(PY) -m mypy $(foreach room,kernels ddp te_integration fsdp launch,-p maingrad.$(room))
 	PYTHONPATH=$(BUILD) $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
 
 clean:
