@@ -39,7 +39,9 @@ def compiled_as_a_whole(model: nn.Module, **options: Any) -> None:
     model.compile(backend="aot_eager")
 
 
-@pytest.mark.parametrize("shard", [compiled_before, compiled_after, compiled_as_a_whole])
+@pytest.mark.parametrize(
+    "shard", [compiled_before, pytest.param(compiled_after, marks=pytest.mark.slow), compiled_as_a_whole]
+)
 @pytest.mark.parametrize("kind", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_compiled_modules(kind: str, shard: Any) -> None:
     train_beside(kind, shard=shard, ranks=0, steps=3)

@@ -75,7 +75,7 @@ def queue_run(model: nn.Module, batches: Sequence[Tensor]) -> None:
         model.finish_grad_sync()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["now", "modules", "queue"])
 @pytest.mark.parametrize("name", ALL_FACTORIES)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero2"])
@@ -119,6 +119,7 @@ def plain_stack() -> nn.Module:
     return foreign_stack(lambda features, out: nn.Linear(features, out, bias=False))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero2", "alone"])
 def test_foreign_modules_that_accumulate_themselves(kind: str) -> None:
     make_model = first_then_plain(
@@ -127,6 +128,7 @@ def test_foreign_modules_that_accumulate_themselves(kind: str) -> None:
     train_beside(kind, make_model, shard_children, microbatches=3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "alone"])
 def test_foreign_modules_that_delay(kind: str, fused: bool) -> None:

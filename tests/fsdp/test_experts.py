@@ -54,7 +54,7 @@ def expert_mesh(size: int, num_variants: int, instances: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner", "variant"))["outer", "inner"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("size", "num_variants", "instances", "row"),
     [(4, 2, 1, "zero3"), (4, 4, 1, "zero3"), (4, 2, 1, "zero2"), (8, 2, 2, "hsdp"), (8, 2, 2, "hsdp_zero1")],

@@ -36,7 +36,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def some_kinds(test: Callable[..., None]) -> Callable[..., None]:
     """A matrix of which ``make test`` takes a part."""
     kinds = pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
-    return pytest.mark.sampled(3)(kinds(test))
+    return pytest.mark.sampled(4)(kinds(test))
 
 
 @every_kind

@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
 def test_optimizers_of_torch(kind: str, name: str) -> None:
@@ -82,7 +82,7 @@ def loop(kind: str, body: Callable[[Any, Any, Callable[[int], None]], None], mak
     simulate(on_each_rank, KINDS[kind])
 
 
-some_kinds = pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1"])
+some_kinds = pytest.mark.parametrize("kind", ["zero3", "zero1", pytest.param("hsdp_zero1", marks=pytest.mark.slow)])
 
 
 @some_kinds
