@@ -71,11 +71,12 @@ class BackwardOrder(Generic[_Use]):
             self._open.pop()
 
     def before(self, use: _Use, count: int) -> list[_Use]:
-        """The uses that backward comes to next, at most ``count``, as far as their graphs are open."""
+        """The uses that backward comes to next, at most ``count``, as far as their graphs are open.
+
+        Where backward has entered another use since it entered this one, that is the first of them.
+        """
         found: list[_Use] = []
-        index = next((i for i in range(len(self._open) - 1, -1, -1) if self._open[i]() is use), None)
-        if index is None:
-            return found
+        index = next((i for i in range(len(self._open) - 1, -1, -1) if self._open[i]() is use), len(self._open))
         while index > 0 and len(found) < count:
             index -= 1
             following = self._open[index]()

@@ -53,7 +53,7 @@ class Root:
         self.grads = GradRounds(trainable, self._unit_of, self.failures, self.device)
 
         # Forward.
-        self._depth = 0  # units whose forward is running
+        self._running: list[Unit] = []  # units whose forward is, each inside the one before
         self._checked = False  # this iteration's first forward has found all units as they were made
         self.forward_order: ForwardOrder[Unit] = ForwardOrder()
         self.backward_order: BackwardOrder[Use] = BackwardOrder()
@@ -74,7 +74,7 @@ class Root:
         recomputes = torch._C._current_graph_task_id() != -1
         following: Unit | None = None
         if not recomputes:
-            if self._depth == 0:
+            if not self._running:
                 self._begin()
             following = self.forward_order.enter(unit)
         self.gathers.gather(unit)
@@ -84,12 +84,13 @@ class Root:
         elif following is not None:
             self.gathers.gather(following)
         self.gathers.arrive(unit)
-        self._depth += 1
+        self._running.append(unit)
 
     def leave_forward(self, unit: Unit, use: Use | None) -> None:
         """A unit's forward is over; ``use``: it left a graph."""
-        self._depth -= 1
+        self._running.pop()
         if use is not None:
+            use.around = tuple(self._running)
             self.backward_order.push(use)
         if unit.entered is None:
             reshards = unit.reshard_after_forward
@@ -98,7 +99,7 @@ class Root:
             # What backward begins with stays.
             if use is None or (reshards and not self.forward_order.came_last(unit)):
                 self.gathers.release(unit)
-        if self._depth == 0 and torch._C._current_graph_task_id() == -1:
+        if not self._running and torch._C._current_graph_task_id() == -1:
             if use is None:
                 self.gathers.release_all()
             if self.timeline is not None:
@@ -134,7 +135,8 @@ class Root:
         self._enter(unit)
         self.backward_order.enter(use)
         self.gathers.gather(unit)
-        self._prefetch_backward(unit, use, 1)
+        if all(other is unit or other in use.around for other in self._entered):
+            self._prefetch_backward(unit, use, 1)  # otherwise that one leaves next, lets its parameters go, and does it
         self.gathers.arrive(unit)
         unit.show_in_backward()
         if torch.is_grad_enabled():

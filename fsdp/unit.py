@@ -30,10 +30,12 @@ __all__ = ["Unit", "Use"]
 class Use:
     """One forward of a unit whose graph is open. The hooks on its outputs own it."""
 
-    __slots__ = ("__weakref__", "task", "unit")
+    __slots__ = ("__weakref__", "around", "task", "unit")
 
     def __init__(self, unit: "Unit") -> None:
         self.unit = unit
+        self.around: tuple[Unit, ...] = ()
+        """The units that its forward ran inside."""
         self.task = -1
         """The graph task that has reached its outputs last."""
 

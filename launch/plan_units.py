@@ -78,12 +78,12 @@ class UnitsPlan(NamedTuple):
 
     @property
     def peak_params(self) -> int:
-        """Most bytes of whole parameters at once: the outermost unit's, and those of three that follow each other.
+        """Most bytes of whole parameters at once: the outermost unit's, and those of two that follow each other.
 
-        While backward leaves a unit, the one before it is there already and the next one is on its way.
+        While one computes, the next is on its way.
         """
         keeps = self.placements.inner.parameter is Placement.WHOLE or self.fsdp.reshard_after_forward is False
-        return _most(self.units, [unit.param_nbytes for unit in self.units], len(self.units) if keeps else 3)
+        return _most(self.units, [unit.param_nbytes for unit in self.units], len(self.units) if keeps else 2)
 
     @property
     def peak_grads(self) -> int:

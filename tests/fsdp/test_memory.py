@@ -172,7 +172,8 @@ def test_at_most_three_units_of_parameters_and_two_of_gradients(
     options = {"placements": placements, "instances": instances, "unused": unused}
     for rank in simulate(peaks, 2 * instances, RUNS[run], microbatches, **options):
         for step in rank:
-            assert step.params <= 3
+            # Beside the outermost unit's; recomputed, a unit runs again while the one after it is in backward.
+            assert step.params <= (2 if run == "plainly" else 3)
             assert step.grads <= 2
             assert (step.params_left, step.grads_left) == (0, 0)
 
@@ -186,7 +187,7 @@ def test_parameters_that_stay_until_backward_are_held_once() -> None:
 def test_delayed_gradients_take_memory_when_they_are_computed(microbatches: int) -> None:
     """Modules said when they were wrapped what they delay: those gradients are a bucket of their own."""
     for step in simulate(peaks, 2, plainly, microbatches, delayed=True)[0]:
-        assert step.params <= 3
+        assert step.params <= 2
         assert step.grads <= 2
         assert (step.params_left, step.grads_left) == (0, 0)
 

@@ -131,9 +131,9 @@ def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
     config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})
     plan, held = plan_units(config, 2), simulate(train_two_steps, 2, config)[0]
     outermost, block = plan.units[:2]
-    assert plan.peak_params - block.param_nbytes <= held.peak_params <= plan.peak_params
+    assert held.peak_params == plan.peak_params
     assert held.peak_grads == plan.peak_grads
-    assert plan.peak_params == outermost.param_nbytes + 3 * block.param_nbytes
+    assert plan.peak_params == outermost.param_nbytes + 2 * block.param_nbytes
     assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
 
 
@@ -147,7 +147,7 @@ def test_large_models_cost_nothing_to_plan(tmp_path: Path):
     assert 69e9 < plan.parameters.total < 72e9
     assert sum(bucket.layout.padding for bucket in plan.buckets) < 0.001 * plan.parameters.total
     assert plan.rank_bytes.total == pytest.approx(16 * plan.parameters.total / 1024, rel=1e-3)
-    assert plan.peak_params == plan.units[0].param_nbytes + 3 * plan.units[1].param_nbytes
+    assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes
 
 
 def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
