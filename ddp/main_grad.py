@@ -210,9 +210,7 @@ def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> T
     record = record_of(weight)
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if record is not None and (main_grad is record.view or record.make_room is not None):
-        return (
-            record.view
-        )  # our own: checked when it was attached; a lazy one has memory when it is written
+        return record.view  # our own: checked when it was attached; a lazy one has memory when it is written
     if hasattr(weight, "__fsdp_param__"):
         main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # may allocate: only when it is written
         weight.main_grad = main_grad  # type: ignore[attr-defined]
