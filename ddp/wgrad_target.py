@@ -68,8 +68,13 @@ class WgradTarget:
         self._queue = queue
         self._rows_apart = rows_apart
         self._torch_shards = None if has_main_grad(weight) else TorchShards.of(weight)
-        if self._torch_shards is not None and queue is not None:
+        if queue is not None and self._torch_shards is not None:
             raise self._torch_shards.refuse_delay(owner)
+        if queue is not None and not has_main_grad(weight) and _in_torch_ddp():
+            raise RuntimeError(
+                f"{owner}: a delayed weight gradient under torch.nn.parallel.DistributedDataParallel would come after "
+                f"it has reduced .grad, and stay local; use maingrad.ddp.DistributedDataParallel, or do not delay"
+            )
 
     def refers_to(self, weight: Tensor) -> bool:
         """Whether this is ``weight``'s target."""
@@ -130,6 +135,11 @@ class WgradTarget:
         if weight is None:
             raise RuntimeError(f"{self._owner}: the weight was freed between forward and backward")
         return weight
+
+
+def _in_torch_ddp() -> bool:
+    """Whether the forward of a model that torch's own wrapper reduces is running; torch's compiler asks the same."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
 class GroupedWgradTarget:
