@@ -157,6 +157,11 @@ def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
     assert [unit.name for unit in plan.units] == ["", *names]
     dtypes = {bucket.layout.slots[0].spec.param_dtype for bucket in plan.buckets}
     assert dtypes == {torch.bfloat16, torch.float32}
+    held = simulate(train_two_steps, 2, tiny_config(tmp_path, parallel="fsdp", model=experts | {"num_layers": 4}))[0]
+    four = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts | {"num_layers": 4}), 2)
+    assert (held.gradients, held.masters) == (four.rank_bytes.gradients, four.rank_bytes.masters)
+    assert held.peak_params <= four.peak_params
+    assert held.peak_grads <= four.peak_grads
     same = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts | {"router_dtype": "bfloat16"}), 2)
     assert [unit.name for unit in same.units] == ["", "blocks.0", "blocks.1"]
 
