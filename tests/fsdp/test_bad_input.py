@@ -1,7 +1,5 @@
 """What cannot be sharded is refused with the name of the thing and the remedy, at construction where possible."""
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,6 @@ from gloo import run_ranks
 from sharded_twin import Block, Net, batches_of, mean_loss, rank_and_size, shard_blocks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.utils import parametrize
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.fsdp import (
@@ -501,119 +498,7 @@ def test_policies_that_cannot_be() -> None:
         MixedPrecisionPolicy(grad_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-# ---- After sharding. ----
-
-
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16, nn.Module.double])
-def test_converting_and_moving(convert: Callable[[nn.Module], Any]) -> None:
-    model = nn.Sequential(Net(), nn.Linear(3, 3))
-    shard_blocks(model[0])
-    for part in (model, model[0], model[0].blocks, model[0].blocks[0], model[0].blocks[0].linear):
-        with pytest.raises(
-            RuntimeError, match=r"move or convert the module before|convert and move a module before fully"
-        ):
-            convert(part)
-    with pytest.raises(RuntimeError, match="move or convert the module before fully_shard"):
-        model.to("meta")
-    assert model[0].float() is model[0]
-    step_of(model[0])
-
-
-def test_copies_and_pickles() -> None:
-    model = nn.Sequential(Net())
-    shard_blocks(model[0])
-    for part in (model, model[0], model[0].blocks):
-        with pytest.raises(
-            TypeError, match=r"tied to its process groups and is not copied; build another model and load"
-        ):
-            copy.deepcopy(part)
-        with pytest.raises(TypeError, match=r"a fully sharded module is not pickled; save its state_dict\(\)"):
-            pickle.dumps(part)
-
-
-def replace(model: nn.Module) -> None:
-    model.blocks[1].linear.weight = nn.Parameter(torch.zeros(7, 7))
-
-
-def parametrized(model: nn.Module) -> None:
-    parametrize.register_parametrization(model.blocks[1].linear, "weight", nn.Identity())
-
-
-def delete(model: nn.Module) -> None:
-    model.blocks[1].linear.bias = None
-
-
-def freeze(model: nn.Module) -> None:
-    model.blocks[1].linear.weight.requires_grad_(False)
-
-
-def freeze_while_whole(model: nn.Module) -> None:
-    with model.unsharded():
-        model.blocks[1].linear.weight.requires_grad_(False)
-
-
-def unfreeze(model: nn.Module) -> None:
-    model.blocks[0].requires_grad_(True)
-
-
-def add_a_parameter(model: nn.Module) -> None:
-    model.blocks[1].linear.extra = nn.Parameter(torch.zeros(7))
-
-
-def add_a_module(model: nn.Module) -> None:
-    model.blocks.append(Block())
-
-
-def wrap_a_module(model: nn.Module) -> None:
-    model.blocks[1].linear = nn.Sequential(model.blocks[1].linear, nn.Linear(7, 7))
-
-
-@pytest.mark.filterwarnings("ignore:.*non-leaf")
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (replace, r"parameter 'blocks.1.linear.weight' was replaced after fully_shard"),
-        (delete, r"parameter 'blocks.1.linear.bias' was replaced after fully_shard"),
-        (freeze, r"parameter 'blocks.1.linear.weight' was frozen \(requires_grad_\) after fully_shard"),
-        (freeze_while_whole, r"parameter 'blocks.1.linear.weight' was frozen \(requires_grad_\) after fully_shard"),
-        (unfreeze, r"parameter 'blocks.0.\w+.\w+' was unfrozen \(requires_grad_\) after fully_shard"),
-        (add_a_parameter, r"parameter 'linear.extra' of unit 'blocks.1' was not there at fully_shard"),
-        (add_a_module, r"parameter 'blocks.3.norm.weight' of the outermost unit was not there at fully_shard"),
-        (wrap_a_module, r"parameter 'linear.1.weight' of unit 'blocks.1' was not there at fully_shard"),
-    ],
-)
-@pytest.mark.parametrize("placements", ["zero3", "zero1"])
-def test_changes_of_the_model_are_seen_in_the_next_iteration(
-    placements: str, change: Callable[[nn.Module], None], match: str
-) -> None:
-    model = Net()
-    model.blocks[0].requires_grad_(False)
-    shard_blocks(model, placements=placements)
-    for _ in range(2):
-        step_of(model)
-    change(model)
-    with pytest.raises(RuntimeError, match=match):
-        step_of(model)
-
-
-def test_a_weight_replaced_between_evaluations_is_not_passed_over() -> None:
-    model = Net()
-    shard_blocks(model)
-    with torch.no_grad():
-        model(torch.ones(2, 5))
-        replace(model)
-        with pytest.raises(RuntimeError, match=r"parameter 'blocks.1.linear.weight' was replaced"):
-            model(torch.ones(2, 5))
-
-
-def test_modules_without_parameters_may_come_and_go() -> None:
-    model = Net()
-    shard_blocks(model)
-    step_of(model)
-    model.blocks[0].linear = nn.Sequential(model.blocks[0].linear, nn.Dropout(0.0))
-    model.blocks[1] = torch.nn.Sequential(model.blocks[1])
-    step_of(model)
-    step_of(model)
+# ---- Afterwards. ----
 
 
 @on_ranks(2)

@@ -16,6 +16,7 @@ from maingrad.launch import simulate
 
 __all__ = [
     "KINDS",
+    "WIDTH",
     "Block",
     "Net",
     "assert_same_grads",
