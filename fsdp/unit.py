@@ -8,7 +8,7 @@ gathered again), and with the inputs it has passed the unit (the gradients are r
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,23 @@ from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .sharded_bucket import ShardedBucket, ShardedPair
 from .sharded_param import ShardedParameter
 
-if TYPE_CHECKING:
-    from .root import Root
-
 __all__ = ["Unit", "Use"]
+
+
+class Listener(Protocol):
+    """Who hears of a unit's forwards and backwards, and has its parameters in place by then: the ``Root``."""
+
+    def enter_forward(self, unit: "Unit") -> None:
+        """A forward starts."""
+
+    def leave_forward(self, unit: "Unit", use: "Use | None") -> None:
+        """It is over; ``use``: it left a graph."""
+
+    def enter_backward(self, use: "Use") -> None:
+        """Backward has reached the outputs of a forward."""
+
+    def leave_backward(self, unit: "Unit", use: "Use | None") -> None:
+        """Backward has passed the unit's inputs."""
 
 
 class Use:
@@ -96,7 +109,7 @@ class Unit:
         self.backward_prefetch: tuple[Unit, ...] | None = None
         """Units to gather while this one computes; None: what came next the last time."""
         self.root_reference: Any = None
-        """Weak reference to the ``Root``, once there is one."""
+        """Weak reference to the root, once there is one."""
         self.gathered = False
         """The whole parameters are there, or on their way."""
         self.entered: int | None = None
@@ -119,7 +132,7 @@ class Unit:
         self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in self.pairs}
 
     @property
-    def root(self) -> "Root":
+    def root(self) -> Listener:
         """Of the outermost unit."""
         root = None if self.root_reference is None else self.root_reference()
         if root is None:
@@ -237,7 +250,7 @@ class Unit:
     # ---- Forward. ----
 
     def before_forward(
-        self, root: "Root", args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, root: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Use | None]:
         """Have the whole parameters in place; returns the inputs as forward takes them, and the use that begins."""
         root.enter_forward(self)
@@ -257,7 +270,7 @@ class Unit:
                         _watch_input(leaf, use)
         return args, kwargs, use
 
-    def after_forward(self, root: "Root", outputs: Any, use: Use | None) -> Any:
+    def after_forward(self, root: Listener, outputs: Any, use: Use | None) -> Any:
         """Let the parameters go as far as backward does not need them at once; returns the outputs."""
         self._end_forward()
         if self.policy.output_dtype is not None:
@@ -274,7 +287,7 @@ class Unit:
         root.leave_forward(self, use if opened else None)
         return outputs
 
-    def forward_failed(self, root: "Root") -> None:
+    def forward_failed(self, root: Listener) -> None:
         """Forward raised, or was stopped by a recompute that had seen enough."""
         self._end_forward()
         root.leave_forward(self, None)
