@@ -1,7 +1,7 @@
 """``fully_shard``: makes a unit of a module."""
 
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ddp.failure_report import FailureReporter
 from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
-from ..ddp.wiring import check_copy_engines
+from ..ddp.wiring import OwnedParam, check_copy_engines
 from .grad_shard import ShardReduction
 from .materialize import materialize, synchronize
 from .mixed_precision import MixedPrecisionPolicy
@@ -92,76 +92,92 @@ def fully_shard(
     Raises ``ValueError`` for a module or mesh that cannot be sharded so, naming the parameter; the same where the model
     differs between ranks.
     """
-    placements = row_of(placements)
-    policy = mixed_precision or MixedPrecisionPolicy()
+    wanted = _Wanted(
+        row_of(placements), mixed_precision or MixedPrecisionPolicy(), reshard_after_forward, offload_to_cpu
+    )
     check_module(module)
     grid = make_grid(mesh, option="mesh")
-    check_placements(placements, grid, reshard_after_forward)
     inside = list(own_modules(module))
     ignored = {id(param) for param in ignored_params}
     device = device_of(device, mesh, grid, inside, ignored)
-    if offload_to_cpu:
-        check_offload(device)
+    wanted.check(grid, device)
     if copy_engine_gather:
         check_copy_engines([grid], device, "copy_engine_gather")
     own_params(module, ignored)  # refuses what it must before anything is moved
     materialize(inside, device, init_fn, ignored)
     owned = own_params(module, ignored)
+    buckets = _make_buckets(type(module).__name__, owned, inside, wanted, shard_atoms, grid, device, init_sync, ignored)
+    unit = Unit(module, type(module).__name__, buckets, wanted.policy, grid, device, inside, reshard_after_forward)
+    unit.copy_engines = copy_engine_gather
+    _take_over(module, unit)
+    install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
+    return module
+
+
+class _Wanted(NamedTuple):
+    """What the user wants of a unit, and all ranks must want alike."""
+
+    placements: Placements
+    policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | None
+    offload: bool
+
+    def check(self, grid: RankGrid, device: torch.device) -> None:
+        """Raise ``ValueError`` for what cannot be, or has no effect."""
+        check_placements(self.placements, grid, self.reshard_after_forward)
+        if self.offload:
+            check_offload(device)
+
+
+def _make_buckets(
+    name: str,
+    owned: Sequence[OwnedParam],
+    inside: Sequence[nn.Module],
+    wanted: _Wanted,
+    atoms: ShardAtoms,
+    grid: RankGrid,
+    device: torch.device,
+    init_sync: bool,
+    ignored: Collection[int],
+) -> list[ShardedBucket]:
+    """Plan the unit's buckets, compare the plan and then the values between ranks, and shard the parameters."""
     failures = FailureReporter()
-    plans = list(plan_unit(owned, policy, shard_degree(placements, grid.inner_size, grid.outer_size), shard_atoms))
+    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
+    plans = list(plan_unit(owned, wanted.policy, degree, atoms))
     with failures.watch("the comparison of models between ranks"):
-        compare_units(
-            plans,
-            {entry.name: entry.param.dtype for entry in owned},
-            inside,
-            (placements, policy, f"reshard_after_forward={reshard_after_forward}", f"init_sync={init_sync}"),
-            grid,
-            type(module).__name__,
-        )
+        dtypes = {entry.name: entry.param.dtype for entry in owned}
+        said = (f"reshard_after_forward={wanted.reshard_after_forward}", f"init_sync={init_sync}")
+        compare_units(plans, dtypes, inside, (wanted.placements, wanted.policy, *said), grid, name)
     if init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(inside, grid, ignored)
-
     by_name = {entry.name: entry for entry in owned}
-    buckets = []
-    for layout, trainable in plans:
-        reduction = _reduction(grid, placements, policy, device)
-        entries = [by_name[slot.spec.name] for slot in layout.slots]
-        buckets.append(
-            ShardedBucket(
-                layout,
-                entries,
-                reduction,
-                placements,
-                device,
-                unit=type(module).__name__,
-                trainable=trainable,
-                offload=offload_to_cpu,
-            )
+    return [
+        ShardedBucket(
+            layout,
+            [by_name[slot.spec.name] for slot in layout.slots],
+            _reduction(grid, wanted, device),
+            wanted.placements,
+            device,
+            unit=name,
+            trainable=trainable,
+            offload=wanted.offload,
         )
-    unit = Unit(
-        module,
-        type(module).__name__,
-        buckets,
-        policy,
-        grid,
-        device,
-        inside,
-        reshard_after_forward=reshard_after_forward,
-        copy_engines=copy_engine_gather,
-    )
-    for bucket in buckets:
+        for layout, trainable in plans
+    ]
+
+
+def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> ShardReduction:
+    factor = 1.0 / grid.size  # until the outermost unit is known
+    return ShardReduction(grid, wanted.placements, factor=factor, wire_dtype=wanted.policy.wire_dtype, device=device)
+
+
+def _take_over(module: nn.Module, unit: Unit) -> None:
+    """The module shows shards from here on, and optimizers are watched."""
+    for bucket in unit.buckets:
         watch_steps(bucket)
         for pair in bucket.pairs:
             mark_replaced(pair.before, unit.label)
     unit.show_whole_to_foreign_delays()
     unit.register_shards()
     make_unit(module, unit)
-    install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
-    return module
-
-
-def _reduction(
-    grid: RankGrid, placements: Placements, policy: MixedPrecisionPolicy, device: torch.device
-) -> ShardReduction:
-    return ShardReduction(grid, placements, factor=1.0 / grid.size, wire_dtype=policy.wire_dtype, device=device)

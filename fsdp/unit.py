@@ -90,9 +90,7 @@ class Unit:
         grid: RankGrid,
         device: torch.device,
         inside: Sequence[nn.Module],
-        *,
         reshard_after_forward: bool | None,
-        copy_engines: bool = False,
     ) -> None:
         self.module = weakref.ref(module)
         self.name = name
@@ -101,7 +99,7 @@ class Unit:
         self.policy = policy
         self.grid = grid
         self.device = device
-        self.copy_engines = copy_engines
+        self.copy_engines = False
         """Gathers of the model that it is in run on copy engines."""
         self.reshard_after_forward = reshard_after_forward
         """None: unless it is the outermost."""
