@@ -13,7 +13,7 @@ from .config import Config, ConfigError
 from .config_file import config_to_dict, flat, structure
 from .drawing import BACKWARD, EXPOSED, INK, dress, plt, save
 from .metrics import read_metrics
-from .plan import ParameterCount, count_parameters
+from .parameter_count import ParameterCount, count_parameters
 
 __all__ = ["ComparedPoint", "compare_runs"]
 

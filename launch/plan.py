@@ -11,22 +11,11 @@ from ..ddp.placements import Placements, placements_of
 from ..ddp.wiring import find_owned_params, plan_model
 from .config import Config, ModelConfig, Parallel
 from .model import GPT
+from .parameter_count import ParameterCount, count_of
 from .plan_units import UnitsPlan, fsdp_alternatives, place_units
 from .rank_bytes import BucketTraffic, RankBytes, bucket_traffic, rank_bytes
 
-__all__ = ["ParameterCount", "RunPlan", "UnitsPlan", "count_parameters", "plan_run", "plan_units"]
-
-
-class ParameterCount(NamedTuple):
-    """Elements of a model's parameters, a shared one counted once."""
-
-    total: int
-    experts: int
-    """Of all experts of all blocks."""
-    routers: int
-    shared_experts: int
-    active: int
-    """Those that work on one token: of the experts, the ones that it is sent to."""
+__all__ = ["RunPlan", "UnitsPlan", "plan_run", "plan_units"]
 
 
 class RunPlan(NamedTuple):
@@ -96,7 +85,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     return RunPlan(
         _lay_out(model, wrapper, ranks),
         ranks,
-        _count(model),
+        count_of(model),
         config.parallel,
         wrapper,
         config.model,
@@ -112,7 +101,7 @@ def plan_units(config: Config, ranks: int) -> UnitsPlan:
         place_units(config, ranks, config.parallel, config.fsdp),
         ranks,
         config.num_instances,
-        _count(model),
+        count_of(model),
         config.parallel,
         config.fsdp,
         config.model,
@@ -152,19 +141,3 @@ def _wrappers(config: Config, ranks: int) -> dict[Parallel, DistributedDataParal
     if ranks % instances == 0:
         found["hybrid"] = dataclasses.replace(sharded, num_distributed_optimizer_instances=instances)
     return found
-
-
-def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Of the model of ``config``, from shapes alone."""
-    return _count(GPT(config, torch.device("meta")))
-
-
-def _count(model: GPT) -> ParameterCount:
-    def below(path: str) -> int:
-        return sum(parameter.numel() for name, parameter in model.named_parameters() if path in name)
-
-    config = model.config
-    experts = below(".ffn.experts.")
-    idle = experts - experts * config.top_k // config.num_experts if config.num_experts else 0
-    total = below("")
-    return ParameterCount(total, experts, below(".ffn.router."), below(".ffn.shared."), total - idle)

@@ -7,7 +7,8 @@ from rich.table import Table
 
 from ..ddp.layout import BucketLayout
 from .config import ModelConfig
-from .plan import ParameterCount, RunPlan, UnitsPlan
+from .parameter_count import ParameterCount
+from .plan import RunPlan, UnitsPlan
 from .plan_units import PlacedUnit
 from .unit_bytes import PlacedBucket
 

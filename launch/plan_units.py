@@ -1,6 +1,6 @@
 """The units of a run under ``parallel = "fsdp"`` or ``"hsdp"``, from shapes alone: no process group, no storage."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -9,12 +9,10 @@ from ..ddp.wiring import find_owned_params
 from ..fsdp.unit_plan import plan_unit, shard_degree
 from .config import Config, FsdpConfig, ModelConfig, Parallel
 from .model import GPT
+from .parameter_count import ParameterCount
 from .rank_bytes import RankBytes
 from .unit_bytes import PlacedBucket, UnitTraffic, sharded_rank_bytes, unit_traffic
 from .units import units_of
-
-if TYPE_CHECKING:
-    from .plan import ParameterCount
 
 __all__ = ["PlacedUnit", "UnitsPlan", "fsdp_alternatives", "place_units"]
 
@@ -48,7 +46,7 @@ class UnitsPlan(NamedTuple):
     units: tuple[PlacedUnit, ...]
     ranks: int
     outer_size: int
-    parameters: "ParameterCount"
+    parameters: ParameterCount
     parallel: Parallel
     fsdp: FsdpConfig
     model: ModelConfig

@@ -16,7 +16,7 @@ from maingrad.launch.config_file import load_config
 from maingrad.launch.metrics import read_metrics
 from maingrad.launch.model import GPT, build_model
 from maingrad.launch.moe import MixtureOfExperts, Router, load_balancing_loss, router_z_loss
-from maingrad.launch.plan import count_parameters
+from maingrad.launch.parameter_count import count_parameters
 from maingrad.launch.simulate import simulate
 from maingrad.launch.train import train
 from maingrad.te_integration.wgrad_queue import drain_modules
