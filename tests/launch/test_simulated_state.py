@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 from torch.nn.functional import dropout
 
-from maingrad.kernels.compat import all_gather_single
+from maingrad.kernels.compat import start_all_gather
 from maingrad.launch import simulate
 from maingrad.launch.simulate import SimulatedDeadlockError, SimulatedRankError
 from maingrad.launch.simulated_group import SimulatedProcessGroup
@@ -231,7 +231,7 @@ def test_hundreds_of_simulations_leave_no_threads_and_no_memory():
 def test_tensors_of_ranks_are_freed_without_the_garbage_collector():
     def fn() -> tuple[weakref.ref[Tensor], Any]:
         x, y = torch.ones(1000), torch.empty(3, 1000)
-        works = dist.all_reduce(x, async_op=True), all_gather_single(y, x, async_op=True)
+        works = dist.all_reduce(x, async_op=True), start_all_gather(y, x, dist.group.WORLD)
         for work in works:
             work.wait()
         return weakref.ref(x), works[1]

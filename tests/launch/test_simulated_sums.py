@@ -8,7 +8,7 @@ import torch.distributed as dist
 from gloo import run_ranks
 from torch import Tensor
 
-from maingrad.kernels.compat import reduce_scatter_single
+from maingrad.kernels.compat import start_reduce_scatter
 from maingrad.launch import simulate
 
 
@@ -31,7 +31,7 @@ def test_sums_are_the_documented_tree(world_size: int, tree: Callable[[Sequence[
         rank = dist.get_rank()
         whole, part = value(rank), torch.empty(64, dtype=dtype)
         dist.all_reduce(whole)
-        reduce_scatter_single(part, value(rank).repeat(world_size))
+        start_reduce_scatter(part, value(rank).repeat(world_size), dist.ReduceOp.SUM, dist.group.WORLD).wait()
         return whole, part
 
     expected = tree([value(rank) for rank in range(world_size)])
@@ -46,7 +46,7 @@ def sums_of_random_values() -> list[Tensor]:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         value = torch.randn(4096, generator=torch.Generator().manual_seed(rank)).to(dtype)
         part = torch.empty(2048, dtype=dtype)
-        reduce_scatter_single(part, value)
+        start_reduce_scatter(part, value, dist.ReduceOp.SUM, dist.group.WORLD).wait()
         dist.all_reduce(value)
         results += [value, part]
     return results
