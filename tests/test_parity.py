@@ -100,7 +100,7 @@ def test_more_ranks_repeat_bitwise(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_more_gloo_processes_repeat_bitwise(tmp_path: Path, ranks: int) -> None:
     job = config(tmp_path, ranks, dtype="bfloat16", dropout=0.2, form="reduce-scatter, overlap", microbatches=1)
     first, again = run_ranks(run_on_each_rank, ranks, job), run_ranks(run_on_each_rank, ranks, job)

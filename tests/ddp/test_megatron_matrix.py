@@ -83,6 +83,7 @@ def sync(**config: Any) -> Synced:
 @pytest.mark.parametrize("average_in_collective", [None, False])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.sampled(2)
 def test_grad_sync(
     sharded: bool, overlap: bool, average_in_collective: bool | None, instances: int, ranks: int
 ) -> None:
@@ -255,6 +256,7 @@ WHOLE: dict[str, Any] = {"use_distributed_optimizer": True, "keep_params_whole":
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.sampled(2)
 def test_whole_parameters_step_as_all_reduce_does(ranks: int, name: str, dtype: torch.dtype) -> None:
     """Bitwise, on all ranks alike, and each parameter is updated by one rank; with eight ranks some update nothing."""
     whole = simulate(step_whole, ranks, name, dtype, None, False, **WHOLE)

@@ -9,8 +9,10 @@ apply, breaks an import, or makes the test hang or crash is an error of the patc
 """
 
 import argparse
+import compileall
 import json
 import os
+import py_compile
 import re
 import shutil
 import signal
@@ -104,6 +106,12 @@ def copy_tracked(root: Path, target: Path) -> None:
             shutil.copy2(source, copy)
 
 
+def compile_copy(copy: Path) -> None:
+    """Cache the copy's modules by what is in them: a patched one has other contents, and its cache is passed over."""
+    mode = py_compile.PycInvalidationMode.CHECKED_HASH
+    compileall.compile_dir(copy, quiet=2, rx=re.compile("/tests/"), invalidation_mode=mode)
+
+
 def apply_patch(copy: Path, patch: Path, *, reverse: bool = False) -> None:
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.parent)}
     command = ["git", "apply", *(["--reverse"] if reverse else []), str(patch)]
@@ -120,7 +128,7 @@ def run_tests(copy: Path, tests: Iterable[str], timeout: float) -> list[Case]:
         **os.environ,
         "PYTHONPATH": str(copy.parent),
         "PYTHONSAFEPATH": "1",
-        # Patches come and go within one second: a cached module could be older than it looks.
+        # Patches come and go within one second: a cached module could be older than it looks. See ``compile_copy``.
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     command = [
@@ -285,6 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NN", help="only patches whose name begins so")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one test")
+    parser.add_argument("--patched-only", action="store_true", help="where all tests run as well: they pass unpatched")
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the checkout")
     parser.add_argument("--patches", type=Path, default=HERE, help="the folder of the patches")
     parser.add_argument("--require", type=int, nargs="*", default=REQUIRED, help="faults that must have a patch")
@@ -305,7 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         copies = [Path(scratch, str(index), "maingrad") for index in range(min(options.jobs, len(faults)))]
         for copy in copies:
             copy_tracked(options.root.resolve(), copy)
-        complaints = check_unpatched(faults, copies, options.timeout)
+            compile_copy(copy)
+        complaints = [] if options.patched_only else check_unpatched(faults, copies, options.timeout)
         if not complaints:
             verdicts = judge_all(faults, copies, options.timeout)
             complaints = [f"{each.fault.path.name}: {each.complaint}" for each in verdicts if each.complaint]

@@ -76,7 +76,7 @@ def assert_rows_close(actual: Tensor, a: Tensor, b: Tensor, splits: Sequence[int
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("config", GEMMS.values(), ids=GEMMS)
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_forward_and_dgrad(device: str, config: GemmConfig, splits: list[int], form: str) -> None:
     offsets = offsets_of(splits, device)
     for dtype, n, k in CASES[device]:
@@ -114,7 +114,7 @@ def test_the_bias_is_scaled_and_added_before_the_one_rounding(device: str, form:
 @pytest.mark.parametrize("form", ["packed", "discrete", "backwards", "wide rows"])
 @pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 def test_wgrad(device: str, config: WgradConfig, form: str, overwrite: Any) -> None:
     for name, (dtype, n, k) in itertools.product(SPLITS, CASES[device]):
         if name == "uneven" or device == "cuda" or dtype is torch.float32:

@@ -50,6 +50,7 @@ def test_train_alone(tmp_path: Path):
     assert json.loads((tmp_path / "run" / "resolved_config.json").read_text())["config"]["train"]["steps"] == 4
 
 
+@pytest.mark.slow
 def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     path = tiny_toml(tmp_path, model={"param_dtype": "bfloat16", "dropout": 0.1}, train={"num_microbatches": 4})
     done = run(*TORCHRUN, "train", path)

@@ -21,7 +21,7 @@ VARIANTS = [
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])  # one is within three
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 def test_delayed_is_bitwise_undelayed(kind: str, microbatches: int, fuse: bool, variant: dict[str, bool]) -> None:
     """Every weight frozen leaves nothing to delay: the queue is checked to be used in the other cases."""
     all_frozen = variant["tied"] and variant["frozen"] and kind != "LayerNormMLP"

@@ -116,6 +116,7 @@ def watch(output: Tensor, weight: nn.Parameter, seen: list[tuple[Seen | None, An
 @pytest.mark.parametrize("input_needs_grad", [True, False])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("kind", "name"), ALL_WEIGHTS)
+@pytest.mark.sampled(3)
 def test_every_row_for_every_weight(kind: str, name: str, row: Row, input_needs_grad: bool) -> None:
     module = make(kind, fuse=row.fuse, delay=row.delay)
     weight = getattr(module, name)
