@@ -179,13 +179,14 @@ class GradShard:
             self._total[start : start + view.numel()].copy_(view.detach().view(-1))
 
     def _make_sums(self) -> None:
-        self._total = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
+        # Unwritten: the round that they are made for overwrites all that parameters have of them.
+        self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         self._shown = self._total
         if self._params:
             dtype, device = self._params[0].dtype, self._params[0].device
             if (dtype, device) != (self._dtype, self._device):
                 pinned = device.type == "cpu" and self._device.type == "cuda"
-                self._shown = torch.zeros(self._numel, dtype=dtype, device=device, pin_memory=pinned)
+                self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
         for param, offset in zip(self._params, self._offsets, strict=True):
             flat = self._shown[offset : offset + param.numel()]
             self._views.append(make_sharded_grad(flat, param.shard))
