@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .attachment import attach_params, discard_grads
 from .bucket import Bucket, Phase
-from .collectives import backend_of
 from .config import DistributedDataParallelConfig
 from .failure_report import FailureReporter
 from .grad_record import GradRecord
@@ -31,7 +30,7 @@ from .rank_grid import RankGrid, all_groups, make_grids
 from .readiness import Readiness
 from .reduction import GradReduction
 from .stock_optimizer import expose_grad
-from .timeline import Timeline
+from .timeline import Timeline, recorded_on
 from .wiring import (
     WiredParam,
     allocate_buckets,
@@ -311,14 +310,8 @@ class DistributedDataParallel(nn.Module):
     def record_timeline(self) -> Iterator[Timeline]:
         """Record when forwards and backwards ran, when each bucket was ready, launched and finished, and when its
         parameters were gathered; read it after the block."""
-        on_gloo = any(backend_of(group, self.device) == "gloo" for grid in self.grids.values() for group in grid.axes)
-        timeline = Timeline(self.device, collectives_have_threads=on_gloo)
-        self._launcher.timeline = timeline
-        try:
+        with recorded_on(self._launcher, self.device, self.grids.values()) as timeline:
             yield timeline
-        finally:
-            self._launcher.timeline = None
-            timeline.close()
 
     def check_started(self, caller: str) -> None:
         """Raise unless ``start_grad_sync`` has launched what was left: the iteration's backwards are over."""

@@ -5,17 +5,28 @@ events on the communication and compute streams, resolved once at the end.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .collectives import InFlight
+from .collectives import InFlight, backend_of
+from .rank_grid import RankGrid
 
-__all__ = ["BackwardSpan", "BucketSpan", "ForwardSpan", "GatherSpan", "Mark", "PhaseSpan", "Timeline", "WaitSpan"]
+__all__ = [
+    "BackwardSpan",
+    "BucketSpan",
+    "ForwardSpan",
+    "GatherSpan",
+    "Mark",
+    "PhaseSpan",
+    "Timeline",
+    "WaitSpan",
+    "recorded_on",
+]
 
 
 class BackwardSpan(NamedTuple):
@@ -227,6 +238,23 @@ class _Collective(NamedTuple):
     ready: Mark
     launched: Mark
     finished: Callable[[], Mark]
+
+
+class _Recorder(Protocol):
+    timeline: Timeline | None
+
+
+@contextmanager
+def recorded_on(recorder: _Recorder, device: torch.device, grids: Iterable[RankGrid]) -> Iterator[Timeline]:
+    """Have ``recorder`` record for as long as the block runs; what it records can be read after that."""
+    on_gloo = any(backend_of(group, device) == "gloo" for grid in grids for group in grid.axes)
+    timeline = Timeline(device, collectives_have_threads=on_gloo)
+    recorder.timeline = timeline
+    try:
+        yield timeline
+    finally:
+        recorder.timeline = None
+        timeline.close()
 
 
 def _given(mark: Mark) -> Mark:

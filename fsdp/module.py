@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ddp.collectives import backend_of
-from ..ddp.timeline import Timeline
+from ..ddp.timeline import Timeline, recorded_on
 from .checkpoint_source import ShardedSource
 from .root import Root
 from .unit import Unit, Use
@@ -83,7 +82,7 @@ class FSDPModule(nn.Module):
 
         Collective. Takes memory for all of them at once; ``for unit in model.modules()`` takes one after the other.
         """
-        inside = [module for module in self.modules() if isinstance(module, FSDPModule)]
+        inside = _sharded_inside(self)
         for module in inside:
             FSDPModule.unshard(module)
         try:
@@ -107,23 +106,15 @@ class FSDPModule(nn.Module):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are let go between forward and backward, which gathers them again then."""
-        for module in self.modules() if recurse else (self,):
-            if isinstance(module, FSDPModule):
-                unit_of(module).set_reshard(reshard_after_forward)
+        for module in _sharded_inside(self) if recurse else [self]:
+            unit_of(module).set_reshard(reshard_after_forward)
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
         """Record when forwards and backwards ran, and when parameters were gathered and gradients reduced."""
         root = root_of(self)
-        grids = [bucket.reduction.grid for bucket in root.buckets]
-        on_gloo = any(backend_of(group, root.device) == "gloo" for grid in grids for group in grid.axes)
-        timeline = Timeline(root.device, collectives_have_threads=on_gloo)
-        root.timeline = timeline
-        try:
+        with recorded_on(root, root.device, [bucket.reduction.grid for bucket in root.buckets]) as timeline:
             yield timeline
-        finally:
-            root.timeline = None
-            timeline.close()
 
     @property
     def units(self) -> list[Unit]:
@@ -133,8 +124,7 @@ class FSDPModule(nn.Module):
     def checkpoint_source(self) -> ShardedSource:
         """How ``save_checkpoint`` and ``load_checkpoint`` see this module and the units in it. Collective the first
         time."""
-        inside = [unit_of(module) for module in self.modules() if isinstance(module, FSDPModule)]
-        return ShardedSource(self, [pair for unit in inside for pair in unit.pairs])
+        return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for pair in unit_of(self).pairs:
@@ -159,6 +149,11 @@ class FSDPModule(nn.Module):
 def unit_of(module: nn.Module) -> Unit:
     """The unit that ``fully_shard`` made of this module."""
     return module.__dict__[_UNIT]  # type: ignore[no-any-return]
+
+
+def _sharded_inside(module: nn.Module) -> list[FSDPModule]:
+    """The module, where it is a unit, and the units inside it."""
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
 
 def _units_of(modules: Sequence[nn.Module], verb: str) -> tuple[Unit, ...]:
@@ -200,29 +195,25 @@ def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...],
 def _before(
     module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Use | None]:
-    unit: Unit = module.__dict__[_UNIT]
-    root = None if unit.root_reference is None else unit.root_reference()
-    if root is None:
-        root = _become_root(module)
-    return unit.before_forward(root, args, kwargs)
+    return unit_of(module).before_forward(root_of(module), args, kwargs)
 
 
 @torch.compiler.disable
 def _after(module: FSDPModule, outputs: Any, use: Use | None) -> Any:
-    unit: Unit = module.__dict__[_UNIT]
+    unit = unit_of(module)
     return unit.after_forward(unit.root, outputs, use)
 
 
 @torch.compiler.disable
 def _failed(module: FSDPModule) -> None:
-    unit: Unit = module.__dict__[_UNIT]
+    unit = unit_of(module)
     unit.forward_failed(unit.root)
 
 
 def _become_root(module: FSDPModule) -> Root:
     """The first forward, or a verb, makes the module that it is called on the outermost unit. Collective."""
     names = {id(inner): name for name, inner in module.named_modules()}
-    inside = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+    inside = _sharded_inside(module)
     for inner in inside:
         unit = unit_of(inner)
         unit.rename(names[id(inner)])
@@ -234,8 +225,6 @@ def _become_root(module: FSDPModule) -> Root:
 
 def _but_shards(fn: Callable[[Any], Any], module: nn.Module) -> Callable[[Any], Any]:
     """``fn`` for all tensors but shards and their gradients, which stay the views that they are."""
-    shards = [
-        pair.sharded for inner in module.modules() if isinstance(inner, FSDPModule) for pair in unit_of(inner).pairs
-    ]
+    shards = [pair.sharded for inner in _sharded_inside(module) for pair in unit_of(inner).pairs]
     kept = {id(tensor) for shard in shards for tensor in (shard, shard.grad)}
     return lambda tensor: tensor if id(tensor) in kept else fn(tensor)
