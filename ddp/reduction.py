@@ -81,11 +81,6 @@ class GradReduction:
         """Collectives of one bucket."""
         return len(list(self.grid.axes))
 
-    @property
-    def num_shards(self) -> int:
-        """Equal parts that a bucket is divided into."""
-        return (self.grid.inner_size if self.scatters else 1) * (self.grid.outer_size if self.scatters_across else 1)
-
     def owned_range(self, numel: int) -> tuple[int, int]:
         """[start, end) of a bucket's elements whose sum this rank gets: its shard, or all of them."""
         start, end = self.range_inside(numel)

@@ -97,16 +97,10 @@ class GradRounds:
             self._was_cleared(bucket)
 
     def _was_cleared(self, bucket: ShardedBucket) -> bool:
-        if not bucket.reduction.shard.was_cleared:
-            return False
-        self._settle(bucket)
-        bucket.discard_grads()
-        return True
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether gradients are not reduced yet, or not waited for."""
-        return self.left_over or any(bucket.bucket is not None and not bucket.bucket.idle for bucket in self._buckets)
+        cleared = bucket.reduction.shard.was_cleared
+        if cleared:
+            self._discard(bucket)
+        return cleared
 
     def pass_bucket(self, bucket: ShardedBucket, *, final: bool) -> None:
         """All contributions of this backward are in."""
@@ -177,9 +171,12 @@ class GradRounds:
     def discard(self) -> None:
         """Give up what is not reduced; what is under way ends."""
         for bucket in self._buckets:
-            self._settle(bucket)
-            bucket.discard_grads()
+            self._discard(bucket)
         self._holders.clear()
+
+    def _discard(self, bucket: ShardedBucket) -> None:
+        self._settle(bucket)
+        bucket.discard_grads()
 
 
 def _is_reduced(unit: Unit) -> bool:

@@ -9,6 +9,7 @@ unit's reduction. Nothing here waits on the host but what a backend without stre
 """
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -149,9 +150,7 @@ class Root:
         unit.entered = None
         self._entered.remove(unit)
         unit.hide_after_backward()
-        if self._keeps_graph:
-            pass
-        elif self.sync or unit not in self.forward_order.first(KEPT_UNITS):
+        if not self._keeps_graph and (self.sync or unit not in self.forward_order.first(KEPT_UNITS)):
             self.gathers.release(unit)
         if use is not None:
             self._prefetch_backward(unit, use, 2)  # before the reduction, which it would wait behind
@@ -196,18 +195,19 @@ class Root:
         self._checked = self._checked and not self.sync
         if self.timeline is not None:
             self.timeline.backward_ended(self.sync)
-        if self._keeps_graph:  # a graph of these gradients reads the parameters: until the next forward
-            self._keeps_graph = False
-            if self.sync and not self.grads.has_pending:
-                self.grads.finish()
-            self.grads.left_over = self.grads.left_over or not self.sync
-            return
+        if not self._keeps_graph:  # otherwise a graph of these gradients reads the parameters: until the next forward
+            self._let_go_after_backward()
+        self._keeps_graph = False
+        if not self.sync:
+            self.grads.left_over = True
+        elif not self.grads.has_pending:
+            self.grads.finish()
+
+    def _let_go_after_backward(self) -> None:
+        """Release what the next forward does not begin with; with the next microbatch's first units at hand, gather."""
         if self.sync:
             self.gathers.release_all()
-            if not self.grads.has_pending:
-                self.grads.finish()
             return
-        self.grads.left_over = True
         self.gathers.release_all(but=self.forward_order.first(KEPT_UNITS))
         for unit in self.forward_order.first(KEPT_UNITS + 1):
             self.gathers.gather(unit)
@@ -230,6 +230,9 @@ class Root:
         self._entered.clear()
         self.grads.discard()
         self.gathers.release_all()
+
+    def _make_room(self, bucket: ShardedBucket) -> None:
+        self.grads.make_room(bucket)
 
     def _on_grad(self, bucket: ShardedBucket) -> None:
         unit = self._unit_of[id(bucket)]
@@ -279,7 +282,7 @@ class Root:
     def _connect(self, trainable: list[ShardedBucket]) -> None:
         here = weakref.ref(self)
         events = BucketEvents(
-            partial(_on, here, _make_room),
+            partial(_on, here, Root._make_room),
             partial(_on, here, Root._on_grad),
             partial(_on, here, Root._on_delayed_wgrad),
         )
@@ -290,14 +293,10 @@ class Root:
                 bucket.connect(numbers.get(id(bucket), -1), self.failures, events)
 
 
-def _make_room(root: Root, bucket: ShardedBucket) -> None:
-    root.grads.make_room(bucket)
-
-
-def _on(here: "weakref.ref[Root]", event: "object", bucket: ShardedBucket) -> None:
+def _on(here: "weakref.ref[Root]", event: Callable[[Root, ShardedBucket], None], bucket: ShardedBucket) -> None:
     live = here()
     if live is not None:
-        event(live, bucket)  # type: ignore[operator]
+        event(live, bucket)
 
 
 class _BackwardEnd:

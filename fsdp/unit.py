@@ -8,7 +8,7 @@ gathered again), and with the inputs it has passed the unit (the gradients are r
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,35 @@ class Use:
                 self.unit.root.leave_backward(self.unit, self)
 
 
+class _Place(NamedTuple):
+    """One module's registration of one parameter."""
+
+    parameters: dict[str, nn.Parameter | None]
+    """Of the module."""
+    module: "weakref.ref[nn.Module]"
+    local: str
+    """Its name there."""
+    plain: bool
+    """The module's class does nothing else about parameters that are set, as recurrent layers do."""
+    sharded: ShardedParameter
+    whole: nn.Parameter
+    trainable: bool
+
+    @classmethod
+    def of(cls, pair: ShardedPair, module: nn.Module, local: str) -> "_Place":
+        """As it stands when the unit is made."""
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        trainable = pair.sharded.requires_grad
+        return cls(module._parameters, weakref.ref(module), local, plain, pair.sharded, pair.whole, trainable)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Have the module show this form."""
+        if self.plain:
+            self.parameters[self.local] = param
+        else:
+            setattr(self.module(), self.local, param)
+
+
 class Unit:
     """One ``fully_shard`` call.
 
@@ -120,9 +149,7 @@ class Unit:
         """How often somebody has unsharded it by hand: it stays gathered meanwhile."""
         self._num_shown = 0
         self._shown_in_backward = False
-        self._registrations = [_registration(pair, module, local) for pair, module, local in self._places()]
-        self._wiring = [(module._parameters, local, pair.sharded, pair.whole) for pair, module, local in self._places()]
-        self._trainable = [pair.sharded.requires_grad for pair, _, _ in self._places()]
+        self._places = [_Place.of(pair, module, local) for pair in self.pairs for module, local in pair.owned.owners]
         self._contents = [
             (found._parameters, len(found._parameters), found._modules, tuple(found._modules.values()))
             for found in inside
@@ -168,8 +195,8 @@ class Unit:
 
     def check(self) -> None:
         """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made."""
-        shown = self._num_shown > 0
-        for (parameters, local, sharded, whole), trainable in zip(self._wiring, self._trainable, strict=True):
+        shown = self.shows_whole
+        for parameters, _, local, _, sharded, whole, trainable in self._places:
             if parameters.get(local) is not (whole if shown else sharded):
                 raise RuntimeError(
                     f"parameter '{sharded.shard.name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
@@ -201,11 +228,8 @@ class Unit:
         """Register the whole parameters in the modules that had them before sharding."""
         self._num_shown += 1
         if self._num_shown == 1:
-            for parameters, module, local, _, whole in self._registrations:
-                if parameters is None:
-                    setattr(module(), local, whole)
-                else:
-                    parameters[local] = whole
+            for place in self._places:
+                place.register(place.whole)
 
     def show_shards(self) -> None:
         """Register the shards again."""
@@ -227,10 +251,11 @@ class Unit:
 
     def show_whole_to_foreign_delays(self) -> None:
         """Modules that are not ours, and delay weight gradients, write to what they have registered by then."""
+        modules = [(place.whole, module) for place in self._places if (module := place.module()) is not None]
         delaying = {
             id(module): module
-            for pair, module, _ in self._places()
-            if (record := record_of(pair.whole)) is not None and record.foreign_delayer == type(module).__name__
+            for whole, module in modules
+            if (record := record_of(whole)) is not None and record.foreign_delayer == type(module).__name__
         }
         for module in delaying.values():
             backward_dw = type(module).backward_dw  # type: ignore[attr-defined]
@@ -239,11 +264,8 @@ class Unit:
 
     def register_shards(self) -> None:
         """Register the shards, whatever is registered now."""
-        for parameters, module, local, sharded, _ in self._registrations:
-            if parameters is None:
-                setattr(module(), local, sharded)
-            else:
-                parameters[local] = sharded
+        for place in self._places:
+            place.register(place.sharded)
 
     # ---- Forward. ----
 
@@ -319,9 +341,6 @@ class Unit:
             part = pair.whole.detach().reshape(-1)[info.start : info.end]
             pair.sharded.copy_(part.view(pair.sharded.shape))
 
-    def _places(self) -> list[tuple[ShardedPair, nn.Module, str]]:
-        return [(pair, module, local) for pair in self.pairs for module, local in pair.owned.owners]
-
 
 def _among_whole(
     unit: "weakref.ref[Unit]", backward_dw: Any, module: "weakref.ref[nn.Module]", *args: Any, **kwargs: Any
@@ -347,11 +366,3 @@ def _on_input(reference: "weakref.ref[Use]", grad: Tensor) -> None:
     use = reference()
     if use is not None:
         use.on_input(grad)
-
-
-def _registration(
-    pair: ShardedPair, module: nn.Module, local: str
-) -> tuple[dict[str, Any] | None, Any, str, nn.Parameter, nn.Parameter]:
-    """Where to register a parameter: straight in the module's dict, where its class does nothing else about it."""
-    plain = type(module).__setattr__ is nn.Module.__setattr__
-    return module._parameters if plain else None, weakref.ref(module), local, pair.sharded, pair.whole
