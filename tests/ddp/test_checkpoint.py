@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import Everything, assert_same_files, build, files_content, model_state, take_steps
+from checkpointed import Everything, Experts, assert_same_files, build, files_content, model_state, take_steps
 from gloo import run_ranks
 from loops import assert_same, weights, wrap
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import load as torchs_load
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -437,27 +437,12 @@ def test_a_module_alone_is_saved_and_loaded_without_ranks(tmp_path: Path) -> Non
 # ---- Experts. ----
 
 
-class Experts(nn.Module):
-    """A dense layer on all ranks, and an expert that ranks of one parity share."""
-
-    def __init__(self, seed: int, parity: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.dense = nn.Linear(5, 7)
-        torch.manual_seed(100 * seed + parity)
-        self.expert = nn.Linear(7, 5)
-        for param in self.expert.parameters():
-            param.allreduce = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.expert(self.dense(x))
-
-
 def with_experts(folder: Path, load: bool) -> dict[str, Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(range(parity, size, 2)) for parity in range(2)]
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=1)
-    ddp = DistributedDataParallel(Experts(5 if load else 0, rank % 2), config, expert_process_group=groups[rank % 2])
+    model = Experts(5 if load else 0, rank % 2, marked=True)
+    ddp = DistributedDataParallel(model, config, expert_process_group=groups[rank % 2])
     optimizer = DistributedOptimizer(ddp, lr=0.1)
     if load:
         load_checkpoint(folder, ddp, optimizer)
@@ -477,7 +462,7 @@ def with_experts_apart(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     ddp = DistributedDataParallel(
-        Experts(0, rank // 2), config, process_group=mesh, expert_process_group=groups[rank // 2]
+        Experts(0, rank // 2, marked=True), config, process_group=mesh, expert_process_group=groups[rank // 2]
     )
     save_checkpoint(folder, ddp, DistributedOptimizer(ddp))
 
@@ -494,7 +479,7 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
     for rank, loaded in enumerate(simulate(with_experts, 6, tmp_path / "c", True)):
         assert_same(loaded, saved[rank % 2])
     with pytest.raises(Exception, match=r"2 different set\(s\) of experts, and these ranks have 1"):
-        load_checkpoint(tmp_path / "c", Experts(1, 0))
+        load_checkpoint(tmp_path / "c", Experts(1, 0, marked=True))
 
 
 # ---- The documentation. ----

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_group import delayed_group, new_groups_delayed
+from delayed_group import DELAY, DELAYED, Delays, Watched, delayed_group, new_groups_delayed
 from gloo import run_ranks
 from parity_models import Trained, assert_bitwise, held_grads
 from sleepy import SleepInBackward
@@ -143,27 +143,6 @@ def test_readiness_in_random_order_a_thousand_times(first: int) -> None:
 
 # ---- Delays, on real processes. ----
 
-DELAY = 0.1
-
-
-class Delays(NamedTuple):
-    """Seconds that everything takes longer, on this rank."""
-
-    reduce: float
-    gather: float
-    compute: float
-
-
-class Watched(NamedTuple):
-    """What a run did, and how often each thing was delayed."""
-
-    losses: list[float]
-    weights: list[Tensor]
-    reductions: int
-    gathers: int
-    computes: int
-    seconds: float
-
 
 def train_delayed(by_rank: list[Delays]) -> Watched:
     """Three steps of ZeRO-1 with everything overlapped; the module's layers sleep in backward."""
@@ -195,14 +174,6 @@ def train_delayed(by_rank: list[Delays]) -> Watched:
         seconds = time.perf_counter() - start
         reductions = sum(interval.op.startswith(("reduce_scatter", "_reduce_scatter")) for interval in reduce.intervals)
         return Watched(losses, weights, reductions, len(gather.intervals), len(sleep.intervals), seconds)
-
-
-DELAYED = {
-    "gather": [Delays(0, DELAY, 0), Delays(0, DELAY, 0)],
-    "reduce": [Delays(DELAY, 0, 0), Delays(DELAY, 0, 0)],
-    "compute": [Delays(0, 0, DELAY), Delays(0, 0, DELAY)],
-    "each rank something else": [Delays(DELAY, 0, 0), Delays(0, DELAY, DELAY)],
-}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import Everything, assert_same_files, batch, build, files_content
+from checkpointed import Everything, Experts, assert_same_files, batch, build, files_content
 from gloo import run_ranks
 from loops import assert_same, weights
 from torch import Tensor, nn
@@ -389,20 +389,6 @@ def test_safetensors_are_made_from_the_checkpoint(
 
 
 # ---- Ranks and models of other kinds. ----
-
-
-class Experts(nn.Module):
-    """A dense layer on all ranks, and an expert that ranks of one parity share."""
-
-    def __init__(self, seed: int, parity: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.dense = nn.Linear(5, 7)
-        torch.manual_seed(100 * seed + parity)
-        self.expert = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.expert(self.dense(x))
 
 
 def with_experts(folder: Path, load: bool) -> dict[str, Tensor]:

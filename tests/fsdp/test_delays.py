@@ -3,17 +3,15 @@
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from delayed_group import delayed_group, new_groups_delayed
+from delayed_group import DELAY, DELAYED, Delays, Watched, delayed_group, new_groups_delayed
 from gloo import run_ranks
 from sharded_training import Job, shard, train_sharded
 from sleepy import SleepInBackward
 from stale_memory import stale_memory
-from torch import Tensor
 from towers import WIDTH, Tower
 
 from maingrad.fsdp.module import root_of
@@ -56,29 +54,9 @@ def test_no_order_of_ranks_changes_a_bit(placements: str, instances: int, delay:
 
 # ---- Delays, on real processes. ----
 
-DELAY = 0.1
 LAYERS = ("layer0", "layer1", "layer2")
 STEPS = 2
 MICROBATCHES = 2
-
-
-class Delays(NamedTuple):
-    """Seconds that everything takes longer, on this rank."""
-
-    reduce: float
-    gather: float
-    compute: float
-
-
-class Watched(NamedTuple):
-    """What a run did, and how often each thing was delayed."""
-
-    losses: list[float]
-    weights: list[Tensor]
-    reductions: int
-    gathers: int
-    computes: int
-    seconds: float
 
 
 def train_delayed(placements: str, by_rank: list[Delays]) -> Watched:
@@ -110,12 +88,6 @@ def train_delayed(placements: str, by_rank: list[Delays]) -> Watched:
         return Watched(losses, weights, len(reduce.intervals), len(gather.intervals), len(sleep.intervals), seconds)
 
 
-DELAYED = {
-    "gather": [Delays(0, DELAY, 0)] * 2,
-    "reduce": [Delays(DELAY, 0, 0)] * 2,
-    "compute": [Delays(0, 0, DELAY)] * 2,
-    "each rank something else": [Delays(DELAY, 0, 0), Delays(0, DELAY, DELAY)],
-}
 REDUCTIONS = {"zero1": STEPS * 3, "zero2": STEPS * MICROBATCHES * 3, "zero3": STEPS * MICROBATCHES * 3}
 
 

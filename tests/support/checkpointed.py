@@ -90,3 +90,20 @@ def _assert_same_tree(one: Any, other: Any, where: str) -> None:
         return
     assert one.dtype == other.dtype and one.shape == other.shape, where
     assert torch.equal(one, other), where
+
+
+class Experts(nn.Module):
+    """A dense layer on all ranks, and an expert that ranks of one parity share; ``marked`` as Megatron-core does."""
+
+    def __init__(self, seed: int, parity: int, *, marked: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense = nn.Linear(5, 7)
+        torch.manual_seed(100 * seed + parity)
+        self.expert = nn.Linear(7, 5)
+        if marked:
+            for param in self.expert.parameters():
+                param.allreduce = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(self.dense(x))

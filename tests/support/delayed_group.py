@@ -8,9 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-__all__ = ["CollectiveInterval", "DelayedGroup", "delayed_group", "new_groups_delayed"]
+__all__ = [
+    "DELAY",
+    "DELAYED",
+    "CollectiveInterval",
+    "DelayedGroup",
+    "Delays",
+    "Watched",
+    "delayed_group",
+    "new_groups_delayed",
+]
+
+DELAY = 0.1
 
 
 class CollectiveInterval(NamedTuple):
@@ -131,3 +143,31 @@ def new_groups_delayed(delay: float) -> Iterator[list[DelayedGroup]]:
             yield made
         finally:
             dist.new_group = plain
+
+
+class Delays(NamedTuple):
+    """Seconds that everything takes longer, on this rank."""
+
+    reduce: float
+    gather: float
+    compute: float
+
+
+class Watched(NamedTuple):
+    """What a run did, and how often each thing was delayed."""
+
+    losses: list[float]
+    weights: list[Tensor]
+    reductions: int
+    gathers: int
+    computes: int
+    seconds: float
+
+
+DELAYED = {
+    "gather": [Delays(0, DELAY, 0)] * 2,
+    "reduce": [Delays(DELAY, 0, 0)] * 2,
+    "compute": [Delays(0, 0, DELAY)] * 2,
+    "each rank something else": [Delays(DELAY, 0, 0), Delays(0, DELAY, DELAY)],
+}
+"""By what is slow, for two ranks."""
