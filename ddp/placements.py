@@ -57,11 +57,6 @@ class AxisPlacement(NamedTuple):
         return self.optimizer is Placement.SHARDED
 
     @property
-    def reduces_every_microbatch(self) -> bool:
-        """No whole gradient is kept from one microbatch to the next."""
-        return self.gradient is Placement.SHARDED
-
-    @property
     def gathers(self) -> bool:
         """Parameters are all-gathered after a step: each rank updated a part and holds the whole."""
         return self.optimizer is Placement.SHARDED and self.parameter is Placement.WHOLE

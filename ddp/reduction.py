@@ -104,14 +104,19 @@ class GradReduction:
         """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined."""
         return in_stages(self._stages(grads), (grads,))
 
-    def inside(self, grads: Tensor) -> Generator[Any, None, Tensor]:
-        """The stages inside an instance, in place: ``grads[range_inside]`` then holds its sum, and is returned."""
+    def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:
+        """The stages inside an instance; returns what holds the sum of ``grads[range_inside]`` then.
+
+        into  the memory for it, if a collective writes it; None: ``grads`` itself
+        """
         inner = self.grid.inner
         on_the_wire = self.wire_dtype is not None and self.grid.inner_size > 1
         if self.factor != 1.0 and not self.in_collective and not on_the_wire:
             grads.mul_(self.factor)
         mine = grads[slice(*self.range_inside(grads.numel()))]
         if self.grid.inner_size > 1:
+            if into is not None and self.scatters and into.dtype is grads.dtype:
+                mine = into
             if on_the_wire:
                 yield from self._sum_shards(grads, mine)
             elif self.scatters:

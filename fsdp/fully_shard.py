@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.failure_report import FailureReporter
-from ..ddp.placements import Placements
+from ..ddp.layout import BucketLayout
+from ..ddp.placements import Placement, Placements
 from ..ddp.rank_grid import RankGrid, make_grid
 from ..ddp.wiring import OwnedParam, check_copy_engines
 from .grad_shard import ShardReduction
@@ -44,6 +45,8 @@ def fully_shard(
     mixed_precision: MixedPrecisionPolicy | None = None,
     *,
     reshard_after_forward: bool | None = None,
+    reduce_every_microbatch: bool | None = None,
+    bucket_size: int | None = None,
     shard_atoms: ShardAtoms = "element",
     offload_to_cpu: bool = False,
     copy_engine_gather: bool = False,
@@ -72,6 +75,10 @@ def fully_shard(
     mixed_precision        dtypes of computation, of gradients and of their reduction
     reshard_after_forward  let whole parameters go between forward and backward; None: unless the unit is the outermost.
                            Needs placements that shard parameters
+    reduce_every_microbatch  False: whole gradients stay in memory under ``no_sync``, and are reduced once in an
+                           iteration; None: as placements say, which keep them whole ('zero1') or do not
+    bucket_size            elements at which the unit's buckets are closed; None: what keeps links busy,
+                           max(40e6, 1e6 shards). Memory for gradients comes and goes by buckets
     shard_atoms            what no border between ranks' shards may cut: "element", "row" (entries of dim 0), "whole"
                            (each parameter lies on one rank, for optimizers of matrices), or a number of rows; for all
                            parameters, or by patterns of their names in ``module``. Equal shards with coarse atoms take
@@ -93,7 +100,11 @@ def fully_shard(
     differs between ranks.
     """
     wanted = _Wanted(
-        row_of(placements), mixed_precision or MixedPrecisionPolicy(), reshard_after_forward, offload_to_cpu
+        row_of(placements),
+        mixed_precision or MixedPrecisionPolicy(),
+        reshard_after_forward,
+        reduce_every_microbatch,
+        offload_to_cpu,
     )
     check_module(module)
     grid = make_grid(mesh, option="mesh")
@@ -106,7 +117,9 @@ def fully_shard(
     own_params(module, ignored)  # refuses what it must before anything is moved
     materialize(inside, device, init_fn, ignored)
     owned = own_params(module, ignored)
-    buckets = _make_buckets(type(module).__name__, owned, inside, wanted, shard_atoms, grid, device, init_sync, ignored)
+    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
+    plans = list(plan_unit(owned, wanted.policy, degree, shard_atoms, bucket_size))
+    buckets = _make_buckets(type(module).__name__, plans, owned, inside, wanted, grid, device, init_sync, ignored)
     unit = Unit(module, type(module).__name__, buckets, wanted.policy, grid, device, inside, reshard_after_forward)
     unit.copy_engines = copy_engine_gather
     _take_over(module, unit)
@@ -120,34 +133,38 @@ class _Wanted(NamedTuple):
     placements: Placements
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
+    reduce_every_microbatch: bool | None
     offload: bool
 
     def check(self, grid: RankGrid, device: torch.device) -> None:
         """Raise ``ValueError`` for what cannot be, or has no effect."""
-        check_placements(self.placements, grid, self.reshard_after_forward)
+        check_placements(self.placements, grid, self.reshard_after_forward, self.reduce_every_microbatch)
         if self.offload:
             check_offload(device)
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whole gradients stay from one microbatch to the next."""
+        return self.reduce_every_microbatch is False or self.placements.inner.gradient is Placement.WHOLE
 
 
 def _make_buckets(
     name: str,
+    plans: Sequence[tuple[BucketLayout, bool]],
     owned: Sequence[OwnedParam],
     inside: Sequence[nn.Module],
     wanted: _Wanted,
-    atoms: ShardAtoms,
     grid: RankGrid,
     device: torch.device,
     init_sync: bool,
     ignored: Collection[int],
 ) -> list[ShardedBucket]:
-    """Plan the unit's buckets, compare the plan and then the values between ranks, and shard the parameters."""
+    """Compare the plan of the unit's buckets and then the values between ranks, and shard the parameters."""
     failures = FailureReporter()
-    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
-    plans = list(plan_unit(owned, wanted.policy, degree, atoms))
     with failures.watch("the comparison of models between ranks"):
         dtypes = {entry.name: entry.param.dtype for entry in owned}
-        said = (f"reshard_after_forward={wanted.reshard_after_forward}", f"init_sync={init_sync}")
-        compare_units(plans, dtypes, inside, (wanted.placements, wanted.policy, *said), grid, name)
+        said = wanted._asdict() | {"init_sync": init_sync, "elements of buckets": [plan.numel for plan, _ in plans]}
+        compare_units(plans, dtypes, inside, [f"{option}={value}" for option, value in said.items()], grid, name)
     if init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(inside, grid, ignored)
@@ -162,6 +179,7 @@ def _make_buckets(
             unit=name,
             trainable=trainable,
             offload=wanted.offload,
+            holds_grads=wanted.holds_grads,
         )
         for layout, trainable in plans
     ]

@@ -19,19 +19,18 @@ from .unit import Unit
 
 __all__ = ["GradRounds"]
 
-GRAD_POOL_UNITS = 2
-"""Units whose whole gradients have memory at once: the one that is being written, and reductions under way."""
-
 
 class GradRounds:
     """The gradients of one model.
 
+    units    of the model, the outermost first
     buckets  those with gradients, connected, about in backward's order
     unit_of  each one's unit, by ``id``
     """
 
     def __init__(
         self,
+        units: Sequence[Unit],
         buckets: Sequence[ShardedBucket],
         unit_of: Mapping[int, Unit],
         failures: FailureReporter,
@@ -54,7 +53,8 @@ class GradRounds:
         self.left_over = False
         """Some microbatches were not reduced over all ranks yet."""
         self._ended = False  # the iteration, in ``finish``; no round of the next one was launched
-        self._holders: list[Unit] = []  # whose whole gradients have memory, as far as they come from the pool
+        self._launched: list[ShardedBucket] = []  # whose memory goes back to the pool, in order
+        self._pool_nbytes = max((_pool_nbytes(unit) for unit in units[1:]), default=0)
 
     def begin(self) -> None:
         """A forward starts: after an iteration's end the memory of gradients that were cleared is not needed."""
@@ -105,7 +105,7 @@ class GradRounds:
     def pass_bucket(self, bucket: ShardedBucket, *, final: bool) -> None:
         """All contributions of this backward are in."""
         bucket.awaits_delayed = False
-        if bucket.keeps_grads and not final:
+        if bucket.holds_grads and not final:
             bucket.accumulated = True
             bucket.reduction.shard.hold()
             self.left_over = True
@@ -116,32 +116,43 @@ class GradRounds:
         assert bucket.bucket is not None, "trainable"
         if bucket.bucket.phase is not Phase.ACCUMULATING:
             self.make_room(bucket)
+        if bucket.accumulated:
+            self._shrink_pool(bucket, bucket.grads.nbytes)  # its memory comes into the pool
         bucket.accumulated = self._ended = False
         bucket.reduction.final, bucket.reduction.written = final, written
         self.launcher.launch(bucket.bucket)
+        if not bucket.keeps_grads:
+            self._launched.append(bucket)
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give a bucket's whole gradients memory; where a collective has it, wait for that first."""
         self._settle(bucket)
         assert bucket.bucket is not None, "trainable"
         if not bucket.grads.resident:
-            self._take_from_pool(self._unit_of[id(bucket)], bucket)
+            self._shrink_pool(bucket, bucket.grads.nbytes)
             bucket.grads.take()
         if bucket.bucket.idle:
             bucket.bucket.phase = Phase.ACCUMULATING
 
-    def _take_from_pool(self, unit: Unit, bucket: ShardedBucket) -> None:
-        """Keep the number of units with whole gradients bounded: this one, and those that are being reduced.
+    def _shrink_pool(self, bucket: ShardedBucket, nbytes: int) -> None:
+        """Wait for reductions, the oldest first, until ``nbytes`` more for ``bucket`` keep the pool bounded.
 
-        Units that are still being written are not waited for: their last gradient may come long after, or never.
+        What counts is what is being reduced, and what the bucket's own unit has. Other units that are still being
+        written do not: their last gradient may come long after, or never.
         """
-        if bucket.keeps_grads or unit in self._holders:
-            return
-        launched = [held for held in self._holders if _is_reduced(held)]
-        for done in launched[: len(launched) - (GRAD_POOL_UNITS - 1)]:
-            for other in done.buckets:
-                self._settle(other)
-        self._holders.append(unit)
+        unit = self._unit_of[id(bucket)]
+        limit = max(self._pool_nbytes, _pool_nbytes(unit))
+        launched = {id(held) for held in self._launched}
+        held = nbytes + sum(other.grads.nbytes for other in self._launched)
+        held += sum(
+            other.grads.nbytes
+            for other in unit.buckets
+            if other is not bucket and other.trainable and other.grads.resident and id(other) not in launched
+        )
+        while held > limit and self._launched:
+            oldest = self._launched[0]
+            held -= oldest.grads.nbytes
+            self._settle(oldest)
 
     def _settle(self, bucket: ShardedBucket) -> None:
         """Wait for a bucket's reduction, if it was launched, and take its memory back."""
@@ -152,11 +163,10 @@ class GradRounds:
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.bucket.reset()
+        if bucket in self._launched:
+            self._launched.remove(bucket)
         if not bucket.keeps_grads:
             bucket.grads.release()
-            unit = self._unit_of[id(bucket)]
-            if unit in self._holders and not any(b.trainable and b.grads.resident for b in unit.buckets):
-                self._holders.remove(unit)
 
     def note_stream(self, bucket: ShardedBucket) -> None:
         """A gradient was written on the current stream."""
@@ -172,16 +182,16 @@ class GradRounds:
         """Give up what is not reduced; what is under way ends."""
         for bucket in self._buckets:
             self._discard(bucket)
-        self._holders.clear()
 
     def _discard(self, bucket: ShardedBucket) -> None:
         self._settle(bucket)
         bucket.discard_grads()
 
 
-def _is_reduced(unit: Unit) -> bool:
-    """Whether no gradient of it is being written."""
-    return all(
-        bucket.bucket is None or bucket.bucket.phase in (Phase.REDUCING, Phase.REDUCED) or bucket.bucket.idle
-        for bucket in unit.buckets
-    )
+def _pool_nbytes(unit: Unit) -> int:
+    """Bytes in which a unit can be written while the one before, as large, is being reduced: at most twice its own.
+
+    Where a unit has several buckets, half of it is enough for those under way.
+    """
+    sizes = [bucket.grads.nbytes for bucket in unit.buckets if bucket.trainable and not bucket.keeps_grads]
+    return sum(sizes) + max(max(sizes, default=0), sum(sizes) // 2)

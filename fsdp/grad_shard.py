@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ddp.collectives import InFlight, in_stages
 from ..ddp.reduction import GradReduction
-from .sharded_grad import ShardedGrad, make_sharded_grad
+from .sharded_grad import HeldGrad, ShardedGrad, changed_too_early, make_held_grad, make_sharded_grad
 from .sharded_param import ShardedParameter
 
 __all__ = ["GradShard", "ShardReduction"]
@@ -53,7 +53,8 @@ class GradShard:
         self.has_partial = False
         """Some rounds were not summed across instances yet."""
         self._holds = False  # some rounds of this iteration are not in .grad yet: partial, or in whole gradients
-        self._version = -1  # of .grad then
+        self._held: Sequence[ShardedGrad] = ()  # .grad then
+        self._version = 0  # and its version
 
     @property
     def was_cleared(self) -> bool:
@@ -61,14 +62,24 @@ class GradShard:
         return self._holds and all(param.grad is None for param in self._params)
 
     def hold(self) -> None:
-        """A microbatch's whole gradients are kept: have ``.grad`` show zeros, so that clearing it can be seen."""
+        """A microbatch's whole gradients are kept: have ``.grad`` show zeros, so that clearing it can be seen.
+
+        Sums are made in the last microbatch, when whole gradients go; until then all zeros are one element.
+        """
         if self._holds:
+            return
+        self.forget_cleared()
+        if self._total is None and all(param.grad is None for param in self._params):
+            zeros = [make_held_grad(param.shard, param.dtype, param.device) for param in self._params]
+            for param, zero in zip(self._params, zeros, strict=True):
+                param.grad = zero
+            self._note_held(zeros)
             return
         if not self._claim():
             assert self._shown is not None and self._total is not None, "made by the claim"
             self._total.zero_()
             self._shown.zero_()
-        self._note_held()
+        self._note_held(self._views)
 
     def forget_cleared(self) -> None:
         """Let the sums' memory go where nobody shows them any more: activations need it now.
@@ -108,8 +119,9 @@ class GradShard:
         self, reduction: GradReduction, grads: Tensor | None, total: Tensor, keeps: bool
     ) -> Generator[Any, None, None]:
         if grads is not None:
-            mine = yield from reduction.inside(grads)
-            _accumulate(total, mine, keeps)
+            mine = yield from reduction.inside(grads, None if keeps else total)
+            if mine is not total:
+                _accumulate(total, mine, keeps)
 
     def _over_instances(
         self,
@@ -128,20 +140,20 @@ class GradShard:
         if not keeps_total:
             total.zero_()
         if not final:
-            self._note_held()
+            self._note_held(self._views)
         elif self._partial is not None:
             part = yield from reduction.across(self._partial)
             total.add_(part)
 
     def _claim(self) -> bool:
         """Make ``.grad`` show the sums; returns whether what they hold is kept."""
-        if self._total is None:
-            self._make_sums()
         grads = [param.grad for param in self._params]
         held, self._holds = self._holds, False
         if held:
             self._check_untouched(grads)
-        if all(grad is None for grad in grads):
+        if self._total is None:
+            self._make_sums()
+        if all(grad is None or isinstance(grad, HeldGrad) for grad in grads):
             self.has_partial = False
             for param, view in zip(self._params, self._views, strict=True):
                 param.grad = view
@@ -153,23 +165,20 @@ class GradShard:
                 param.grad = view
         return True
 
-    def _note_held(self) -> None:
-        assert self._shown is not None, "made by a claim"
-        self._holds, self._version = True, self._shown._version
+    def _note_held(self, shown: Sequence[ShardedGrad]) -> None:
+        self._holds, self._held, self._version = True, shown, self._version_shown
+
+    @property
+    def _version_shown(self) -> int:
+        return 0 if self._shown is None else self._shown._version
 
     def _check_untouched(self, grads: Sequence[Tensor | None]) -> None:
         """What was done to ``.grad`` since was not done to the rounds that are not in it yet."""
-        assert self._shown is not None, "made by a claim"
-        cleared = sum(grad is None for grad in grads)
-        if cleared == len(grads):
+        if all(grad is None for grad in grads):
             return
-        for param, grad, view in zip(self._params, grads, self._views, strict=True):
-            if grad is not view or self._shown._version != self._version:
-                raise RuntimeError(
-                    f".grad of parameter '{param.shard.name}' was changed in the middle of an iteration, when "
-                    f"gradients of earlier microbatches are not in it yet: clip, scale and zero gradients after the "
-                    f"last backward, or give the iteration up by zero_grad(set_to_none=True) of all parameters"
-                )
+        for param, grad, shown in zip(self._params, grads, self._held, strict=True):
+            if grad is not shown or self._version_shown != self._version:
+                raise RuntimeError(changed_too_early(param.shard))
 
     def _carry_over(self, view: Tensor) -> None:
         """Where ``.grad`` is a copy, the sum follows what somebody did to it."""

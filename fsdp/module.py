@@ -32,9 +32,10 @@ class FSDPModule(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Every microbatch of an iteration but the last: gradients stay as local as the placements allow.
+        """Every microbatch of an iteration but the last: gradients stay as local as placements and memory allow.
 
-        Whole gradients are kept, sharded ones are reduced inside an instance; nothing is reduced across instances.
+        Sharded ones are reduced inside an instance, unless ``reduce_every_microbatch=False``; whole ones are kept.
+        Nothing is reduced across instances.
         """
         root = root_of(self)
         before, root.sync = root.sync, False

@@ -51,7 +51,7 @@ class Root:
         self.gathers = UnitGathers(units, self.device)
         if self._copy_engines:
             self.gathers.map_memory(KEPT_UNITS + 1)
-        self.grads = GradRounds(trainable, self._unit_of, self.failures, self.device)
+        self.grads = GradRounds(units, trainable, self._unit_of, self.failures, self.device)
 
         # Forward.
         self._running: list[Unit] = []  # units whose forward is, each inside the one before

@@ -77,6 +77,7 @@ class ShardedBucket:
     placements  what has memory at rest
     trainable   False: there are no gradients
     offload     the shard lies in pinned host memory
+    holds_grads whole gradients stay from one microbatch to the next, and are reduced once in an iteration
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ShardedBucket:
         unit: str,
         trainable: bool,
         offload: bool,
+        holds_grads: bool,
     ) -> None:
         self.layout = layout
         self.reduction = reduction
@@ -98,7 +100,8 @@ class ShardedBucket:
         self.keeps_params = placements.inner.parameter is Placement.WHOLE
         """Whole parameters have memory for good, and are gathered when the shards have changed."""
         self.keeps_grads = placements.inner.gradient is Placement.WHOLE
-        """Whole gradients have memory from their first use, and are reduced once in an iteration."""
+        """Whole gradients have memory for good, from their first use."""
+        self.holds_grads = holds_grads
 
         # Shards.
         first, last = reduction.owned_range(layout.numel)

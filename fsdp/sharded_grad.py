@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
 from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_leaves
 
 from ..ddp.rank_grid import RankGrid
 from .sharded_param import ShardedParameter, ShardInfo, local_shape
 
-__all__ = ["ShardedGrad", "make_sharded_grad"]
+__all__ = ["HeldGrad", "ShardedGrad", "changed_too_early", "make_held_grad", "make_sharded_grad"]
 
 
 class ShardedGrad(Tensor):
@@ -74,6 +75,39 @@ def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
     grad: ShardedGrad = Tensor._make_subclass(ShardedGrad, flat_view.view(local_shape(info)), False)
     grad.shard = info
     return grad
+
+
+class HeldGrad(ShardedGrad):
+    """``.grad`` while an iteration's gradients are elsewhere: zeros that have the memory of one element.
+
+    To set ``.grad`` to None gives the iteration up; whatever else would change it raises ``RuntimeError``.
+    """
+
+    @staticmethod
+    def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_"):
+            found = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, HeldGrad)), None)
+            if found is not None:
+                raise RuntimeError(changed_too_early(found.shard))
+        return ShardedGrad.__torch_function__(func, types, args, kwargs)
+
+
+def make_held_grad(info: ShardInfo, dtype: torch.dtype, device: torch.device) -> HeldGrad:
+    """Zeros in the shape of a shard."""
+    zero = torch.zeros((), dtype=dtype, device=device)
+    grad: HeldGrad = Tensor._make_subclass(HeldGrad, zero.expand(local_shape(info)), False)
+    grad.shard = info
+    return grad
+
+
+def changed_too_early(info: ShardInfo) -> str:
+    """The error of who changes ``.grad`` between an iteration's microbatches."""
+    return (
+        f".grad of parameter '{info.name}' was changed in the middle of an iteration, when gradients of earlier "
+        f"microbatches are not in it yet: clip, scale and zero gradients after the last backward, or give the "
+        f"iteration up by zero_grad(set_to_none=True) of all parameters"
+    )
 
 
 # torch.nn.utils.clip_grad_norm_ asks for all norms at once for the classes in this list alone, else for one at a time.

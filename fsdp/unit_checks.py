@@ -46,8 +46,18 @@ def row_of(placements: str | Placements) -> Placements:
     return placements
 
 
-def check_placements(placements: Placements, grid: RankGrid, reshard_after_forward: bool | None) -> None:
+def check_placements(
+    placements: Placements,
+    grid: RankGrid,
+    reshard_after_forward: bool | None,
+    reduce_every_microbatch: bool | None,
+) -> None:
     """Raise ``ValueError`` for what has no effect on these ranks."""
+    if reduce_every_microbatch and placements.inner.gradient is Placement.WHOLE:
+        raise ValueError(
+            "reduce_every_microbatch=True has no effect where placements keep gradients whole; leave it None, or shard "
+            "them ('zero2', 'zero3')"
+        )
     if reshard_after_forward and placements.inner.parameter is Placement.WHOLE:
         raise ValueError(
             "reshard_after_forward=True has no effect where placements keep parameters whole; leave it None, or shard "

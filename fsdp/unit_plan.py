@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeAlias
 
-from ..ddp.layout import BucketLayout, ParamSpec, plan_gradients
+from ..ddp.layout import BucketLayout, ParamSpec, default_bucket_numel, plan_gradients
 from ..ddp.layout_atoms import atom_of
 from ..ddp.placements import Placements
 from ..ddp.wiring import OwnedParam, grad_dtype_of
@@ -24,17 +24,26 @@ MAX_ATOM_PADDING = 0.05
 
 
 def plan_unit(
-    owned: Sequence[OwnedParam], policy: MixedPrecisionPolicy, degree: int, atoms: ShardAtoms = "element"
+    owned: Sequence[OwnedParam],
+    policy: MixedPrecisionPolicy,
+    degree: int,
+    atoms: ShardAtoms = "element",
+    bucket_size: int | None = None,
 ) -> Iterator[tuple[BucketLayout, bool]]:
     """The buckets, and whether they have gradients: dtypes, frozen ones and delayed ones apart.
 
-    owned   the unit's parameters, in registration order
-    degree  number of equal shards of each bucket
-    atoms   what no shard border may cut
+    owned        the unit's parameters, in registration order
+    degree       number of equal shards of each bucket
+    atoms        what no shard border may cut; with more than elements, a bucket takes all that it can
+    bucket_size  elements at which a bucket is closed, unless less than half as many are left; None:
+                 ``default_bucket_numel(degree)``
 
-    Raises ``ValueError`` for a pattern that matches no parameter, and for an atom that is none.
+    Raises ``ValueError`` for a pattern that matches no parameter, and for an atom or a size that is none.
     """
     _check_patterns(owned, atoms)
+    if bucket_size is not None and bucket_size < 1:
+        raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
+    size = bucket_size or default_bucket_numel(degree)
     kinds: dict[tuple[Any, ...], list[OwnedParam]] = {}
     for entry in reversed(owned):  # about the order of backward
         param = entry.param
@@ -52,14 +61,29 @@ def plan_unit(
             )
             for entry in members
         ]
-        plan = plan_gradients(
-            specs,
-            shard_degree=degree,
-            bucket_numel=max(1, sum(spec.numel for spec in specs)),
-            max_atom_padding=MAX_ATOM_PADDING,
-        )
-        for layout in plan.buckets:
-            yield _alone(layout), trainable
+        for run in _runs(specs, size):
+            plan = plan_gradients(
+                run,
+                shard_degree=degree,
+                bucket_numel=max(1, sum(spec.numel for spec in run)),
+                max_atom_padding=MAX_ATOM_PADDING,
+            )
+            for layout in plan.buckets:
+                yield _alone(layout), trainable
+
+
+def _runs(specs: Sequence[ParamSpec], size: int) -> Iterator[Sequence[ParamSpec]]:
+    """The parameters of each bucket, before atoms have a say."""
+    if any(spec.atom != 1 for spec in specs):
+        yield specs
+        return
+    first = held = 0
+    left = sum(spec.numel for spec in specs)
+    for end, spec in enumerate(specs, 1):
+        held, left = held + spec.numel, left - spec.numel
+        if end == len(specs) or (held >= size and 2 * left >= size):
+            yield specs[first:end]
+            first, held = end, 0
 
 
 def _kind_of(name: str, atoms: ShardAtoms) -> AtomKind:

@@ -141,7 +141,7 @@ def _unit(
         in_forward = 1 if index < 2 else num_microbatches
         stays = index in (0, len(entered) - 1) or fsdp.reshard_after_forward is False
         in_backward = 0 if stays else num_microbatches
-    reductions = num_microbatches if inner.reduces_every_microbatch else 1
+    reductions = num_microbatches if inner.gradient is Placement.SHARDED else 1
     name = entered[index]
     return PlacedUnit(name, placed[name], in_forward, in_backward, reductions)
 
