@@ -86,12 +86,16 @@ class Job(NamedTuple):
     delay: str = "none"
     microbatches: int = 1
     reshard: bool | None = None
+    bucket_size: int | None = None
+    """Elements at which a unit's buckets are closed."""
     low: bool = False
     """Computation in bf16 over fp32 masters."""
     steps: int = 20
     optimizer: str = "adamw"
     variants: int = 0
     """Of the experts, each on a mesh of its own, rank by rank in turn; 0: there are none."""
+    holding: tuple[str, ...] = ()
+    """Units that keep whole gradients from one microbatch to the next; empty: the outermost."""
 
     @property
     def ranks(self) -> int:
@@ -132,11 +136,12 @@ def mesh_of(instances: int, inner: int) -> DeviceMesh | None:
     return init_device_mesh("cpu", (instances, inner), mesh_dim_names=("outer", "inner"))
 
 
-def shard(module: Any, units: Sequence[str], **options: Any) -> Any:
-    """``module``, fully sharded from the inside out."""
-    for name in units:
-        fully_shard(module.get_submodule(name), **options)
-    return fully_shard(module, **options)
+def shard(module: Any, units: Sequence[str], *, holding: Collection[str] = (), **options: Any) -> Any:
+    """``module``, fully sharded from the inside out; ``holding``: units that reduce once in an iteration."""
+    for name in (*units, ""):
+        how = {"reduce_every_microbatch": False} if name in holding else {}
+        fully_shard(module.get_submodule(name), **how, **options)
+    return module
 
 
 def pieces_of(model: nn.Module) -> tuple[dict[str, Piece | None], dict[str, Piece]]:
@@ -182,16 +187,21 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor, microbatches: int) -> 
 
 def train_sharded(job: Job, observe: Callable[[FSDPModule, int], None] | None = None) -> Sharded:
     """Train on the ranks of the default group, or alone without one; ``observe(model, step)`` runs after each step."""
-    options: dict[str, Any] = {"placements": job.placements, "reshard_after_forward": job.reshard}
+    options: dict[str, Any] = {
+        "placements": job.placements,
+        "reshard_after_forward": job.reshard,
+        "bucket_size": job.bucket_size,
+    }
     if job.instances > 1:
         options["mesh"] = mesh_of(job.instances, job.inner)
     if job.low:
         options["mixed_precision"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     module = job.build()
     if job.variants:
-        for expert in module.experts:
-            fully_shard(expert, **{**options, "mesh": expert_group(job.variants)})
-    model = shard(module, job.units, **options)
+        for name, expert in module.experts.named_children():
+            how = {"reduce_every_microbatch": False} if f"experts.{name}" in job.holding else {}
+            fully_shard(expert, **{**options, "mesh": expert_group(job.variants)}, **how)
+    model = shard(module, job.units, holding=job.holding, **options)
     optimizer = job.make_optimizer([param for param in model.parameters() if param.requires_grad])
     queue = WgradQueue()
     trained = Sharded([], [], [])
@@ -289,18 +299,20 @@ class _Engine:
 
 
 def reduced_once(job: Job) -> frozenset[str]:
-    """Parameters whose microbatches are summed before they are reduced: all, none, or those beside lagging ones."""
+    """Parameters whose microbatches are summed before they are reduced: those of units that hold them, and beside
+    lagging ones."""
     module = job.build()
     names = frozenset(name for name, param in module.named_parameters() if param.requires_grad)
     if job.placements in ("zero1", "hybrid"):
         return names
-    if not job.lags:
+    if not (job.lags or job.holding):
         return frozenset()
-    model = shard(module, job.units, placements="zero3")
+    experts = [f"experts.{name}" for name, _ in module.experts.named_children()] if job.variants else []
+    model = shard(module, (*experts, *job.units), placements="zero3")
     for unit in model.units:
-        for bucket in unit.buckets:
+        for bucket in unit.buckets if unit.name not in job.holding else ():
             late = [pair for pair in bucket.pairs if any(_delays(owner, local) for owner, local in pair.owned.owners)]
-            if not late:
+            if not (job.lags and late):
                 names -= {pair.sharded.shard.name for pair in bucket.pairs}
     return names
 
