@@ -21,6 +21,8 @@ pattern matches may be cut between any two elements."""
 
 MAX_ATOM_PADDING = 0.05
 """A bucket that atoms would pad by more is split by atoms: one more collective for less memory."""
+SMALL_PART = 64
+"""A parameter of less than this part of a bucket opens none."""
 
 
 def plan_unit(
@@ -35,8 +37,8 @@ def plan_unit(
     owned        the unit's parameters, in registration order
     degree       number of equal shards of each bucket
     atoms        what no shard border may cut; with more than elements, a bucket takes all that it can
-    bucket_size  elements at which a bucket is closed, unless less than half as many are left; None:
-                 ``default_bucket_numel(degree)``
+    bucket_size  elements at which a bucket is closed before the next parameter that is not small, unless less than
+                 half as many are left; None: ``default_bucket_numel(degree)``
 
     Raises ``ValueError`` for a pattern that matches no parameter, and for an atom or a size that is none.
     """
@@ -79,11 +81,13 @@ def _runs(specs: Sequence[ParamSpec], size: int) -> Iterator[Sequence[ParamSpec]
         return
     first = held = 0
     left = sum(spec.numel for spec in specs)
-    for end, spec in enumerate(specs, 1):
+    for place, spec in enumerate(specs):
+        # A norm behind a matrix is done with it; in the next matrix's bucket it would take that one's memory as well.
+        if held >= size and 2 * left >= size and spec.numel >= size / SMALL_PART:
+            yield specs[first:place]
+            first, held = place, 0
         held, left = held + spec.numel, left - spec.numel
-        if end == len(specs) or (held >= size and 2 * left >= size):
-            yield specs[first:end]
-            first, held = end, 0
+    yield specs[first:]
 
 
 def _kind_of(name: str, atoms: ShardAtoms) -> AtomKind:
