@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from sharded_twin import (
-    KINDS,
     Block,
     Net,
     assert_same_grads,
@@ -18,6 +17,7 @@ from sharded_twin import (
     options_of,
     plain_grads,
     rank_and_size,
+    ranks_of,
     shard_blocks,
     train_beside,
 )
@@ -177,7 +177,7 @@ ORDERS = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "alone", "zero2"])
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "alone", "zero2", "zero3, once", "hsdp, once"])
 def test_orders_of_forward_and_backward(kind: str, order: Callable[[nn.Module, Batches], None]) -> None:
     train_beside(kind, run=order)
 
@@ -266,7 +266,7 @@ class Branches(Net):
 
 @pytest.mark.parametrize("make", [Loop, Skips, Auxiliary, Half, Detaches, Branches])
 @pytest.mark.parametrize(
-    "kind", ["zero3", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("hsdp_zero1", "zero1")]]
+    "kind", ["zero3", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("hsdp_zero1", "zero1", "zero3, once")]]
 )
 def test_models_that_go_their_own_ways(kind: str, make: Callable[[], nn.Module]) -> None:
     train_beside(kind, make, steps=2, microbatches=3)
@@ -309,7 +309,7 @@ class Recomputes(Net):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("what", ["blocks", "pairs", "inside", "all"])
-@pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
+@pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1", "zero3, once"])
 def test_recompute(kind: str, what: str, reentrant: bool) -> None:
     train_beside(kind, lambda: Recomputes(what, reentrant))
 
@@ -395,7 +395,7 @@ BREAKS = [
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("first", ["nothing", "a microbatch", "an iteration"])
-@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1"])
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once", "hsdp, once"])
 def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[Any, Tensor], None]) -> None:
     """After ``optimizer.zero_grad()`` the next iteration knows nothing of it."""
 
@@ -419,10 +419,10 @@ def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[A
             assert_same_grads(model, plain_grads(twin, one_backward, everyones))
             optimizer.zero_grad()
 
-    simulate(on_each_rank, KINDS[kind])
+    simulate(on_each_rank, ranks_of(kind))
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero3", "hsdp", "hsdp_zero1"])
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp", "hsdp_zero1", "hsdp_zero1, once"])
 def test_what_is_abandoned_in_a_unit_stays_out_of_later_iterations_that_do_not_use_it(kind: str) -> None:
     def on_each_rank() -> None:
         rank, size = rank_and_size()
@@ -443,4 +443,4 @@ def test_what_is_abandoned_in_a_unit_stays_out_of_later_iterations_that_do_not_u
         assert_same_grads(model, plain_grads(twin, run, [batches_of(other, 1, step=1) for other in range(size)]))
         optimizer.step()
 
-    simulate(on_each_rank, KINDS[kind])
+    simulate(on_each_rank, ranks_of(kind))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_twin import KINDS, Net, batches_of, mean_loss, one_backward, options_of, shard_blocks
+from sharded_twin import Net, batches_of, mean_loss, one_backward, options_of, ranks_of, shard_blocks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -153,7 +153,7 @@ def make_sharded(kind: str) -> Any:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("live", LIVES)
-@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1"])
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once"])
 def test_everything_goes_with_the_last_name(kind: str, live: Callable[[Any], None]) -> None:
     def on_each_rank() -> list[str]:
         model = make_sharded(kind)
@@ -164,7 +164,7 @@ def test_everything_goes_with_the_last_name(kind: str, live: Callable[[Any], Non
         del model
         return watched.alive()
 
-    for left in simulate(on_each_rank, KINDS[kind]):
+    for left in simulate(on_each_rank, ranks_of(kind)):
         assert left == []
 
 
@@ -197,7 +197,7 @@ def test_a_model_and_its_optimizer_in_either_order(kind: str, first: str) -> Non
             del model
         assert watched.alive() == []
 
-    simulate(on_each_rank, KINDS[kind])
+    simulate(on_each_rank, ranks_of(kind))
 
 
 @pytest.mark.parametrize("kind", ["zero3", "zero1"])
@@ -214,7 +214,7 @@ def test_a_graph_keeps_parameters_and_no_model(kind: str) -> None:
         del loss
         assert watched.alive() == []
 
-    simulate(on_each_rank, KINDS[kind])
+    simulate(on_each_rank, ranks_of(kind))
 
 
 def test_between_forward_and_backward_with_delayed_weight_gradients() -> None:

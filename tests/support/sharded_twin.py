@@ -29,6 +29,7 @@ __all__ = [
     "options_of",
     "plain_grads",
     "rank_and_size",
+    "ranks_of",
     "shard_blocks",
     "train_beside",
 ]
@@ -76,11 +77,19 @@ def shard_blocks(model: nn.Module, **options: Any) -> None:
 
 
 KINDS = {"alone": 0, "zero1": 2, "zero2": 2, "zero3": 3, "hsdp": 4, "hsdp_zero1": 4}
-"""Ways to shard, and on how many ranks tests try each: 0 is a world without ``torch.distributed``."""
+"""Ways to shard, and on how many ranks tests try each: 0 is a world without ``torch.distributed``. With ", once" after
+its name, gradients are reduced once in an iteration."""
+
+
+def ranks_of(kind: str) -> int:
+    """On how many ranks a kind is tried."""
+    return KINDS[kind.removesuffix(", once")]
 
 
 def options_of(kind: str) -> dict[str, Any]:
     """Arguments of ``fully_shard``, on each rank."""
+    if kind.endswith(", once"):
+        return options_of(kind.removesuffix(", once")) | {"reduce_every_microbatch": False}
     if kind == "alone":
         return {}
     if kind in ("hsdp", "hsdp_zero1"):
@@ -212,8 +221,8 @@ def train_beside(
 ) -> None:
     """Train both on simulated ranks, and compare gradients and weights after every step.
 
-    kind       one of ``KINDS``
-    ranks      None: those of ``KINDS``; 0: without ``torch.distributed``
+    kind       one of ``KINDS``, perhaps with ", once"
+    ranks      None: those of the kind; 0: without ``torch.distributed``
     shard      called with the model and the options of the kind
     run        the backwards of one iteration over one rank's batches; called with the model, and with its twin
     optimizer  makes one for either; None: SGD with momentum
@@ -234,7 +243,7 @@ def train_beside(
             assert_same_weights(model, twin, tolerance)
             mine.zero_grad()
 
-    ranks = KINDS[kind] if ranks is None else ranks
+    ranks = ranks_of(kind) if ranks is None else ranks
     if ranks:
         simulate(on_each_rank, ranks, seed=seed)
     else:
