@@ -12,7 +12,7 @@ from ..ddp.bucket import Phase
 from ..ddp.failure_report import FailureReporter
 from ..ddp.iteration_checks import check_nothing_bypassed, check_nothing_pending
 from ..ddp.launcher import BucketLauncher
-from ..ddp.streams import current_stream
+from ..ddp.streams import OnStream, current_stream
 from .memory import Meter
 from .sharded_bucket import ShardedBucket
 from .unit import Unit
@@ -53,11 +53,17 @@ class GradRounds:
         self.left_over = False
         """Some microbatches were not reduced over all ranks yet."""
         self._ended = False  # the iteration, in ``finish``; no round of the next one was launched
+        self._home: torch.cuda.Stream | None = None  # of forwards: sums take their memory there and give it back there
         self._launched: list[ShardedBucket] = []  # whose memory goes back to the pool, in order
         self._pool_nbytes = max((_pool_nbytes(unit) for unit in units[1:]), default=0)
 
     def begin(self) -> None:
         """A forward starts: after an iteration's end the memory of gradients that were cleared is not needed."""
+        if self._device.type == "cuda":
+            home = current_stream(self._device)
+            if self._home is not None and self._home != home:
+                self._home.wait_stream(home)  # before it uses again what is let go here
+            self._home = home
         if self._ended:
             for bucket in self._buckets:
                 bucket.reduction.shard.forget_cleared()
@@ -120,9 +126,20 @@ class GradRounds:
             self._shrink_pool(bucket, bucket.grads.nbytes)  # its memory comes into the pool
         bucket.accumulated = self._ended = False
         bucket.reduction.final, bucket.reduction.written = final, written
+        bucket.reduction.keeps_total = self._claim(bucket)
         self.launcher.launch(bucket.bucket)
         if not bucket.keeps_grads:
             self._launched.append(bucket)
+
+    def _claim(self, bucket: ShardedBucket) -> bool:
+        """Have memory for the sums, of the stream whose activations get it next."""
+        home = self._home
+        if home is None or home == current_stream(self._device):
+            return bucket.reduction.shard.claim()
+        assert bucket.bucket is not None, "trainable"
+        bucket.bucket.streams.add(home.cuda_stream)  # the reduction waits for it
+        with OnStream(home):
+            return bucket.reduction.shard.claim()
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give a bucket's whole gradients memory; where a collective has it, wait for that first."""

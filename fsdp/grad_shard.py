@@ -75,7 +75,7 @@ class GradShard:
                 param.grad = zero
             self._note_held(zeros)
             return
-        if not self._claim():
+        if not self.claim():
             assert self._shown is not None and self._total is not None, "made by the claim"
             self._total.zero_()
             self._shown.zero_()
@@ -100,9 +100,13 @@ class GradShard:
         tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
         return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
 
-    def collect(self, reduction: GradReduction, grads: Tensor | None, *, final: bool) -> Iterator[Any]:
-        """The stages of one round over ``grads`` [n], None where nothing was written since the last one."""
-        keeps_total = self._claim()
+    def collect(
+        self, reduction: GradReduction, grads: Tensor | None, *, keeps_total: bool, final: bool
+    ) -> Iterator[Any]:
+        """The stages of one round over ``grads`` [n], None where nothing was written since the last one.
+
+        keeps_total  what ``claim`` has said before
+        """
         total = self._total
         assert total is not None, "made by the claim"
         if reduction.grid.outer_size == 1:
@@ -145,8 +149,8 @@ class GradShard:
             part = yield from reduction.across(self._partial)
             total.add_(part)
 
-    def _claim(self) -> bool:
-        """Make ``.grad`` show the sums; returns whether what they hold is kept."""
+    def claim(self) -> bool:
+        """Make ``.grad`` show the sums, made on the current stream; returns whether what they hold is kept."""
         grads = [param.grad for param in self._params]
         held, self._holds = self._holds, False
         if held:
@@ -211,12 +215,15 @@ class ShardReduction(GradReduction):
     shard: GradShard
     final = True
     """The next round is the iteration's last."""
+    keeps_total = False
+    """It adds to what the sums hold."""
     written = True
     """The next round has whole gradients to reduce; otherwise it only sums across instances what earlier ones left."""
 
     def start(self, grads: Tensor) -> InFlight:
         """Reduce ``grads`` [n] and add this rank's part of it to the sums, asynchronously."""
-        return in_stages(self.shard.collect(self, grads if self.written else None, final=self.final), (grads,))
+        whole = grads if self.written else None
+        return in_stages(self.shard.collect(self, whole, keeps_total=self.keeps_total, final=self.final), (grads,))
 
 
 def _accumulate(into: Tensor, value: Tensor, keeps: bool) -> None:

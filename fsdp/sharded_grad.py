@@ -87,7 +87,8 @@ class HeldGrad(ShardedGrad):
     def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_"):
-            found = next((each for each in tree_leaves((args, kwargs)) if isinstance(each, HeldGrad)), None)
+            changed = tree_leaves(args[0] if args else None)
+            found = next((each for each in changed if isinstance(each, HeldGrad)), None)
             if found is not None:
                 raise RuntimeError(changed_too_early(found.shard))
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
