@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ddp.collectives import InFlight, in_stages
 from ..ddp.reduction import GradReduction
-from .sharded_grad import HeldGrad, ShardedGrad, changed_too_early, make_held_grad, make_sharded_grad
+from .sharded_grad import HeldGrad, ShardedGrad, changed_too_early, make_held_grads, make_sharded_grad
 from .sharded_param import ShardedParameter
 
 __all__ = ["GradShard", "ShardReduction"]
@@ -52,6 +52,7 @@ class GradShard:
         self._views: list[ShardedGrad] = []
         self.has_partial = False
         """Some rounds were not summed across instances yet."""
+        self._zeros: Sequence[HeldGrad] = ()  # .grad where microbatches are held and there are no sums
         self._holds = False  # some rounds of this iteration are not in .grad yet: partial, or in whole gradients
         self._held: Sequence[ShardedGrad] = ()  # .grad then
         self._version = 0  # and its version
@@ -70,10 +71,12 @@ class GradShard:
             return
         self.forget_cleared()
         if self._total is None and all(param.grad is None for param in self._params):
-            zeros = [make_held_grad(param.shard, param.dtype, param.device) for param in self._params]
-            for param, zero in zip(self._params, zeros, strict=True):
+            if any(zero._version for zero in self._zeros):
+                self._zeros = ()  # somebody has written to them
+            self._zeros = self._zeros or make_held_grads(self._params)
+            for param, zero in zip(self._params, self._zeros, strict=True):
                 param.grad = zero
-            self._note_held(zeros)
+            self._note_held(self._zeros)
             return
         if not self.claim():
             assert self._shown is not None and self._total is not None, "made by the claim"

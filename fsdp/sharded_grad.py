@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..ddp.rank_grid import RankGrid
 from .sharded_param import ShardedParameter, ShardInfo, local_shape
 
-__all__ = ["HeldGrad", "ShardedGrad", "changed_too_early", "make_held_grad", "make_sharded_grad"]
+__all__ = ["HeldGrad", "ShardedGrad", "changed_too_early", "make_held_grads", "make_sharded_grad"]
 
 
 class ShardedGrad(Tensor):
@@ -94,12 +94,15 @@ class HeldGrad(ShardedGrad):
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
 
 
-def make_held_grad(info: ShardInfo, dtype: torch.dtype, device: torch.device) -> HeldGrad:
-    """Zeros in the shape of a shard."""
-    zero = torch.zeros((), dtype=dtype, device=device)
-    grad: HeldGrad = Tensor._make_subclass(HeldGrad, zero.expand(local_shape(info)), False)
-    grad.shard = info
-    return grad
+def make_held_grads(params: Sequence[ShardedParameter]) -> list[HeldGrad]:
+    """Zeros in the shape of each shard, of one dtype on one device: all of them are one element."""
+    zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
+    zeros: list[HeldGrad] = []
+    for param in params:
+        grad: HeldGrad = Tensor._make_subclass(HeldGrad, zero.expand(local_shape(param.shard)), False)
+        grad.shard = param.shard
+        zeros.append(grad)
+    return zeros
 
 
 def changed_too_early(info: ShardInfo) -> str:
