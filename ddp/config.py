@@ -21,8 +21,8 @@ class DistributedDataParallelConfig:
     """All-gather updated parameters under the next forward, instead of in ``DistributedOptimizer.step``."""
     copy_engine_param_gather: bool = False
     """Gathers that overlap run on the GPU's copy engines and take no multiprocessor from the forward. NCCL 2.28 or
-    newer; it falls back to kernels where a rank's memory is not mapped to all others (several nodes). Such a
-    program keeps its model until it has called ``destroy_process_group()``: torch 2.11 aborts at exit otherwise."""
+    newer; it falls back to kernels where a rank's memory is not mapped to all others (several nodes). The process
+    keeps the parameters' memory until it ends, as torch 2.11 cannot unmap it."""
     num_distributed_optimizer_instances: int = 1
     """Hybrid: so many instances of consecutive ranks, shards inside each, replicas of them across."""
     bucket_size: int | None = None

@@ -86,8 +86,8 @@ def fully_shard(
     offload_to_cpu         shards, gradients and with them the optimizer live in pinned host memory; CUDA only
     copy_engine_gather     gathers of the whole model run on the GPU's copy engines and take no multiprocessor from what
                            is computed; say it on the outermost unit. NCCL 2.28 or newer; it falls back to kernels where
-                           a rank's memory is not mapped to all others (several nodes). Such a program keeps its model
-                           until it has called ``destroy_process_group()``: torch 2.11 aborts at exit otherwise
+                           a rank's memory is not mapped to all others (several nodes). The process keeps what is
+                           mapped, the outermost unit and three more, until it ends
     init_fn                initialises one module's own parameters after they came from meta; None: its
                            ``reset_parameters()``. A unit's whole parameters exist while it is being wrapped
     init_sync              copy the first rank's parameters and buffers to all ranks
