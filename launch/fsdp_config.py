@@ -43,6 +43,12 @@ class FsdpConfig:
     """Instances of ``parallel = "hsdp"``, runs of consecutive ranks: as a rule one for each node. None: 2."""
     reshard_after_forward: bool | None = None
     """Blocks let their whole parameters go between forward and backward. None: where placements shard parameters."""
+    reduce_every_microbatch: bool | None = None
+    """``false``: whole gradients stay in memory from one microbatch to the next, and are reduced once in an iteration.
+    None: as placements say, which keep them whole or do not."""
+    bucket_size: int | None = None
+    """Elements at which a unit's buckets are closed; memory for gradients comes and goes by buckets. None: what keeps
+    links busy, max(40e6, 1e6 shards)."""
     shard_atoms: Literal["element", "row", "whole"] = "element"
     """What no border between ranks' shards may cut; rows and whole parameters take padding."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -70,6 +76,12 @@ class FsdpConfig:
             self.placements,
             "is what fsdp.inner says in full; leave one of them out",
         )
+        require(
+            self.bucket_size is None or self.bucket_size >= 1,
+            "fsdp.bucket_size",
+            self.bucket_size,
+            "must be at least 1",
+        )
         self._check_row()
 
     def _check_row(self) -> None:
@@ -90,6 +102,12 @@ class FsdpConfig:
             self.reshard_after_forward,
             "has no effect where placements keep parameters whole; leave it out",
         )
+        require(
+            not self.reduce_every_microbatch or self.row.inner.gradient is Placement.SHARDED,
+            "fsdp.reduce_every_microbatch",
+            self.reduce_every_microbatch,
+            "has no effect where placements keep gradients whole; leave it out",
+        )
 
     @property
     def row(self) -> Placements:
@@ -98,6 +116,11 @@ class FsdpConfig:
             return PLACEMENTS[self.placements]
         outer = self.outer or ("whole", "whole", "whole")
         return Placements(*(AxisPlacement(*map(Placement, kinds)) for kinds in (self.inner, outer)))
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether whole gradients stay from one microbatch to the next, and an iteration reduces them once."""
+        return self.reduce_every_microbatch is False or self.row.inner.gradient is Placement.WHOLE
 
     def instances(self, parallel: Parallel) -> int:
         """Number of instances; 1 but under ``hsdp``."""

@@ -10,6 +10,7 @@ from ..ddp.layout import BucketLayout, GradPlan
 from ..ddp.placements import Placements, placements_of
 from ..ddp.wiring import find_owned_params, plan_model
 from .config import Config, ModelConfig, Parallel
+from .grad_peak import peak_of_grads
 from .model import GPT
 from .parameter_count import ParameterCount, count_of
 from .plan_units import UnitsPlan, fsdp_alternatives, place_units
@@ -97,15 +98,23 @@ def plan_units(config: Config, ranks: int) -> UnitsPlan:
     """The same for ``parallel = "fsdp"`` and ``"hsdp"``: lay out its units."""
     config.check_ranks(ranks)
     model = GPT(config.model, torch.device("meta"))
+    units = place_units(config, ranks, config.parallel, config.fsdp)
+    num_microbatches = config.train.num_microbatches
     return UnitsPlan(
-        place_units(config, ranks, config.parallel, config.fsdp),
+        units,
         ranks,
         config.num_instances,
         count_of(model),
         config.parallel,
         config.fsdp,
         config.model,
-        config.train.num_microbatches,
+        num_microbatches,
+        peak_of_grads(
+            model,
+            {unit.name: unit.buckets for unit in units},
+            num_microbatches=num_microbatches,
+            holds_grads=config.fsdp.holds_grads,
+        ),
         _alternatives(config, model, ranks),
     )
 

@@ -172,7 +172,8 @@ def _unit_row(bucket: PlacedBucket) -> tuple[str, ...]:
 def _unit_collectives_table(plan: UnitsPlan) -> Table:
     across = plan.outer_size > 1
     scatters = plan.placements.outer.scatters
-    table = _table(f"bytes that each rank sends in a step of {plan.num_microbatches} microbatch(es)")
+    by_bucket = "; collectives are counted for each bucket" if len(plan.buckets) > len(plan.units) else ""
+    table = _table(f"bytes that each rank sends in a step of {plan.num_microbatches} microbatch(es){by_bucket}")
     table.add_column("unit")
     ranks, instances = f"over {plan.inner_size} ranks", f"over {plan.outer_size} instances"
     _add_numbers(table, "gathers in\nforward", "gathers in\nbackward", f"all-gather\n{ranks}")

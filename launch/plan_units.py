@@ -51,6 +51,8 @@ class UnitsPlan(NamedTuple):
     fsdp: FsdpConfig
     model: ModelConfig
     num_microbatches: int
+    peak_grads: int
+    """Most bytes of whole gradients at once."""
     alternatives: dict[Parallel, RankBytes]
     """Bytes at rest under each kind of parallelism that so many ranks allow, this run's among them."""
 
@@ -78,32 +80,23 @@ class UnitsPlan(NamedTuple):
     def peak_params(self) -> int:
         """Most bytes of whole parameters at once: the outermost unit's, and those of two that follow each other.
 
-        While one computes, the next is on its way.
+        While one computes, the next is on its way. Where some blocks have a unit inside them and others have none,
+        there are three: a unit that is left has two more on their way, and the block around it is still there.
         """
+        blocks: dict[str, int] = {}  # with the units inside them
+        for unit in self.units[1:]:
+            block = ".".join(unit.name.split(".")[:2])
+            blocks[block] = blocks.get(block, 0) + unit.param_nbytes
         keeps = self.placements.inner.parameter is Placement.WHOLE or self.fsdp.reshard_after_forward is False
-        return _most(self.units, [unit.param_nbytes for unit in self.units], len(self.units) if keeps else 2)
-
-    @property
-    def peak_grads(self) -> int:
-        """Most bytes of whole gradients at once: the outermost unit's, which is written from the first to the last of a
-        backward, and those of two that follow each other."""
-        keeps = self.placements.inner.gradient is Placement.WHOLE
-        return _most(self.units, [unit.grad_nbytes for unit in self.units], len(self.units) if keeps else 2)
+        num_inner = len(self.units) - 1 - len(blocks)
+        inside, count = list(blocks.values()), 3 if 0 < num_inner < len(blocks) else 2
+        count = len(inside) if keeps else min(count, len(inside))
+        rows = [sum(inside[first : first + count]) for first in range(len(inside) - count + 1)]
+        return self.units[0].param_nbytes + max(rows)
 
     def traffic(self, bucket: PlacedBucket) -> UnitTraffic:
         """What a rank sends for a bucket, each time."""
         return unit_traffic(bucket, self.fsdp.torch_reduce_dtype)
-
-
-def _most(units: tuple[PlacedUnit, ...], sizes: list[int], count: int) -> int:
-    """The outermost unit's size, and that of the largest ``count`` blocks in a row, with the units inside them."""
-    blocks: dict[str, int] = {}
-    for unit, size in zip(units[1:], sizes[1:], strict=True):
-        block = ".".join(unit.name.split(".")[:2])
-        blocks[block] = blocks.get(block, 0) + size
-    inside = list(blocks.values())
-    rows = [sum(inside[first : first + count]) for first in range(max(1, len(inside) - count + 1))]
-    return sizes[0] + max(rows)
 
 
 def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig) -> tuple[PlacedUnit, ...]:
@@ -120,7 +113,7 @@ def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig
         taken.update(id(entry.param) for entry in owned)
         placed[names[id(module)]] = tuple(
             PlacedBucket(layout, trainable, torch.float32, row, inner_size, outer_size)
-            for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms)
+            for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms, fsdp.bucket_size)
         )
     entered = [name for name in names.values() if name in placed]  # registration is the order of this model's forward
     return tuple(_unit(index, entered, placed, config.train.num_microbatches, fsdp) for index in range(len(entered)))
@@ -141,7 +134,7 @@ def _unit(
         in_forward = 1 if index < 2 else num_microbatches
         stays = index in (0, len(entered) - 1) or fsdp.reshard_after_forward is False
         in_backward = 0 if stays else num_microbatches
-    reductions = num_microbatches if inner.gradient is Placement.SHARDED else 1
+    reductions = 1 if fsdp.holds_grads else num_microbatches
     name = entered[index]
     return PlacedUnit(name, placed[name], in_forward, in_backward, reductions)
 
@@ -165,5 +158,6 @@ def _beside(config: Config, parallel: Parallel) -> FsdpConfig:
         inner=tuple(kind.value for kind in row.inner),
         grad_dtype=own.grad_dtype if config.fully_sharded or config.ddp.grad_reduce_in_fp32 else "bfloat16",
         reshard_after_forward=own.reshard_after_forward,
+        bucket_size=own.bucket_size,
         shard_atoms=own.shard_atoms,
     )

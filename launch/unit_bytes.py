@@ -46,6 +46,11 @@ class PlacedBucket(NamedTuple):
         return self.layout.numel * self.layout.slots[0].spec.grad_dtype.itemsize if self.trainable else 0
 
     @property
+    def keeps_grads(self) -> bool:
+        """Whether whole gradients have memory for good."""
+        return self.placements.inner.gradient is Placement.WHOLE
+
+    @property
     def shard_nbytes(self) -> int:
         """Of one rank's shard."""
         return self.layout.numel // self.layout.shard_degree * self.rest_dtype.itemsize
@@ -68,7 +73,7 @@ class PlacedBucket(NamedTuple):
             kept += self.shard_nbytes
         if self.outer_size > 1:
             kept += self.grad_nbytes // self.inner_size
-        return kept + (self.grad_nbytes if self.placements.inner.gradient is Placement.WHOLE else 0)
+        return kept + (self.grad_nbytes if self.keeps_grads else 0)
 
     @property
     def _scatters_across(self) -> bool:

@@ -195,6 +195,8 @@ class _FullySharded(Wrapped):
                 placements=config.fsdp.row,
                 mixed_precision=policy,
                 reshard_after_forward=None if unit is module else config.fsdp.reshard_after_forward,
+                reduce_every_microbatch=config.fsdp.reduce_every_microbatch,
+                bucket_size=config.fsdp.bucket_size,
                 shard_atoms=config.fsdp.shard_atoms,
                 offload_to_cpu=config.fsdp.offload_to_cpu,
                 copy_engine_gather=unit is module and config.fsdp.copy_engine_gather,

@@ -219,6 +219,12 @@ def test_dtypes_are_words():
             "fsdp.reshard_after_forward = True: has no effect where placements keep parameters whole",
         ),
         (
+            {"parallel": "fsdp", "fsdp": {"placements": "zero1", "reduce_every_microbatch": True}},
+            "fsdp.reduce_every_microbatch = True: has no effect where placements keep gradients whole",
+        ),
+        ({"parallel": "fsdp", "fsdp": {"bucket_size": 0}}, "fsdp.bucket_size = 0: must be at least 1"),
+        ({"parallel": "zero1", "fsdp": {"bucket_size": 8}}, 'fsdp.bucket_size = 8: contradicts parallel = "zero1"'),
+        (
             {"parallel": "fsdp", "ddp": {"grad_reduce_wire_dtype": "bfloat16"}},
             "ddp.grad_reduce_wire_dtype = 'bfloat16': has no effect under parallel = \"fsdp\"; set fsdp.reduce_dtype",
         ),

@@ -74,6 +74,31 @@ def test_trains_what_zero1_trains(tmp_path: Path, parallel: str, fsdp: dict[str,
     assert len(sharded[0]) == 7
 
 
+@pytest.mark.parametrize(
+    "parallel, fsdp, model, ranks",
+    [
+        ("fsdp", {"reduce_every_microbatch": False, "bucket_size": 4000}, {"num_layers": 3}, 3),
+        pytest.param("hsdp", {"reduce_every_microbatch": False}, {"delay_wgrad_layers": 1}, 4, marks=pytest.mark.slow),
+        pytest.param("fsdp", {"placements": "zero1", "bucket_size": 4000}, EXPERTS, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_that_are_reduced_once_are_those_of_zero1(
+    tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict, ranks: int
+):
+    """Bit for bit with several microbatches: each rank sums its own first, as ZeRO-1 does."""
+    alike: dict[str, Any] = {
+        "ranks": ranks,
+        "model": {"param_dtype": "bfloat16"} | model,
+        "train": {"num_microbatches": 2},
+        "optimizer": UNCLIPPED | {"decay_vectors": False},
+    }
+    reduced_once = run(tmp_path, parallel=parallel, fsdp=fsdp, **alike)
+    config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp)
+    spans = records(config, "timeline")[0]["buckets"]
+    assert set(Counter(span["bucket"] for span in spans).values()) == {1}
+    assert_same(run(tmp_path, parallel="zero1", **alike), reduced_once)
+
+
 @pytest.mark.parametrize("placements", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_microbatches_and_clipping(tmp_path: Path, placements: str):
     """Gradients are summed over ranks microbatch by microbatch: another order of the same sums."""

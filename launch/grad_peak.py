@@ -1,0 +1,137 @@
+"""Most bytes of whole gradients at once in a fully sharded run: the pool of ``fsdp/grad_rounds.py``, replayed by sizes.
+
+What the pool holds follows from the order in which a backward comes to buckets, and nothing else: a reduction keeps
+its memory until somebody needs it, however soon it ends. So this is what a run's meter shows, and not only a bound.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from ..ddp.wgrad_module import DelayedWgradModule
+from .unit_bytes import PlacedBucket
+
+__all__ = ["peak_of_grads"]
+
+MICROBATCHES = 3
+"""Replayed at most: the second finds what the first has left under way, and then they repeat."""
+
+
+def peak_of_grads(
+    model: nn.Module, units: Mapping[str, Sequence[PlacedBucket]], *, num_microbatches: int, holds_grads: bool
+) -> int:
+    """Bytes of whole gradients.
+
+    model        with its parameters registered in the order in which a forward uses them; they may be on meta
+    units        buckets of each unit by the unit's name, the outermost first
+    holds_grads  whole gradients stay from one microbatch to the next
+    """
+    buckets = {_Key(unit, index): bucket for unit, found in units.items() for index, bucket in enumerate(found)}
+    keeps = any(bucket.keeps_grads for bucket in buckets.values())
+    if keeps or (holds_grads and num_microbatches > 1):
+        return sum(bucket.grad_nbytes for bucket in buckets.values())
+    pool = _Pool({unit: [bucket.grad_nbytes for bucket in found] for unit, found in units.items()})
+    steps = list(_backward(model, buckets))
+    for _ in range(min(num_microbatches, MICROBATCHES)):
+        for written, launched in steps:
+            pool.write(written)
+            pool.launch(launched)
+    return pool.peak
+
+
+class _Key(NamedTuple):
+    """One bucket."""
+
+    unit: str
+    place: int
+    """In the unit."""
+
+
+class _Step(NamedTuple):
+    """One module's part of a backward."""
+
+    written: Sequence[_Key]
+    launched: Sequence[_Key]
+    """Afterwards."""
+
+
+def _backward(model: nn.Module, buckets: Mapping[_Key, PlacedBucket]) -> Iterator[_Step]:
+    """Modules from the last to the first, then delayed weight gradients, bucket by bucket."""
+    key_of = {
+        f"{key.unit}.{slot.spec.name}".removeprefix("."): key
+        for key, bucket in buckets.items()
+        for slot in bucket.layout.slots
+    }
+    names = {id(param): name for name, param in model.named_parameters()}
+    delayed = [key for key, bucket in buckets.items() if bucket.layout.delayed]
+    for path, module in reversed(list(model.named_modules())):
+        later = module.delayed_wgrad_weights() if isinstance(module, DelayedWgradModule) else ()
+        written = [
+            key_of[names[id(param)]]
+            for name, param in module._parameters.items()
+            if param is not None and name not in later
+        ]
+        passed = [key for key in buckets if key.unit == path and key not in delayed]
+        yield _Step(list(dict.fromkeys(reversed(written))), passed)
+    for unit in reversed(list(dict.fromkeys(key.unit for key in buckets))):
+        for key in delayed:
+            if key.unit == unit:
+                yield _Step([key], [key])
+
+
+class _Pool:
+    """``GradRounds``, as far as it takes and returns memory.
+
+    units  bytes of each unit's buckets, the outermost first
+    """
+
+    def __init__(self, units: Mapping[str, Sequence[int]]) -> None:
+        self._nbytes = {
+            _Key(unit, index): nbytes for unit, found in units.items() for index, nbytes in enumerate(found)
+        }
+        own = {unit: _limit(found) for unit, found in units.items()}
+        inside = max(list(own.values())[1:], default=0)
+        self._limits = {unit: max(inside, limit) for unit, limit in own.items()}
+        self._written: list[_Key] = []
+        self._launched: list[_Key] = []
+        self.peak = 0
+
+    def write(self, buckets: Sequence[_Key]) -> None:
+        """One module's gradients are written, into buckets of one unit."""
+        fresh = [bucket for bucket in buckets if bucket not in self._written]
+        if not fresh:
+            return
+        unit = fresh[0].unit
+        limit = self._limits[unit]
+        own = self._sum(written for written in self._written if written.unit == unit)
+        others = self._sum(self._written) - own
+        if len(fresh) > 1:  # a module writes its weights in an order of its own: this is the most of any
+            taken = own + self._sum({*self._launched, *fresh})
+            self._note(others + min(limit, taken))
+        for bucket in fresh:
+            if bucket in self._launched:
+                self._launched.remove(bucket)
+            own += self._nbytes[bucket]
+            while self._launched and own + self._sum(self._launched) > limit:
+                self._launched.pop(0)
+            self._written.append(bucket)
+            self._note(others + own + self._sum(self._launched))
+
+    def launch(self, buckets: Sequence[_Key]) -> None:
+        """They are reduced from now on."""
+        for bucket in buckets:
+            self.write([bucket])  # where nobody has written, zeros are sent
+            self._written.remove(bucket)
+            self._launched.append(bucket)
+
+    def _sum(self, buckets: Iterable[_Key]) -> int:
+        return sum(self._nbytes[bucket] for bucket in buckets)
+
+    def _note(self, nbytes: int) -> None:
+        self.peak = max(self.peak, nbytes)
+
+
+def _limit(sizes: Sequence[int]) -> int:
+    """Bytes of what is reduced and of what its unit has written, while a unit of such buckets is written."""
+    return sum(sizes) + max(max(sizes, default=0), sum(sizes) // 2)
