@@ -40,7 +40,7 @@ class DataParallelBench:
     settings: tuple[str, ...] = ("large", "one_microbatch", "small")
     """Tables: large, one_microbatch, small, tiny."""
     rows: tuple[str, ...] = ()
-    """Rows by name; none: all but those that may end the process. The floors come along, for the ratios."""
+    """Rows by name; none: all. The floors come along, for the ratios."""
     without: tuple[str, ...] = ()
     """Rows to leave out."""
     num_steps: int = 10
@@ -54,7 +54,7 @@ class DataParallelBench:
     keep_traces: bool = False
     """Keep the traces themselves too, as .json.gz."""
     bucket_size: int | None = None
-    """Elements at which our rows close a bucket; None: the library's own rule."""
+    """Elements at which our rows close a bucket, those of sharded units too; None: the library's own rule."""
     num_buckets: int | None = None
     """Number of buckets of our rows, instead of their size."""
     pad_buckets: bool = False
@@ -108,8 +108,7 @@ def choose_rows(bench: DataParallelBench, rows: Mapping[str, Row] = ROWS) -> lis
     """Names in measuring order: floors first and again last. Raises ``ConfigError`` for one that does not exist."""
     for kind in (bench.rows, bench.without, bench.trace):
         _check_names("row", kind, rows)
-    usual = [name for name, row in rows.items() if not row.only_by_name]
-    wanted = set(bench.rows or usual) - set(bench.without)
+    wanted = set(bench.rows or rows) - set(bench.without)
     floors = [name for name in (FLOOR, PEER_FLOOR) if name in rows and name not in bench.without]
     between = [name for name in rows if name in wanted and name not in floors]
     return [*floors, *between, *floors] if between else floors
@@ -188,6 +187,8 @@ def _measure(
     log: Callable[[str], None],
 ) -> Measurement:
     options = case.ours if name in OURS and row.trains else {}
+    if name in FSDP:
+        options = {key: value for key, value in case.ours.items() if key == "bucket_size"}
     about: dict[str, Any] = {
         "setting": case.setting.name,
         "num_ranks": case.num_ranks,

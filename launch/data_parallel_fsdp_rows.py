@@ -27,19 +27,31 @@ def shard_model(
     *,
     split_ends: bool = False,
     keep_params: bool = False,
+    reduced_once: bool = False,
     copy_engines: bool = False,
+    bucket_size: int | None = None,
 ) -> GPT:
     """Make units of the model, in place.
 
     split_ends    the embedding and the head are units of their own, so that neither is whole while the other is used
     keep_params   whole parameters stay from forward to backward
+    reduced_once  whole gradients stay until the last microbatch
     copy_engines  gathers run on the GPU's copy engines
+    bucket_size   of all units
     """
-    reshard = False if keep_params else None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        placements=placements,
+        mixed_precision=policy,
+        reshard_after_forward=False if keep_params else None,
+        reduce_every_microbatch=False if reduced_once else None,
+        bucket_size=bucket_size,
+    )
     for unit in [*model.blocks, *([model.embedding, model.head] if split_ends else [])]:
-        fully_shard(unit, mesh, placements, policy, reshard_after_forward=reshard)
-    return fully_shard(model, mesh, placements, policy, reshard_after_forward=reshard, copy_engine_gather=copy_engines)
+        shard(unit)
+    return shard(model, copy_engine_gather=copy_engines)
 
 
 def _build(
@@ -49,6 +61,7 @@ def _build(
     fused: bool = True,
     split_ends: bool = False,
     keep_params: bool = False,
+    reduced_once: bool = False,
     copy_engines: bool = False,
     num_instances: int = 1,
     compiled: bool = False,
@@ -59,7 +72,14 @@ def _build(
     outer = {} if num_instances == 1 else {"outer": num_instances}
     mesh = make_mesh(case.device, {**outer, "inner": case.num_ranks // num_instances})
     model = shard_model(
-        module, placements, mesh, split_ends=split_ends, keep_params=keep_params, copy_engines=copy_engines
+        module,
+        placements,
+        mesh,
+        split_ends=split_ends,
+        keep_params=keep_params,
+        reduced_once=reduced_once,
+        copy_engines=copy_engines,
+        bucket_size=case.ours.get("bucket_size"),
     )
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens = case.tokens()
@@ -88,6 +108,21 @@ FSDP: Mapping[str, Row] = {
     "fsdp_zero3_split_copy_engines": Row(
         "maingrad FSDP, ZeRO-3, embedding and head units of their own, gathers on copy engines",
         partial(_build, placements="zero3", split_ends=True, copy_engines=True),
+        refuse=refuse_copy_engines,
+    ),
+    "fsdp_zero3_reduced_once": Row(
+        "maingrad FSDP, ZeRO-3, gradients reduced once a step",
+        partial(_build, placements="zero3", reduced_once=True),
+    ),
+    "fsdp_zero3_reduced_once_copy_engines": Row(
+        "maingrad FSDP, ZeRO-3, gradients reduced once a step, gathers on copy engines",
+        partial(_build, placements="zero3", reduced_once=True, copy_engines=True),
+        refuse=refuse_copy_engines,
+    ),
+    "fsdp_zero3_split_reduced_once_copy_engines": Row(
+        "maingrad FSDP, ZeRO-3, embedding and head units of their own, gradients reduced once a step, gathers on copy "
+        "engines",
+        partial(_build, placements="zero3", split_ends=True, reduced_once=True, copy_engines=True),
         refuse=refuse_copy_engines,
     ),
     "fsdp_zero3_kept": Row(

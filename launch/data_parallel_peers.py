@@ -54,15 +54,19 @@ def _torch_ddp(case: Case, *, compiled: bool) -> Step:
 # ---- FSDP2. ----
 
 
-def _fsdp2(case: Case, *, reshard: bool, compiled: bool) -> Step:
-    """reshard: ZeRO-3; otherwise parameters stay gathered until the last microbatch's backward used them: ZeRO-2."""
+def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: bool = False) -> Step:
+    """Gradients are reduced in the last microbatch, and whole until then.
+
+    reshard     ZeRO-3; otherwise parameters stay gathered until the last microbatch's backward used them: ZeRO-2
+    split_ends  the embedding and the head are units of their own
+    """
     model = make_model(case.setting, plain_linear, torch.float32, case.device)
     if compiled:
         model.compile_parts()
     mesh = init_device_mesh(case.device.type, (case.num_ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for unit in [*model.blocks, *([model.embedding, model.head] if split_ends else [])]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     sharded: Any = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens = case.tokens()
@@ -260,18 +264,12 @@ PEERS: Mapping[str, Row] = {
         close=_close_megatron,
         refuse=_CORE,
     ),
-    **{
-        f"megatron_fsdp_zero{stage}{suffix}": Row(
-            f"Megatron-FSDP ZeRO-{stage}{what}",
-            partial(_megatron_fsdp, stage=stage, fused=suffix == "_fused", defaults=suffix == "_bf16"),
-            refuse=_refuse_overwriting if (stage, suffix) == (1, "_fused") else _MEGATRON_FSDP,
-            only_by_name=True,  # 0.6.1 was seen to end with a segmentation fault
-        )
-        for stage in (1, 3)
-        for suffix, what in (("", ""), ("_fused", ", fused wgrad"), ("_bf16", ", gradients in bf16"))
-    },
-    "fsdp2_zero2": Row("FSDP2, parameters kept (ZeRO-2)", partial(_fsdp2, reshard=False, compiled=False)),
-    "fsdp2_zero3": Row("FSDP2, resharded (ZeRO-3)", partial(_fsdp2, reshard=True, compiled=False)),
+    "fsdp2_zero2": Row("FSDP2, parameters kept (ZeRO-2)", partial(_fsdp2, reshard=False)),
+    "fsdp2_zero3": Row("FSDP2, resharded (ZeRO-3)", partial(_fsdp2, reshard=True)),
+    "fsdp2_zero3_split": Row(
+        "FSDP2, resharded (ZeRO-3), embedding and head units of their own",
+        partial(_fsdp2, reshard=True, split_ends=True),
+    ),
     "torch_ddp": Row("torch DDP, autocast, fp32 weights", partial(_torch_ddp, compiled=False)),
     "fsdp2_zero2_compiled": Row(
         "FSDP2 ZeRO-2, torch.compile", partial(_fsdp2, reshard=False, compiled=True), close=reset_compiler
@@ -280,5 +278,14 @@ PEERS: Mapping[str, Row] = {
         "FSDP2 ZeRO-3, torch.compile", partial(_fsdp2, reshard=True, compiled=True), close=reset_compiler
     ),
     "torch_ddp_compiled": Row("torch DDP, torch.compile", partial(_torch_ddp, compiled=True), close=reset_compiler),
+    **{
+        f"megatron_fsdp_zero{stage}{suffix}": Row(
+            f"Megatron-FSDP ZeRO-{stage}{what}",
+            partial(_megatron_fsdp, stage=stage, fused=suffix == "_fused", defaults=suffix == "_bf16"),
+            refuse=_refuse_overwriting if (stage, suffix) == (1, "_fused") else _MEGATRON_FSDP,
+        )
+        for stage in (1, 3)
+        for suffix, what in (("", ""), ("_fused", ", fused wgrad"), ("_bf16", ", gradients in bf16"))
+    },
 }
-"""By name, in the order in which they are measured."""
+"""By name, in the order in which they are measured. Megatron-FSDP comes last: 0.6.1 keeps memory for good."""

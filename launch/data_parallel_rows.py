@@ -54,7 +54,7 @@ class Case(NamedTuple):
     num_ranks: int
     device: torch.device
     ours: Mapping[str, Any] = {}
-    """Fields of ``DistributedDataParallelConfig`` that our rows set beyond their own."""
+    """Fields of ``DistributedDataParallelConfig`` that our rows set beyond their own; units take ``bucket_size``."""
 
     def tokens(self) -> Tensor:
         """[M, 1, T + 1] of this rank."""
@@ -74,8 +74,6 @@ class Row(NamedTuple):
     """Its loss falls as the others' does."""
     refuse: Callable[[Case], str | None] = lambda _: None
     """Why it cannot be measured in this case; None: it can."""
-    only_by_name: bool = False
-    """Left out unless it is asked for: it may end the process, and with it the rows behind it."""
 
 
 # ---- Floors: the same work without a collective. ----

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gloo import run_ranks
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel
+from maingrad.fsdp.module import root_of
 from maingrad.launch.bench_data_parallel import (
     ROWS,
     DataParallelBench,
@@ -23,6 +25,7 @@ from maingrad.launch.bench_data_parallel import (
     choose_rows,
 )
 from maingrad.launch.cli import main
+from maingrad.launch.data_parallel_fsdp_rows import FSDP, shard_model
 from maingrad.launch.data_parallel_model import SETTINGS, AddmmLinear, fused_linear, make_model, plain_linear
 from maingrad.launch.data_parallel_ranks import Ranks, make_mesh
 from maingrad.launch.data_parallel_report import (
@@ -140,7 +143,11 @@ def test_a_row_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
         raise RuntimeError("out of\nluck")
 
     closed: list[str] = []
-    rows = {"broken": Row("broken", broken, close=lambda: closed.append("broken")), "ddp": OURS["ddp"]}
+    rows = {
+        "broken": Row("broken", broken, close=lambda: closed.append("broken")),
+        "ddp": OURS["ddp"],
+        "fsdp_zero3_reduced_once": FSDP["fsdp_zero3_reduced_once"],
+    }
     bench = dataclasses.replace(BRIEF, bucket_size=3000)
     lines: list[str] = []
     saved: list[int] = []
@@ -148,9 +155,12 @@ def test_a_row_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     done = bench_data_parallel(
         bench, ranks, tmp_path, rows=rows, log=lines.append, save=lambda rows: saved.append(len(rows))
     )
-    assert [(row.row, row.problem) for row in done] == [("broken", "RuntimeError: out of luck"), ("ddp", "")]
+    problems = [(row.row, row.problem) for row in done]
+    assert problems == [("broken", "RuntimeError: out of luck"), ("ddp", ""), ("fsdp_zero3_reduced_once", "")]
     assert done[1].label == "maingrad DDP, bucket_size=3000"
-    assert saved == [1, 2]
+    assert done[2].label == "maingrad FSDP, ZeRO-3, gradients reduced once a step, bucket_size=3000"
+    assert done[2].last_loss < done[2].first_loss == pytest.approx(done[1].first_loss, rel=1e-3)
+    assert saved == [1, 2, 3]
     assert closed == ["broken"]
     assert any("in broken" in line for line in lines)  # the traceback
 
@@ -172,13 +182,15 @@ def test_floors_come_first_and_last() -> None:
     assert some == [FLOOR, PEER_FLOOR, "zero1", "torch_ddp", FLOOR, PEER_FLOOR]
     every = choose_rows(DataParallelBench(without=(PEER_FLOOR, "ddp")))
     assert every[0] == every[-1] == FLOOR
-    assert set(ROWS) - set(every) - {PEER_FLOOR, "ddp"} == {name for name in ROWS if name.startswith("megatron_fsdp")}
+    assert set(ROWS) - set(every) == {PEER_FLOOR, "ddp"}
 
 
-def test_a_row_that_may_end_the_process_is_asked_for_by_name() -> None:
-    rows = {"ddp": OURS["ddp"], "risky": OURS["zero1"]._replace(only_by_name=True)}
-    assert choose_rows(DataParallelBench(), rows) == ["ddp"]
-    assert choose_rows(DataParallelBench(rows=("risky",)), rows) == ["risky"]
+def test_what_keeps_memory_comes_behind_all_others() -> None:
+    *others, closing = choose_rows(DataParallelBench(without=(PEER_FLOOR,)))
+    assert closing == FLOOR
+    keeps = [name.startswith("megatron_fsdp") for name in others]
+    assert sum(keeps) == 6
+    assert keeps == sorted(keeps)
 
 
 def test_ratios_are_over_the_mean_of_a_floor_and_drift_is_told(tmp_path: Path) -> None:
@@ -229,6 +241,18 @@ def test_rows_that_learn_nothing_are_told_also_where_most_do_not() -> None:
     floor = measured(FLOOR, 90.0, (10.0, 10.0))
     section = Section("tiny", 2, (floor, *stuck, measured("fsdp2_zero2", 100.0), measured("zero1", 100.0, (10.0, 7.9))))
     assert [row.row for row in section.odd_losses()] == ["fsdp_zero3", "fsdp_zero2", "ddp"]
+
+
+def test_units_are_made_as_their_row_says() -> None:
+    def made(**options: Any) -> list[tuple[str, int, bool]]:
+        """Name, number of buckets and whether gradients are held, of each unit."""
+        model = make_model(SETTINGS["tiny"], fused_linear, torch.float32, CPU)
+        units = root_of(shard_model(model, "zero3", None, **options)).units
+        return [(unit.name, len(unit.buckets), all(bucket.holds_grads for bucket in unit.buckets)) for unit in units]
+
+    assert made() == [("", 1, False), ("blocks.0", 1, False), ("blocks.1", 1, False)]
+    assert {name for name, _, _ in made(split_ends=True)} == {"", "blocks.0", "blocks.1", "embedding", "head"}
+    assert all(num_buckets > 1 and holds for _, num_buckets, holds in made(reduced_once=True, bucket_size=3000))
 
 
 def test_the_number_of_parameters_and_the_weights_are_the_same_for_every_layer() -> None:
@@ -295,6 +319,7 @@ def test_everything_that_runs_on_cpu_trains_alike_on_two_ranks(tmp_path: Path) -
         "torch_ddp",
         "fsdp2_zero2",
         "fsdp2_zero3",
+        *("fsdp_zero3_reduced_once", "fsdp2_zero3_split"),
     } <= rows.keys() - reasons.keys()
     (section,) = sections_of(list(rows.values()))
     assert not section.odd_losses()
