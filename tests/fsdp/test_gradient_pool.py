@@ -190,11 +190,11 @@ def run(model: Any, batches: Sequence[Tensor]) -> None:
         assert loss.isfinite()
 
 
-PLACEMENTS = ("zero1", "zero2", "zero3", "hsdp", "hsdp_zero1")
+PLACEMENTS = ("zero1", "zero2", "zero3", "hsdp", "hsdp_zero1", "zero3, once", "hsdp, once")
 MATRIX = list(itertools.product(PLACEMENTS, KINDS, (True, False), ORDERS))
 
 
-@pytest.mark.sampled(31)
+@pytest.mark.sampled(43)
 @pytest.mark.parametrize(("placements", "kind", "fused", "order"), MATRIX)
 def test_stale_memory_never_leaks(placements: str, kind: str, fused: bool, order: str) -> None:
     train_beside(placements, lambda: Model(kind, ORDERS[order], fused=fused), shard, run, steps=2, microbatches=2)
