@@ -57,7 +57,7 @@ class _Step(NamedTuple):
 
 
 def _backward(model: nn.Module, buckets: Mapping[_Key, PlacedBucket]) -> Iterator[_Step]:
-    """Modules from the last to the first, then delayed weight gradients, bucket by bucket."""
+    """Modules from the last to the first, then delayed weight gradients, unit by unit."""
     key_of = {
         f"{key.unit}.{slot.spec.name}".removeprefix("."): key
         for key, bucket in buckets.items()
@@ -75,9 +75,9 @@ def _backward(model: nn.Module, buckets: Mapping[_Key, PlacedBucket]) -> Iterato
         passed = [key for key in buckets if key.unit == path and key not in delayed]
         yield _Step(list(dict.fromkeys(reversed(written))), passed)
     for unit in reversed(list(dict.fromkeys(key.unit for key in buckets))):
-        for key in delayed:
-            if key.unit == unit:
-                yield _Step([key], [key])
+        later_here = [key for key in delayed if key.unit == unit]
+        yield from (_Step([key], []) for key in later_here)
+        yield _Step([], later_here)
 
 
 class _Pool:

@@ -154,7 +154,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "b
         ({"bucket_size": 2000}, {"num_layers": 3, "tie_embeddings": True, "vocab_size": 2000}, 2),
         ({"bucket_size": 8000}, EXPERTS | {"shared_expert_ffn_dim": 24}, 2),
         pytest.param({"bucket_size": 500}, {"num_layers": 5, "vocab_size": 2000}, 4, marks=pytest.mark.slow),
-        pytest.param({"bucket_size": 4000}, {"num_layers": 1, "delay_wgrad_layers": 1}, 2, marks=pytest.mark.slow),
+        pytest.param({"bucket_size": 1000}, {"num_layers": 3, "delay_wgrad_layers": 3}, 2, marks=pytest.mark.slow),
         pytest.param({"bucket_size": 4000}, EXPERTS | {"moe_layer_freq": 2}, 3, marks=pytest.mark.slow),
         pytest.param({}, EXPERTS | {"router_dtype": "bfloat16"}, 2, marks=pytest.mark.slow),
     ],
