@@ -56,6 +56,8 @@ class Form(NamedTuple):
     copy_engines: bool = False
     bf16: bool = False
     """Computes in bf16 over fp32 shards."""
+    once: bool = False
+    """Gradients are reduced once in an iteration."""
 
 
 FORMS = {
@@ -68,6 +70,10 @@ FORMS = {
     "zero3, delayed wgrads": Form("zero3", delayed=True),
     "zero3, kept until backward": Form("zero3", kept=True),
     "zero3, bf16": Form("zero3", bf16=True),
+    "zero2, once": Form("zero2", once=True),
+    "zero2, once, delayed wgrads": Form("zero2", once=True, delayed=True),
+    "zero3, once": Form("zero3", once=True),
+    "zero3, once, delayed wgrads": Form("zero3", once=True, delayed=True),
 }
 COPYING = {
     "zero2, copy engines": Form("zero2", copy_engines=True),
@@ -76,12 +82,15 @@ COPYING = {
 OFFLOADED = {
     "zero2, offloaded": Form("zero2", offload=True),
     "zero3, offloaded": Form("zero3", offload=True),
+    "zero3, once, offloaded": Form("zero3", once=True, offload=True),
 }
 HYBRIDS = {
     "hsdp": Form("hsdp"),
     "hsdp, no prefetch": Form("hsdp", prefetch=False),
     "hsdp, delayed wgrads": Form("hsdp", delayed=True),
     "hsdp_zero1": Form("hsdp_zero1"),
+    "hsdp, once": Form("hsdp", once=True),
+    "hsdp_zero1, once": Form("hsdp_zero1", once=True),
 }
 Pause = Callable[[str], None]
 
@@ -172,6 +181,7 @@ def shard(model: Model, form: Form, mesh: Any) -> FSDPModule:
             form.placements,
             policy,
             reshard_after_forward=reshard,
+            reduce_every_microbatch=False if form.once else None,
             offload_to_cpu=form.offload,
             copy_engine_gather=on_engines,
         )
