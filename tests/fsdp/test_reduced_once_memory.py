@@ -160,8 +160,8 @@ def test_a_unit_that_does_not_hold_leaves_with_its_microbatch() -> None:
     holding = ("blocks.1", "blocks.4")
     for rank in simulate(iterations, 2, holding=holding):
         for seen in rank:
-            # Between microbatches two more, which are being reduced, and the outermost's.
-            assert max(seen.grads) <= HEAD + 4 * BLOCK and seen.grads[-1] == 0
+            # Between microbatches also the last two that are being reduced, and the outermost's.
+            assert seen.grads == (HEAD + 4 * BLOCK, HEAD + 4 * BLOCK, 0)
             assert seen.sums == tuple([(ALL - 2 * BLOCK) // 2] * 2 + [ALL // 2])
             assert seen.peak <= HEAD + 4 * BLOCK
 
