@@ -177,6 +177,60 @@ def test_averages_inside_a_collective_and_before_it(form: str, instances: int, i
         assert torch.equal(mine, expected)
 
 
+def reduce_inside_into(
+    form: str, instances: int, wire: torch.dtype | None, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The stages inside an instance alone, into memory of mine: what is summed for me, the memory as it was left, and
+    what was returned."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    grads = torch.randn(16 * size, generator=torch.Generator().manual_seed(rank))
+    everyones = [torch.empty_like(grads) for _ in range(size)]
+    dist.all_gather(everyones, grads)
+    grid = make_grid(None, num_instances=instances)
+    reduction = GradReduction(grid, PLACEMENTS[form], factor=0.25, wire_dtype=wire, device=torch.device("cpu"))
+    start, end = reduction.range_inside(grads.numel())
+    into = torch.full((end - start,), torch.nan, dtype=dtype)
+    stages = reduction.inside(grads, into)
+    while True:
+        try:
+            work = next(stages)
+        except StopIteration as over:
+            mine = over.value
+            break
+        work.wait()
+    first = rank // grid.inner_size * grid.inner_size
+    return [values[start:end] for values in everyones[first : first + grid.inner_size]], into, mine
+
+
+@pytest.mark.parametrize(
+    ("form", "instances", "ranks", "wire", "dtype", "used"),
+    [
+        ("zero1", 1, 4, None, torch.float32, True),
+        ("zero1", 1, 3, None, torch.float32, True),
+        ("zero1", 1, 4, BF16, torch.float32, True),
+        ("hybrid", 2, 4, None, torch.float32, True),
+        ("hybrid", 2, 4, BF16, torch.float32, True),
+        ("hsdp_zero1", 2, 4, None, torch.float32, True),
+        ("zero1", 1, 4, None, torch.float64, False),  # sums of another dtype: a collective cannot write them
+        ("ddp", 1, 4, None, torch.float32, False),  # all-reduced in place
+        ("zero1", 1, 1, None, torch.float32, False),  # alone: there is no collective
+        ("hybrid", 2, 2, None, torch.float32, False),  # so are instances of one rank
+    ],
+)
+def test_a_collective_may_write_into_other_memory(
+    form: str, instances: int, ranks: int, wire: torch.dtype | None, dtype: torch.dtype, used: bool
+) -> None:
+    """Reduce-scatters and sums of what came over the wire do; it is all written, and what else there is, is not."""
+    for terms, into, mine in simulate(reduce_inside_into, ranks, form, instances, wire, dtype):
+        assert (mine is into) is used
+        assert into.isnan().all() if not used else into.isfinite().all()
+        if wire is None:
+            assert torch.equal(mine, tree_sum([term * 0.25 for term in terms]))
+        elif len(terms) > 1:
+            sent = torch.stack([(term * 0.25).to(wire) for term in terms])
+            assert torch.equal(mine, torch.sum(sent, dim=0, dtype=torch.float32))
+
+
 @pytest.mark.parametrize(("form", "instances"), [("ddp", 1), ("zero1", 1), ("hybrid", 2)])
 def test_a_sum_is_not_scaled(form: str, instances: int) -> None:
     for everyones, mine, start in simulate(reduce_alone, 4, form, instances, 1.0, True):

@@ -4,20 +4,28 @@ Models use their parameters in every way that a write could be missed in: not at
 hooks and by fused modules, in recomputed forwards, in some microbatches alone.
 """
 
+import functools
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from modules import Experts
+from sharded_training import mesh_of
+from sharded_training import shard as shard_units
 from sharded_twin import mean_loss, no_sync, train_beside
 from stale_memory import stale_memory
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import FSDPModule, fully_shard
-from maingrad.te_integration import Linear
+from maingrad.fsdp.module import root_of
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 
 HIDDEN = 8  # what support's experts take
 TOKENS = 11
@@ -198,3 +206,122 @@ MATRIX = list(itertools.product(PLACEMENTS, KINDS, (True, False), ORDERS))
 @pytest.mark.parametrize(("placements", "kind", "fused", "order"), MATRIX)
 def test_stale_memory_never_leaks(placements: str, kind: str, fused: bool, order: str) -> None:
     train_beside(placements, lambda: Model(kind, ORDERS[order], fused=fused), shard, run, steps=2, microbatches=2)
+
+
+@pytest.mark.sampled(331)
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize(("placements", "kind", "fused", "order"), MATRIX)
+def test_stale_memory_never_leaks_with_several_buckets(
+    placements: str, kind: str, fused: bool, order: str, size: int
+) -> None:
+    cut = functools.partial(shard, bucket_size=size)
+    train_beside(placements, lambda: Model(kind, ORDERS[order], fused=fused), cut, run, steps=2, microbatches=2)
+
+
+# ---- Ranks that use different parameters. ----
+
+
+class Choosing(nn.Module):
+    """Any of several layers, around a residual; twice where they are drawn twice."""
+
+    def __init__(self, widths: Sequence[int], fused: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.ups = nn.ModuleList([Linear(6, width, fuse_wgrad_accumulation=fused) for width in widths])
+        self.downs = nn.ModuleList([nn.Linear(width, 6) for width in widths])
+
+    def forward(self, x: Tensor, which: Sequence[int]) -> Tensor:
+        normed = self.norm(x)
+        for index in which:
+            x = x + self.downs[index](self.ups[index](normed).tanh())
+        return x
+
+
+class Drawn(nn.Module):
+    """Blocks that forward takes in another order than they are registered in, under a head that may be tied."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        torch.manual_seed(0)
+        self.widths = [[rng.randint(1, 9) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(2, 5))]
+        fused = rng.random() < 0.6
+        self.embed = nn.Embedding(9, 6)
+        self.blocks = nn.ModuleList([Choosing(widths, fused) for widths in self.widths])
+        self.order = rng.sample(range(len(self.blocks)), len(self.blocks))
+        self.head = nn.Linear(6, 9, bias=False)
+        if rng.random() < 0.5:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, rng: random.Random, recompute: str) -> Tensor:
+        x = self.embed(tokens)
+        for index in self.order:
+            block, count = self.blocks[index], len(self.widths[index])
+            which = [rng.randrange(count) for _ in range(rng.randint(1, count))]
+            if recompute:
+                x = checkpoint(block, x, which, use_reentrant=recompute == "reentrant")
+            else:
+                x = block(x, which)
+        return self.head(x)
+
+
+def train_drawn(
+    seed: int, size: int, placements: str, instances: int, microbatches: int, how: str, at_once: bool
+) -> tuple[list[float], list[Tensor]]:
+    """Three steps in which each rank uses what it draws. Losses and whole weights."""
+    rank = dist.get_rank()
+    model = Drawn(seed)
+    options: dict[str, Any] = {"placements": placements, "bucket_size": size}
+    options["mesh"] = mesh_of(instances, dist.get_world_size() // instances)
+    if how == "reduced once":
+        options["reduce_every_microbatch"] = False
+    shard_units(model, [f"blocks.{index}" for index in range(len(model.blocks))], **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    rng, queue, losses = random.Random(1000 * seed + rank), WgradQueue(), []
+
+    def forward(step: int, index: int) -> Tensor:
+        tokens = torch.randint(9, (4,), generator=torch.Generator().manual_seed(100 * step + 10 * index + rank))
+        with delayed_wgrad(queue) if how == "queue" else nullcontext():
+            out = model(tokens, rng, how if "re" in how and how != "reduced once" else "")
+        return (out - 1).square().mean() / microbatches
+
+    for step in range(3):
+        ahead = [forward(step, index) for index in range(microbatches)] if at_once else []
+        for index in range(microbatches):
+            with nullcontext() if index == microbatches - 1 else model.no_sync():
+                loss = ahead[index] if at_once else forward(step, index)
+                loss.backward()
+                losses.append(loss.item())
+                queue.drain()
+        assert placements in ("zero1", "hybrid") or root_of(model).grads.meter.held_nbytes == 0
+        optimizer.step()
+        optimizer.zero_grad()
+    with model.unsharded():
+        return losses, [param.detach().clone() for param in model.parameters()]
+
+
+def draws(count: int) -> Iterator[tuple[Any, ...]]:
+    for seed in range(count):
+        rng = random.Random(seed)
+        placements = rng.choice(("zero1", "zero2", "zero3", "zero3", "hybrid", "hsdp", "hsdp_zero1"))
+        instances = 2 if placements.startswith("h") else 1
+        ways = ["", "queue", "recomputed", "reentrant"] + ["reduced once"] * (placements not in ("zero1", "hybrid"))
+        how = rng.choice(ways)
+        at_once = how in ("", "reduced once") and rng.random() < 0.5
+        inner = rng.choice([1, 2]) if instances == 2 else rng.choice([2, 3])
+        yield seed, rng.choice([1, 10, 30, 60]), placements, instances, inner, rng.choice([1, 2, 3]), how, at_once
+
+
+@pytest.mark.sampled(41)
+@pytest.mark.parametrize("draw", list(draws(200)), ids=str)
+def test_ranks_may_use_different_parameters_of_a_unit(draw: tuple[Any, ...]) -> None:
+    """All launch in one order (simulated ranks see to that), nothing stale is summed, and buckets change no bit."""
+    seed, size, placements, instances, inner, *rest = draw
+    several, one = (
+        simulate(train_drawn, instances * inner, seed, numel, placements, instances, *rest, seed=seed)
+        for numel in (size, 10**9)
+    )
+    for (losses, weights), (expected_losses, expected) in zip(several, one, strict=True):
+        assert losses == expected_losses
+        assert all(weight.isfinite().all() for weight in weights)
+        assert all(map(torch.equal, weights, expected))

@@ -1,5 +1,7 @@
 """Memory of the sums that ``.grad`` shows: there from an iteration's first round until the next one's forward."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,11 +14,11 @@ from maingrad.launch import simulate
 PLACEMENTS = ("zero1", "zero2", "zero3")
 
 
-def build(placements: str) -> FSDPModule:
+def build(placements: str, **options: Any) -> FSDPModule:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
-    fully_shard(model[0], placements=placements)
-    return fully_shard(model, placements=placements)  # type: ignore[return-value]
+    fully_shard(model[0], placements=placements, **options)
+    return fully_shard(model, placements=placements, **options)  # type: ignore[return-value]
 
 
 def loss(model: nn.Module, index: int) -> Tensor:
@@ -52,20 +54,74 @@ def test_the_next_forward_has_the_memory(placements: str):
     assert simulate(run, 2) == [[True] * 9] * 2
 
 
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("at_once", [False, True], ids=["", "both forwards first"])
 @pytest.mark.parametrize("placements", PLACEMENTS)
-def test_who_keeps_a_gradient_keeps_its_values(placements: str):
-    def run() -> bool:
-        model = build(placements)
-        loss(model, 0).backward()
-        kept = [param.grad for param in model.parameters() if param.grad is not None]
+def test_who_keeps_a_gradient_keeps_its_values(placements: str, at_once: bool, size: int | None):
+    """The next round is summed into other memory, and ``.grad`` shows that."""
+
+    def run() -> None:
+        fresh = build(placements)
+        loss(fresh, 1).backward()
+        model = build(placements, bucket_size=size)
+        first, second = (loss(model, index) for index in range(2)) if at_once else (loss(model, 0), None)
+        first.backward()
+        kept = [param.grad for param in model.parameters()]
         wanted = [grad.detach().clone() for grad in kept]
         model.zero_grad()
-        loss(model, 1).backward()
-        return all(map(torch.equal, kept, wanted)) and not any(
-            param.grad is grad for param, grad in zip(model.parameters(), kept, strict=True)
-        )
+        (loss(model, 1) if second is None else second).backward()
+        assert all(map(torch.equal, kept, wanted))
+        assert not any(param.grad is grad for param, grad in zip(model.parameters(), kept, strict=True))
+        for expected, grads in zip(everyones(fresh), everyones(model), strict=True):
+            assert torch.equal(expected, grads)
 
-    assert simulate(run, 2) == [True, True]
+    simulate(run, 2)
+
+
+def everyones(model: FSDPModule) -> list[Tensor]:
+    """Whole gradients, put together by hand."""
+    found = []
+    for param in model.parameters():
+        whole = torch.zeros(torch.Size(param.shard.shape).numel())
+        whole[param.shard.start : param.shard.end] = param.grad.detach().reshape(-1)
+        dist.all_reduce(whole)
+        found.append(whole)
+    return found
+
+
+@pytest.mark.parametrize("kept_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 shards"])
+def test_the_first_round_is_summed_in_place(kept_dtype: torch.dtype):
+    """A collective writes what ``.grad`` shows. Later rounds are added, also those of an iteration without a clear."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).to(kept_dtype)
+        fully_shard(model, bucket_size=1)
+        written: list[tuple[int, int]] = []
+        for bucket in root_of(model).buckets:
+            reduction = bucket.reduction
+            inside = reduction.inside
+
+            def noted(grads: Tensor, into: Tensor | None = None, inside: Any = inside) -> Any:
+                mine = yield from inside(grads, into)
+                assert into is None or mine is into
+                written.append((mine.data_ptr(), grads.data_ptr()))
+                return mine
+
+            reduction.inside = noted  # type: ignore[method-assign]
+        sums = [bucket.reduction.shard for bucket in root_of(model).buckets]
+        for index in range(3):
+            if index == 2:
+                model.zero_grad()
+            written.clear()
+            model(torch.full((2, 6), float(index), dtype=kept_dtype)).square().mean().backward()
+            in_place = [at == total._total.data_ptr() for (at, _), total in zip(written, sums, strict=True)]
+            assert in_place == [index != 1] * len(sums)
+            if kept_dtype is torch.float32:
+                shown = {param.grad.untyped_storage().data_ptr() for param in model.parameters()}
+                assert shown == {total._total.untyped_storage().data_ptr() for total in sums}
+
+    simulate(run, 2)
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)

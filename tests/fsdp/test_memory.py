@@ -14,6 +14,7 @@ from sharded_training import mesh_of, shard
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from maingrad.ddp.bucket import Phase
 from maingrad.fsdp import MixedPrecisionPolicy
 from maingrad.fsdp.module import root_of
 from maingrad.launch import simulate
@@ -114,6 +115,10 @@ def iterate(model: Any, microbatches: int, queue: WgradQueue | None = None) -> N
 BLOCKS = tuple(f"blocks.{index}" for index in range(NUM_BLOCKS))
 
 
+ONE_MATRIX = WIDTH * WIDTH
+"""As the size of buckets: a block has two, the outermost unit one for the head and one for the embedding."""
+
+
 class Peaks(NamedTuple):
     """The most that blocks had at once in an iteration, the outermost unit's left out, in blocks; what they have
     after it, in bytes."""
@@ -134,11 +139,13 @@ def peaks(
     unused: bool = False,
     delayed: bool = False,
     queued: bool = False,
+    size: int | None = None,
 ) -> list[Peaks]:
     """Of three iterations: in the first the order of units is not known yet."""
     model = Transformer(run, unused=unused, delayed=delayed)
     mesh = mesh_of(instances, dist.get_world_size() // instances)
-    model = shard(model, BLOCKS, placements=placements, mesh=mesh, reshard_after_forward=reshard)
+    options = {"placements": placements, "mesh": mesh, "reshard_after_forward": reshard, "bucket_size": size}
+    model = shard(model, BLOCKS, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     root = root_of(model)
     outermost, block = root.units[:2]
@@ -193,14 +200,136 @@ def test_delayed_gradients_take_memory_when_they_are_computed(microbatches: int)
 
 
 @pytest.mark.parametrize(("how", "options"), [("queue", {"queued": True}), ("side by side", {})])
-@pytest.mark.parametrize("placements", ["zero2", "zero3"])
-def test_the_pool_grows_where_no_unit_can_be_reduced(how: str, options: dict[str, Any], placements: str) -> None:
+@pytest.mark.parametrize(("placements", "size"), [("zero2", None), ("zero3", None), ("zero3", ONE_MATRIX)])
+def test_the_pool_grows_where_no_unit_can_be_reduced(
+    how: str, options: dict[str, Any], placements: str, size: int | None
+) -> None:
     """Biases are written in backward, in buckets of weights that are computed after it; or all units end together.
     Nobody waits for memory that only he himself could return."""
     run = side_by_side if how == "side by side" else plainly
-    for step in simulate(peaks, 2, run, 2, placements=placements, **options)[0]:
+    for step in simulate(peaks, 2, run, 2, placements=placements, size=size, **options)[0]:
         assert step.grads == NUM_BLOCKS
         assert step.grads_left == 0
+
+
+# ---- Several buckets. ----
+
+
+class Watched(NamedTuple):
+    """What became of whole gradients in an iteration of units with several buckets. All sizes in bytes."""
+
+    limit: int
+    """A block's own, and its largest bucket or half of it."""
+    block: int
+    largest: int
+    """Most of blocks' at once."""
+    events: list[tuple[str, str]]
+    """Buckets that take memory, are written again, are launched, and are waited for before backward ends."""
+    before: list[tuple[int, list[str]]]
+    """When the last backward enters each block: what blocks have, and the outermost unit's buckets that have memory."""
+    left: int
+
+
+def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **how: Any) -> Watched:
+    """The second of two iterations."""
+    instances = 2 if placements.startswith("h") else 1
+    found: list[tuple[int, list[str]]] = []
+    events: list[tuple[str, str]] = []
+
+    def noted(model: Transformer, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = run_one(block, x)
+            x.register_hook(lambda _: found.append((in_blocks(), [b.name for b in outermost if b.grads.resident])))
+        return x
+
+    def run_one(block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) if run is plainly else checkpoint(block, x, use_reentrant=False)
+
+    def in_blocks() -> int:
+        return sum(bucket.grads.nbytes for bucket in inner if bucket.grads.resident)
+
+    mesh = mesh_of(instances, dist.get_world_size() // instances)
+    model = shard(Transformer(noted), BLOCKS, placements=placements, mesh=mesh, bucket_size=size, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    root = root_of(model)
+    outermost, inner = root.units[0].buckets, [bucket for unit in root.units[1:] for bucket in unit.buckets]
+    sizes = [bucket.grads.nbytes for bucket in root.units[1].buckets]
+    iterate(model, microbatches)
+    optimizer.step()
+    optimizer.zero_grad()
+    launcher, make_room = root.grads.launcher, root.grads.make_room
+    launch, wait_for, most = launcher.launch, launcher.wait_for, 0
+
+    def taking(bucket: Any) -> None:
+        nonlocal most
+        events.append(("again" if bucket.grads.resident else "take", bucket.bucket.name))
+        make_room(bucket)
+        most = max(most, in_blocks())
+
+    def launching(bucket: Any) -> None:
+        events.append(("launch", bucket.name))
+        launch(bucket)
+
+    def waiting(bucket: Any) -> None:
+        assert bucket.phase is Phase.REDUCING, "nobody waits for what is being written"
+        if root._task is not None:
+            events.append(("wait", bucket.name))
+        wait_for(bucket)
+
+    root.grads.make_room, launcher.launch, launcher.wait_for = taking, launching, waiting
+    found.clear()
+    iterate(model, microbatches)
+    limit = sum(sizes) + max(*sizes, sum(sizes) // 2)
+    return Watched(limit, sum(sizes), most, events, found[-NUM_BLOCKS:], root.grads.meter.held_nbytes)
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("run", [plainly, recomputed], ids=["", "recomputed"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("size", [1, ONE_MATRIX, ONE_MATRIX + WIDTH])
+@pytest.mark.parametrize("placements", ["zero2", "zero3", "hsdp", "hsdp_zero1"])
+def test_several_buckets_take_one_and_a_half_units(placements: str, size: int, microbatches: int, run: Run) -> None:
+    """To the byte: a unit's, and its largest bucket's or half of it for what is being reduced."""
+    for found in simulate(watch, 4 if placements.startswith("h") else 2, placements, size, microbatches, run):
+        assert found.block < found.largest <= found.limit <= 1.52 * found.block
+        assert found.largest == found.limit or size == 1
+        assert found.left == 0
+        assert_the_oldest_are_waited_for(found.events)
+
+
+def assert_the_oldest_are_waited_for(events: list[tuple[str, str]]) -> None:
+    """Or the very bucket that is written again, in the next microbatch."""
+    under_way: list[str] = []
+    num_oldest = 0
+    for before, (event, name) in itertools.pairwise(events):
+        if event == "launch":
+            assert name not in under_way
+            under_way.append(name)
+        elif event == "wait":
+            assert name == under_way[0] or before == ("again", name)
+            num_oldest += name == under_way[0]
+            under_way.remove(name)
+    assert num_oldest >= NUM_BLOCKS - 2
+
+
+@pytest.mark.parametrize("placements", ["zero3", pytest.param("hsdp", marks=pytest.mark.slow)])
+def test_an_embedding_has_no_gradient_before_backward_comes_to_it(placements: str) -> None:
+    for found in simulate(watch, 2, placements, ONE_MATRIX, 1):
+        assert [names for _, names in found.before] == [["head.weight"]] * NUM_BLOCKS
+        assert ("take", f"bucket {2 * NUM_BLOCKS + 1} (embed.weight)") in found.events
+
+
+@pytest.mark.parametrize("placements", ["zero3", "hsdp"])
+def test_gradients_that_were_kept_go_one_unit_after_the_other(placements: str) -> None:
+    """All of them until the last backward; in it those of blocks that it has not passed, and what is being reduced."""
+    for found in simulate(watch, 2, placements, ONE_MATRIX, 3, reduce_every_microbatch=False):
+        assert found.largest == NUM_BLOCKS * found.block
+        for entered, (nbytes, _) in enumerate(found.before):
+            passed = max(0, entered - 1)  # backward enters a block before it has left the one after it
+            kept = (NUM_BLOCKS - passed) * found.block
+            assert kept <= nbytes <= kept + min(found.limit, passed * found.block)
+        assert found.left == 0
+        assert [event for event, _ in found.events].count("launch") == 2 * NUM_BLOCKS + 2
 
 
 # ---- At rest. ----
