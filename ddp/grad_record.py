@@ -122,5 +122,5 @@ class GradRecord:
 
     def reset(self) -> None:
         """Start a new iteration."""
-        self.written = self.ready = self.consumer_wrote = self.passed = self.awaits_delayed = False
+        self.written = self.ready = self.passed = self.awaits_delayed = False
         self.closed = None

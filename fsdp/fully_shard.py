@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.failure_report import FailureReporter
-from ..ddp.layout import BucketLayout
 from ..ddp.placements import Placement, Placements
 from ..ddp.rank_grid import RankGrid, make_grid
 from ..ddp.wiring import OwnedParam, check_copy_engines
@@ -67,45 +66,39 @@ def fully_shard(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(); optimizer.zero_grad()
 
-    module                 on any device, or on meta
-    mesh                   ranks to shard over: a group, a DeviceMesh of one dim, or of two: (outer, inner). None: the
-                           default group, or a world of one without ``torch.distributed``
-    placements             a row of ``PLACEMENTS`` by name, or one of your own: what is whole and what is sharded at
-                           rest, along both axes
-    mixed_precision        dtypes of computation, of gradients and of their reduction
-    reshard_after_forward  let whole parameters go between forward and backward; None: unless the unit is the outermost.
-                           Needs placements that shard parameters
-    reduce_every_microbatch  False: whole gradients stay in memory under ``no_sync``, and are reduced once in an
-                           iteration; None: as placements say, which keep them whole ('zero1') or do not
-    bucket_size            elements at which the unit's buckets are closed; None: what keeps links busy,
-                           max(40e6, 1e6 shards). Memory for gradients comes and goes by buckets
-    shard_atoms            what no border between ranks' shards may cut: "element", "row" (entries of dim 0), "whole"
-                           (each parameter lies on one rank, for optimizers of matrices), or a number of rows; for all
-                           parameters, or by patterns of their names in ``module``. Equal shards with coarse atoms take
-                           padding, and may take more buckets; elements take next to none at any number of ranks
-    offload_to_cpu         shards, gradients and with them the optimizer live in pinned host memory; CUDA only
-    copy_engine_gather     gathers of the whole model run on the GPU's copy engines and take no multiprocessor from what
-                           is computed; say it on the outermost unit. NCCL 2.28 or newer; it falls back to kernels where
-                           a rank's memory is not mapped to all others (several nodes). The process keeps what is
-                           mapped, the outermost unit and three more, until it ends
-    init_fn                initialises one module's own parameters after they came from meta; None: its
-                           ``reset_parameters()``. A unit's whole parameters exist while it is being wrapped
-    init_sync              copy the first rank's parameters and buffers to all ranks
-    device                 where the module computes; None: that of a DeviceMesh, or where the parameters are
-    ignored_params         parameters that stay as they are, and are nobody's business here
+    module                   on any device, or on meta
+    mesh                     ranks to shard over: a group, a DeviceMesh of one dim, or of two: (outer, inner). None: the
+                             default group, or a world of one without ``torch.distributed``
+    placements               a row of ``PLACEMENTS`` by name, or one of your own: what is whole and what is sharded at
+                             rest, along both axes
+    mixed_precision          dtypes of computation, of gradients and of their reduction
+    reshard_after_forward    let whole parameters go between forward and backward; None: unless the unit is the
+                             outermost. Needs placements that shard parameters
+    reduce_every_microbatch  False: under ``no_sync`` whole gradients stay in memory, and an iteration reduces them
+                             once; None: as placements say, which keep them whole ('zero1') or do not
+    bucket_size              elements at which the unit's buckets are closed, whose gradients take memory one after the
+                             other; None: max(40e6, 1e6 shards), which keeps links busy
+    shard_atoms              what no border between ranks' shards may cut: "element", "row" (entries of dim 0), "whole"
+                             (parameters; for optimizers of matrices), or a number of rows; for all parameters, or by
+                             patterns of their names in ``module``. Coarse atoms take padding, elements next to none
+    offload_to_cpu           shards, gradients and with them the optimizer live in pinned host memory; CUDA only
+    copy_engine_gather       gathers of the whole model run on the GPU's copy engines and take no multiprocessor from
+                             what is computed; say it on the outermost unit. NCCL 2.28 or newer, kernels where ranks
+                             cannot map each other's memory (several nodes). The process keeps what is mapped, the
+                             outermost unit and three more, until it ends
+    init_fn                  initialises one module's own parameters after they came from meta; None: its
+                             ``reset_parameters()``. A unit's whole parameters exist while it is being wrapped
+    init_sync                copy the first rank's parameters and buffers to all ranks
+    device                   where the module computes; None: that of a DeviceMesh, or where the parameters are
+    ignored_params           parameters that stay as they are, and are nobody's business here
 
     Gradients are averaged over all ranks of the outermost unit, those of experts with a mesh of their own too.
 
     Raises ``ValueError`` for a module or mesh that cannot be sharded so, naming the parameter; the same where the model
     differs between ranks.
     """
-    wanted = _Wanted(
-        row_of(placements),
-        mixed_precision or MixedPrecisionPolicy(),
-        reshard_after_forward,
-        reduce_every_microbatch,
-        offload_to_cpu,
-    )
+    policy, when = mixed_precision or MixedPrecisionPolicy(), (reshard_after_forward, reduce_every_microbatch)
+    wanted = _Wanted(row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync)
     check_module(module)
     grid = make_grid(mesh, option="mesh")
     inside = list(own_modules(module))
@@ -117,9 +110,7 @@ def fully_shard(
     own_params(module, ignored)  # refuses what it must before anything is moved
     materialize(inside, device, init_fn, ignored)
     owned = own_params(module, ignored)
-    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
-    plans = list(plan_unit(owned, wanted.policy, degree, shard_atoms, bucket_size))
-    buckets = _make_buckets(type(module).__name__, plans, owned, inside, wanted, grid, device, init_sync, ignored)
+    buckets = _make_buckets(type(module).__name__, owned, inside, wanted, grid, device, ignored)
     unit = Unit(module, type(module).__name__, buckets, wanted.policy, grid, device, inside, reshard_after_forward)
     unit.copy_engines = copy_engine_gather
     _take_over(module, unit)
@@ -134,12 +125,15 @@ class _Wanted(NamedTuple):
     policy: MixedPrecisionPolicy
     reshard_after_forward: bool | None
     reduce_every_microbatch: bool | None
-    offload: bool
+    bucket_size: int | None
+    shard_atoms: ShardAtoms
+    offload_to_cpu: bool
+    init_sync: bool
 
     def check(self, grid: RankGrid, device: torch.device) -> None:
         """Raise ``ValueError`` for what cannot be, or has no effect."""
         check_placements(self.placements, grid, self.reshard_after_forward, self.reduce_every_microbatch)
-        if self.offload:
+        if self.offload_to_cpu:
             check_offload(device)
 
     @property
@@ -150,22 +144,22 @@ class _Wanted(NamedTuple):
 
 def _make_buckets(
     name: str,
-    plans: Sequence[tuple[BucketLayout, bool]],
     owned: Sequence[OwnedParam],
     inside: Sequence[nn.Module],
     wanted: _Wanted,
     grid: RankGrid,
     device: torch.device,
-    init_sync: bool,
     ignored: Collection[int],
 ) -> list[ShardedBucket]:
-    """Compare the plan of the unit's buckets and then the values between ranks, and shard the parameters."""
+    """Plan the unit's buckets, compare the plan and then the values between ranks, and shard the parameters."""
     failures = FailureReporter()
+    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
+    plans = list(plan_unit(owned, wanted.policy, degree, wanted.shard_atoms, wanted.bucket_size))
     with failures.watch("the comparison of models between ranks"):
         dtypes = {entry.name: entry.param.dtype for entry in owned}
-        said = wanted._asdict() | {"init_sync": init_sync, "elements of buckets": [plan.numel for plan, _ in plans]}
-        compare_units(plans, dtypes, inside, [f"{option}={value}" for option, value in said.items()], grid, name)
-    if init_sync:
+        said = [f"{option}={value}" for option, value in wanted._asdict().items()]
+        compare_units(plans, dtypes, inside, said, grid, name)
+    if wanted.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(inside, grid, ignored)
     by_name = {entry.name: entry for entry in owned}
@@ -178,7 +172,7 @@ def _make_buckets(
             device,
             unit=name,
             trainable=trainable,
-            offload=wanted.offload,
+            offload=wanted.offload_to_cpu,
             holds_grads=wanted.holds_grads,
         )
         for layout, trainable in plans

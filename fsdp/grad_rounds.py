@@ -53,6 +53,7 @@ class GradRounds:
         self.left_over = False
         """Some microbatches were not reduced over all ranks yet."""
         self._ended = False  # the iteration, in ``finish``; no round of the next one was launched
+        self._broken = False  # a reduction was refused, perhaps outside backward: nobody else gives the iteration up
         self._home: torch.cuda.Stream | None = None  # of forwards: sums take their memory there and give it back there
         self._launched: list[ShardedBucket] = []  # whose memory goes back to the pool, in order
         self._pool_nbytes = max((_pool_nbytes(unit) for unit in units[1:]), default=0)
@@ -64,6 +65,9 @@ class GradRounds:
             if self._home is not None and self._home != home:
                 self._home.wait_stream(home)  # before it uses again what is let go here
             self._home = home
+        if self._broken:
+            self._broken = False
+            self.discard()
         if self._ended:
             for bucket in self._buckets:
                 bucket.reduction.shard.forget_cleared()
@@ -82,8 +86,8 @@ class GradRounds:
                     self._launch(bucket, final=True, written=bucket.accumulated)
             self.left_over = False
         self._ended = True
+        self._settle_all()
         for bucket in self._buckets:
-            self._settle(bucket)
             bucket.reduction.shard.publish()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # the optimizer reads gradients on the host
@@ -126,8 +130,10 @@ class GradRounds:
             self._shrink_pool(bucket, bucket.grads.nbytes)  # its memory comes into the pool
         bucket.accumulated = self._ended = False
         bucket.reduction.final, bucket.reduction.written = final, written
+        self._broken = True
         bucket.reduction.keeps_total = self._claim(bucket)
         self.launcher.launch(bucket.bucket)
+        self._broken = False
         if not bucket.keeps_grads:
             self._launched.append(bucket)
 
@@ -171,6 +177,12 @@ class GradRounds:
             held -= oldest.grads.nbytes
             self._settle(oldest)
 
+    def _settle_all(self) -> None:
+        """Wait for reductions as they were launched: how many the pool has waited for may differ between ranks, and
+        without streams the collective across instances begins in the wait."""
+        for bucket in [*self._launched, *self._buckets]:
+            self._settle(bucket)
+
     def _settle(self, bucket: ShardedBucket) -> None:
         """Wait for a bucket's reduction, if it was launched, and take its memory back."""
         if bucket.bucket is None or bucket.bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
@@ -197,6 +209,7 @@ class GradRounds:
 
     def discard(self) -> None:
         """Give up what is not reduced; what is under way ends."""
+        self._settle_all()
         for bucket in self._buckets:
             self._discard(bucket)
 

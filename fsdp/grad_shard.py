@@ -52,7 +52,6 @@ class GradShard:
         self._views: list[ShardedGrad] = []
         self.has_partial = False
         """Some rounds were not summed across instances yet."""
-        self._zeros: Sequence[HeldGrad] = ()  # .grad where microbatches are held and there are no sums
         self._holds = False  # some rounds of this iteration are not in .grad yet: partial, or in whole gradients
         self._held: Sequence[ShardedGrad] = ()  # .grad then
         self._version = 0  # and its version
@@ -71,12 +70,10 @@ class GradShard:
             return
         self.forget_cleared()
         if self._total is None and all(param.grad is None for param in self._params):
-            if any(zero._version for zero in self._zeros):
-                self._zeros = ()  # somebody has written to them
-            self._zeros = self._zeros or make_held_grads(self._params)
-            for param, zero in zip(self._params, self._zeros, strict=True):
+            zeros = make_held_grads(self._params)
+            for param, zero in zip(self._params, zeros, strict=True):
                 param.grad = zero
-            self._note_held(self._zeros)
+            self._note_held(zeros)
             return
         if not self.claim():
             assert self._shown is not None and self._total is not None, "made by the claim"
@@ -158,6 +155,9 @@ class GradShard:
         held, self._holds = self._holds, False
         if held:
             self._check_untouched(grads)
+            self._held = ()
+        else:
+            self.forget_cleared()  # again, where no forward was in between
         if self._total is None:
             self._make_sums()
         if all(grad is None or isinstance(grad, HeldGrad) for grad in grads):

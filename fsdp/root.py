@@ -154,11 +154,13 @@ class Root:
             self.gathers.release(unit)
         if use is not None:
             self._prefetch_backward(unit, use, 2)  # before the reduction, which it would wait behind
-        for bucket in unit.buckets:
-            if bucket.has_pending:
-                bucket.awaits_delayed = True
-            elif bucket.trainable:
-                self.grads.pass_bucket(bucket, final=self.sync)
+        for kind in unit.kinds:
+            awaits_delayed = any(bucket.has_pending for bucket in kind)
+            for bucket in kind:
+                if awaits_delayed:
+                    bucket.awaits_delayed = True
+                else:
+                    self.grads.pass_bucket(bucket, final=self.sync)
 
     def _enter(self, unit: Unit) -> None:
         task = torch._C._current_graph_task_id()
@@ -181,8 +183,11 @@ class Root:
             for other in unit.backward_prefetch:
                 self.gathers.gather(other)
             return
+        if count > 1 and any(other in use.around[1:] for other in self._entered):
+            count = 1  # the unit around it still has its parameters
         for following in self.backward_order.before(use, count):
-            self.gathers.gather(following.unit)
+            if unit not in following.around:  # inside of what is left: done
+                self.gathers.gather(following.unit)
 
     def end_backward(self, task: int) -> None:
         """A graph task is over, and with it every unit that it entered."""
@@ -249,7 +254,11 @@ class Root:
         self.grads.note_stream(bucket)
         if not bucket.awaits_delayed or bucket.has_pending:
             return
-        self.grads.pass_bucket(bucket, final=self._final)
+        kind = next(kind for kind in self._unit_of[id(bucket)].kinds if bucket in kind)
+        if any(other.has_pending for other in kind):
+            return
+        for other in kind:
+            self.grads.pass_bucket(other, final=self._final)
         if self._final and self._task is None and not self.grads.has_pending:
             self.grads.finish()
 

@@ -96,6 +96,8 @@ class ShardedBucket:
         self.layout = layout
         self.reduction = reduction
         self.trainable = trainable
+        self.delayed = layout.slots[0].spec.delayed
+        """Its modules said when they were wrapped that they delay these gradients."""
         self.device = device
         self.keeps_params = placements.inner.parameter is Placement.WHOLE
         """Whole parameters have memory for good, and are gathered when the shards have changed."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ddp.graph_walk import differentiable_tensors
 from ..ddp.main_grad import record_of
@@ -43,12 +43,14 @@ class Listener(Protocol):
 class Use:
     """One forward of a unit whose graph is open. The hooks on its outputs own it."""
 
-    __slots__ = ("__weakref__", "around", "task", "unit")
+    __slots__ = ("__weakref__", "around", "inputs", "task", "unit")
 
     def __init__(self, unit: "Unit") -> None:
         self.unit = unit
         self.around: tuple[Unit, ...] = ()
         """The units that its forward ran inside."""
+        self.inputs: set[int] = set()
+        """While forward runs: ``id`` of the inputs that have gradients."""
         self.task = -1
         """The graph task that has reached its outputs last."""
 
@@ -125,6 +127,13 @@ class Unit:
         self.name = name
         """In the outermost unit; empty for that one."""
         self.buckets = tuple(buckets)
+        kinds: dict[tuple[torch.dtype, bool], list[ShardedBucket]] = {}
+        for bucket in buckets:
+            if bucket.trainable:
+                kinds.setdefault((bucket.shard.dtype, bucket.delayed), []).append(bucket)
+        self.kinds = tuple([tuple(kind) for kind in kinds.values()])
+        """Buckets with gradients that wait for each other's delayed ones: which parameters are used, and with them
+        which bucket is done first, may differ between ranks, and the order of reductions may not."""
         self.policy = policy
         self.grid = grid
         self.device = device
@@ -297,7 +306,12 @@ class Unit:
             outputs = cast_floating(outputs, self.policy.output_dtype)
         opened = False
         if use is not None:
-            tensors = [outputs] if type(outputs) is Tensor else differentiable_tensors(outputs)
+            tensors = _tensors_of(outputs)
+            if any(id(tensor) in use.inputs for tensor in tensors):
+                # Backward must leave the unit after it has entered it, on ranks where it only hands something on too.
+                outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in use.inputs else leaf, outputs)
+                tensors = _tensors_of(outputs)
+            use.inputs.clear()
             for tensor in tensors:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(use.on_output)
@@ -355,7 +369,14 @@ def _among_whole(
         live.show_shards()
 
 
+def _tensors_of(outputs: Any) -> list[Tensor]:
+    return [outputs] if type(outputs) is Tensor else differentiable_tensors(outputs)
+
+
 def _watch_input(tensor: Tensor, use: Use) -> None:
+    if not tensor.requires_grad:
+        return
+    use.inputs.add(id(tensor))
     # A leaf's hook may run before all of the forward's graph has: such a unit is passed when backward ends.
     if tensor.grad_fn is not None and tensor.device == use.unit.device:
         # Weakly: recompute makes graphs that no backward comes to, over inputs that live on.

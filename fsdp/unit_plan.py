@@ -67,7 +67,7 @@ def plan_unit(
             plan = plan_gradients(
                 run,
                 shard_degree=degree,
-                bucket_numel=max(1, sum(spec.numel for spec in run)),
+                bucket_numel=1 + sum(spec.numel for spec in run),  # nor does one without elements open a bucket
                 max_atom_padding=MAX_ATOM_PADDING,
             )
             for layout in plan.buckets:

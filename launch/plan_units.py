@@ -80,17 +80,15 @@ class UnitsPlan(NamedTuple):
     def peak_params(self) -> int:
         """Most bytes of whole parameters at once: the outermost unit's, and those of two that follow each other.
 
-        While one computes, the next is on its way. Where some blocks have a unit inside them and others have none,
-        there are three: a unit that is left has two more on their way, and the block around it is still there.
+        While one computes, the next is on its way.
         """
         blocks: dict[str, int] = {}  # with the units inside them
         for unit in self.units[1:]:
             block = ".".join(unit.name.split(".")[:2])
             blocks[block] = blocks.get(block, 0) + unit.param_nbytes
         keeps = self.placements.inner.parameter is Placement.WHOLE or self.fsdp.reshard_after_forward is False
-        num_inner = len(self.units) - 1 - len(blocks)
-        inside, count = list(blocks.values()), 3 if 0 < num_inner < len(blocks) else 2
-        count = len(inside) if keeps else min(count, len(inside))
+        inside = list(blocks.values())
+        count = len(inside) if keeps else min(2, len(inside))
         rows = [sum(inside[first : first + count]) for first in range(len(inside) - count + 1)]
         return self.units[0].param_nbytes + max(rows)
 
