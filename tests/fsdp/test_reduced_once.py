@@ -34,8 +34,11 @@ from sharded_twin import Net, assert_same_grads, batches_of, both, mean_loss, on
 from torch import Tensor, nn
 
 from maingrad.ddp import save_checkpoint
-from maingrad.fsdp import fully_shard
+from maingrad.fsdp import FSDPModule, fully_shard
+from maingrad.fsdp.module import root_of
+from maingrad.fsdp.sharded_grad import ShardedGrad
 from maingrad.launch import simulate
+from maingrad.te_integration import Linear
 
 STEPS = 3
 UNITS = ("odd", "low", "frozen", "frozen_weight", "unused_layer")
@@ -228,6 +231,61 @@ def test_only_units_that_were_told_to_hold() -> None:
     assert found == [some, some, all_of_them, NONE]
     across = [(inside, ["all_reduce"] * 4 if inside == all_of_them[0] else []) for inside, _ in found]
     assert reductions("hsdp", 2, holding=("blocks.1", "")) == across
+
+
+class Delays(nn.Module):
+    """A layer whose weight gradient is delayed, and one whose is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 7)
+        self.second = Linear(7, 3, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("where", ["inside no_sync", "outside", "at the end"])
+def test_which_microbatch_is_the_last_is_said_by_its_backward(where: str) -> None:
+    """A drain after ``no_sync`` of what a backward within it has delayed reduces nothing."""
+
+    def on_each_rank() -> list[int]:
+        model = shard(Delays(), ("first", "second"), holding=("first", "second", ""))
+        seen = []
+        with model.record_timeline() as timeline:
+            launched = counted_reductions(model)
+            for index, batch in enumerate(batches_of(dist.get_rank(), 3, dtype=torch.float32)):
+                with model.no_sync() if index < 2 else nullcontext():
+                    mean_loss(model(batch)).backward()
+                    if where == "inside no_sync":
+                        model.second.backward_dw()
+                if where == "outside" or (where == "at the end" and index):
+                    model.second.backward_dw()
+                seen.append(len(launched))
+            if where == "at the end":
+                model.second.backward_dw()
+                seen.append(len(launched))
+        assert len(timeline.buckets) == len(launched)
+        assert all(type(param.grad) is ShardedGrad for param in model.parameters())
+        return seen
+
+    # Two units' buckets, and one of the delayed weight.
+    assert simulate(on_each_rank, 2) == [[0, 0, 3] if where != "at the end" else [0, 0, 2, 3]] * 2
+
+
+def counted_reductions(model: FSDPModule) -> list[str]:
+    """Grows by a name with each reduction that is launched."""
+    launched: list[str] = []
+    launcher = root_of(model).grads.launcher
+    launch = launcher.launch
+
+    def noting_launch(bucket: Any) -> None:
+        launched.append(bucket.name)
+        launch(bucket)
+
+    launcher.launch = noting_launch  # type: ignore[method-assign]
+    return launched
 
 
 # ---- What is saved. ----
