@@ -325,3 +325,61 @@ def test_ranks_may_use_different_parameters_of_a_unit(draw: tuple[Any, ...]) -> 
         assert losses == expected_losses
         assert all(weight.isfinite().all() for weight in weights)
         assert all(map(torch.equal, weights, expected))
+
+
+class Either(nn.Module):
+    """Two layers that delay; a rank may use one of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": how == "modules"}
+        self.first, self.second = Linear(8, 8, **options), Linear(8, 8, **options)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        y = self.first(x).tanh() if "first" in which else x.tanh()
+        return self.second(y) if "second" in which else y * 2
+
+
+@pytest.mark.parametrize("how", ["modules", "queue"])
+@pytest.mark.parametrize("used", [("first second", "second"), ("first", "second"), ("second", "first second")])
+def test_ranks_may_delay_gradients_of_different_buckets(how: str, used: tuple[str, str]) -> None:
+    """A unit's buckets wait for each other: what is complete in backward on one rank is not on another."""
+
+    def train(size: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        which, queue = used[dist.get_rank()], WgradQueue()
+        model = Towers([Either(how) for _ in range(3)])
+        shard_units(model, [f"blocks.{index}" for index in range(3)], bucket_size=size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            with delayed_wgrad(queue) if how == "queue" else nullcontext():
+                loss = model(x, which).square().mean()
+            loss.backward()
+            queue.drain()
+            for block in reversed(model.blocks) if how == "modules" else ():
+                for name in ("second", "first"):
+                    if name in which:
+                        block.get_submodule(name).backward_dw()
+            optimizer.step()
+            optimizer.zero_grad()
+        with model.unsharded():
+            return [param.detach().clone() for param in model.parameters()]
+
+    for several, one in zip(simulate(train, 2, 1), simulate(train, 2, 10**6), strict=True):
+        assert all(map(torch.equal, several, one))
+
+
+class Towers(nn.Module):
+    """Blocks one after the other, below a layer of the outermost unit's."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, which)
+        return x

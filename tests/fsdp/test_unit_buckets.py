@@ -4,9 +4,10 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.ddp.layout import default_bucket_numel
 from maingrad.ddp.placements import PLACEMENTS
 from maingrad.ddp.wiring import OwnedParam, find_owned_params
-from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard, unit_gathers
 from maingrad.fsdp.module import root_of
 from maingrad.fsdp.unit_plan import plan_unit
 from maingrad.launch import simulate
@@ -308,3 +309,60 @@ def test_the_profiler_shows_every_bucket() -> None:
     for name in numbers:
         assert sum(label.endswith(f"({name})") for label in labels) == 1, (name, labels)
     assert len(labels) == len(BUCKETS)
+
+
+# ---- Memory that copy engines reach. ----
+
+
+class Reserving:
+    """In place of a ``MappedPool``: what it was asked for while it was allocating."""
+
+    made: ClassVar[list["Reserving"]] = []
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.nbytes = group, device, []
+        self.made.append(self)
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        empty = torch.empty
+
+        def noted(*shape: int, **options: Any) -> Tensor:
+            self.nbytes.append(shape[0])
+            return empty(0, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", noted)
+            yield
+
+    def share(self) -> None:
+        assert len(self.nbytes) == 1
+
+
+@pytest.mark.parametrize("size", [None, 1, 2**19])
+def test_copy_engines_have_room_for_all_buckets_of_the_units_at_once(
+    size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The outermost unit's and the three largest others', each bucket in whole 2 MiB, as torch's allocator cuts."""
+    monkeypatch.setattr(unit_gathers, "MappedPool", Reserving)
+    monkeypatch.setattr(unit_gathers, "OnStream", lambda stream: nullcontext())
+    monkeypatch.setattr(Reserving, "made", [])
+    mib = 2**20
+
+    def run() -> None:
+        widths = [256, 512, 1024, 768, 300]
+        blocks = [nn.Sequential(nn.Linear(512, width), nn.Linear(width, 512)) for width in widths]
+        model = shard(nn.Sequential(*blocks, nn.Linear(512, 16)), [str(i) for i in range(5)], bucket_size=size)
+        gathers = root_of(model).gathers
+        gathers.stream = object()  # type: ignore[assignment]
+        gathers.map_memory(3)
+        (pool,) = {bucket.gathered.pool for unit in root_of(model).units for bucket in unit.buckets}
+        outermost, *units = [
+            sum(-(-bucket.gathered.nbytes // (2 * mib)) * 2 * mib for bucket in unit.buckets)
+            for unit in root_of(model).units
+        ]
+        assert pool.nbytes == [outermost + sum(sorted(units)[-3:])]
+        assert pool.group is root_of(model).units[0].buckets[0].reduction.grid.gather
+
+    simulate(run, 2)
+    assert len(Reserving.made) == 2
