@@ -13,6 +13,7 @@ from ..ddp.failure_report import FailureReporter
 from ..ddp.iteration_checks import check_nothing_bypassed, check_nothing_pending
 from ..ddp.launcher import BucketLauncher
 from ..ddp.streams import OnStream, current_stream
+from .grad_pool import GradPool
 from .memory import Meter
 from .sharded_bucket import ShardedBucket
 from .unit import Unit
@@ -37,7 +38,6 @@ class GradRounds:
         device: torch.device,
     ) -> None:
         self._buckets = buckets
-        self._unit_of = unit_of
         self._device = device
         self.meter = Meter()
         """Memory of whole gradients."""
@@ -55,8 +55,7 @@ class GradRounds:
         self._ended = False  # the iteration, in ``finish``; no round of the next one was launched
         self._broken = False  # a reduction was refused, perhaps outside backward: nobody else gives the iteration up
         self._home: torch.cuda.Stream | None = None  # of forwards: sums take their memory there and give it back there
-        self._launched: list[ShardedBucket] = []  # whose memory goes back to the pool, in order
-        self._pool_nbytes = max((_pool_nbytes(unit) for unit in units[1:]), default=0)
+        self._pool = GradPool(units, unit_of)
 
     def begin(self) -> None:
         """A forward starts: after an iteration's end the memory of gradients that were cleared is not needed."""
@@ -127,7 +126,7 @@ class GradRounds:
         if bucket.bucket.phase is not Phase.ACCUMULATING:
             self.make_room(bucket)
         if bucket.accumulated:
-            self._shrink_pool(bucket, bucket.grads.nbytes)  # its memory comes into the pool
+            self._make_way(bucket)  # its memory comes into the pool
         bucket.accumulated = self._ended = False
         bucket.reduction.final, bucket.reduction.written = final, written
         self._broken = True
@@ -135,7 +134,7 @@ class GradRounds:
         self.launcher.launch(bucket.bucket)
         self._broken = False
         if not bucket.keeps_grads:
-            self._launched.append(bucket)
+            self._pool.launched.append(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
         """Have memory for the sums, of the stream whose activations get it next."""
@@ -152,35 +151,20 @@ class GradRounds:
         self._settle(bucket)
         assert bucket.bucket is not None, "trainable"
         if not bucket.grads.resident:
-            self._shrink_pool(bucket, bucket.grads.nbytes)
+            self._make_way(bucket)
             bucket.grads.take()
         if bucket.bucket.idle:
             bucket.bucket.phase = Phase.ACCUMULATING
 
-    def _shrink_pool(self, bucket: ShardedBucket, nbytes: int) -> None:
-        """Wait for reductions, the oldest first, until ``nbytes`` more for ``bucket`` keep the pool bounded.
-
-        What counts is what is being reduced, and what the bucket's own unit has. Other units that are still being
-        written do not: their last gradient may come long after, or never.
-        """
-        unit = self._unit_of[id(bucket)]
-        limit = max(self._pool_nbytes, _pool_nbytes(unit))
-        launched = {id(held) for held in self._launched}
-        held = nbytes + sum(other.grads.nbytes for other in self._launched)
-        held += sum(
-            other.grads.nbytes
-            for other in unit.buckets
-            if other is not bucket and other.trainable and other.grads.resident and id(other) not in launched
-        )
-        while held > limit and self._launched:
-            oldest = self._launched[0]
-            held -= oldest.grads.nbytes
-            self._settle(oldest)
+    def _make_way(self, bucket: ShardedBucket) -> None:
+        """Wait for as many reductions as keep the pool bounded."""
+        for other in self._pool.in_the_way(bucket):
+            self._settle(other)
 
     def _settle_all(self) -> None:
         """Wait for reductions as they were launched: how many the pool has waited for may differ between ranks, and
         without streams the collective across instances begins in the wait."""
-        for bucket in [*self._launched, *self._buckets]:
+        for bucket in [*self._pool.launched, *self._buckets]:
             self._settle(bucket)
 
     def _settle(self, bucket: ShardedBucket) -> None:
@@ -192,8 +176,8 @@ class GradRounds:
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
         bucket.bucket.reset()
-        if bucket in self._launched:
-            self._launched.remove(bucket)
+        if bucket in self._pool.launched:
+            self._pool.launched.remove(bucket)
         if not bucket.keeps_grads:
             bucket.grads.release()
 
@@ -216,12 +200,3 @@ class GradRounds:
     def _discard(self, bucket: ShardedBucket) -> None:
         self._settle(bucket)
         bucket.discard_grads()
-
-
-def _pool_nbytes(unit: Unit) -> int:
-    """Bytes in which a unit can be written while the one before, as large, is being reduced: at most twice its own.
-
-    Where a unit has several buckets, half of it is enough for those under way.
-    """
-    sizes = [bucket.grads.nbytes for bucket in unit.buckets if bucket.trainable and not bucket.keeps_grads]
-    return sum(sizes) + max(max(sizes, default=0), sum(sizes) // 2)

@@ -1,4 +1,4 @@
-"""Most bytes of whole gradients at once in a fully sharded run: the pool of ``fsdp/grad_rounds.py``, replayed by sizes.
+"""Most bytes of whole gradients at once in a fully sharded run: the pool of ``fsdp/grad_pool.py``, replayed by sizes.
 
 What the pool holds follows from the order in which a backward comes to buckets, and nothing else: a reduction keeps
 its memory until somebody needs it, however soon it ends. So this is what a run's meter shows, and not only a bound.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ..ddp.wgrad_module import DelayedWgradModule
+from ..fsdp.grad_pool import pool_limit
 from .unit_bytes import PlacedBucket
 
 __all__ = ["peak_of_grads"]
@@ -90,7 +91,7 @@ class _Pool:
         self._nbytes = {
             _Key(unit, index): nbytes for unit, found in units.items() for index, nbytes in enumerate(found)
         }
-        own = {unit: _limit(found) for unit, found in units.items()}
+        own = {unit: pool_limit(found) for unit, found in units.items()}
         inside = max(list(own.values())[1:], default=0)
         self._limits = {unit: max(inside, limit) for unit, limit in own.items()}
         self._written: list[_Key] = []
@@ -130,8 +131,3 @@ class _Pool:
 
     def _note(self, nbytes: int) -> None:
         self.peak = max(self.peak, nbytes)
-
-
-def _limit(sizes: Sequence[int]) -> int:
-    """Bytes of what is reduced and of what its unit has written, while a unit of such buckets is written."""
-    return sum(sizes) + max(max(sizes, default=0), sum(sizes) // 2)
