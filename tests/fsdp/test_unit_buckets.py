@@ -151,7 +151,7 @@ def test_ranks_that_cut_differently_all_raise(placements: str) -> None:
         return str(caught.value)
 
     for said in simulate(wrap, 4):
-        assert "buckets=" in said and "fully_shard" in said
+        assert "bucket_size=" in said and "fully_shard" in said
 
 
 # ---- Parity. ----
