@@ -101,6 +101,10 @@ def test_it_is_copied_and_shown() -> None:
         copied.add_(1.0)
         grad.clone().add_(1.0)
         (grad + 1).mul_(2)
+        kept = torch.zeros(grad.shape, dtype=grad.dtype)
+        kept.add_(grad).copy_(grad)  # who reads it may
+        torch._foreach_add_([kept], [grad])
+        assert not kept.any()
         assert not grad.detach().any() and copied.detach().eq(1).all()
         the_last(model, batches[1])
         assert_same_grads(model, plain_grads(twin, two, everyones))
