@@ -17,9 +17,13 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(15, 7), nn.Tanh(), nn.Linear(7, 33, bias=False), nn.Tanh(), nn.Linear(33, 5))
 
 
-def train(atoms: ShardAtoms) -> tuple[list[Tensor], list[tuple[str, tuple[int, ...], int, int, tuple[int, ...]]]]:
-    """The weights after some steps, and where this rank's shards lie: name, shape, start, end, local shape."""
-    model = fully_shard(build(), shard_atoms=atoms)
+Place = tuple[str, tuple[int, ...], int, int, tuple[int, ...]]
+"""Of a shard: name, shape, start, end, local shape."""
+
+
+def train(atoms: ShardAtoms, size: int | None = None) -> tuple[list[Tensor], list[Place]]:
+    """The weights after some steps, and where this rank's shards lie."""
+    model = fully_shard(build(), shard_atoms=atoms, bucket_size=size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(STEPS):
         x = torch.randn(4, 15, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -51,6 +55,28 @@ def test_atoms_stay_together_and_training_is_the_same(atoms: ShardAtoms, world_s
             assert start % (rows * row) == 0, name
             assert end % (rows * row) == 0 or end == torch.Size(shape).numel(), name
             assert local == ((end - start) // row, *shape[1:]), name
+
+
+@pytest.mark.parametrize("atoms", ["row", "whole", {"*.weight": "row"}], ids=str)
+def test_the_size_of_buckets_moves_no_atom(atoms: ShardAtoms):
+    """Units of coarser atoms than elements have as few buckets as atoms allow, whatever their size."""
+    for (weights, places), (others, other_places) in zip(
+        simulate(lambda: train(atoms), 3), simulate(lambda: train(atoms, 1), 3), strict=True
+    ):
+        assert places == other_places
+        assert all(map(torch.equal, weights, others))
+
+
+@pytest.mark.parametrize("size", [1, 40])
+def test_elements_are_cut_in_each_bucket_anew(size: int):
+    """What lies where depends on the buckets, and what comes out does not; each rank has its part of every bucket."""
+    (wanted, alone), *_ = simulate(lambda: train("element"), 3)
+    for weights, places in simulate(lambda: train("element", size), 3):
+        torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=1e-7)
+        if size == 1:  # each parameter is a bucket of its own, of whole 128 elements
+            for name, shape, start, end, _ in places:
+                assert end - start <= -(-torch.Size(shape).numel() // 384) * 128, name
+    assert places != alone
 
 
 def test_whole_parameters_suit_an_optimizer_of_matrices():
