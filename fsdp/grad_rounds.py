@@ -106,10 +106,17 @@ class GradRounds:
             self._was_cleared(bucket)
 
     def _was_cleared(self, bucket: ShardedBucket) -> bool:
-        cleared = bucket.reduction.shard.was_cleared
+        shard = bucket.reduction.shard
+        cleared = shard.was_cleared or (bucket.awaits_delayed and shard.is_cleared)
         if cleared:
             self._discard(bucket)
         return cleared
+
+    def await_delayed(self, bucket: ShardedBucket) -> None:
+        """Backward has passed, and delayed weight gradients are missing."""
+        bucket.awaits_delayed = self.left_over = True
+        if bucket.reduction.shard.is_cleared:
+            bucket.reduction.shard.hold()  # so that giving them up is seen
 
     def pass_bucket(self, bucket: ShardedBucket, *, final: bool) -> None:
         """All contributions of this backward are in."""

@@ -57,9 +57,14 @@ class GradShard:
         self._version = 0  # and its version
 
     @property
+    def is_cleared(self) -> bool:
+        """Somebody has set ``.grad`` of all to None, or nobody has set it."""
+        return all(param.grad is None for param in self._params)
+
+    @property
     def was_cleared(self) -> bool:
         """Somebody has set ``.grad`` of all to None while some rounds were not in it yet: they are not wanted."""
-        return self._holds and all(param.grad is None for param in self._params)
+        return self._holds and self.is_cleared
 
     def hold(self) -> None:
         """A microbatch's whole gradients are kept: have ``.grad`` show zeros, so that clearing it can be seen.
@@ -69,7 +74,7 @@ class GradShard:
         if self._holds:
             return
         self.forget_cleared()
-        if self._total is None and all(param.grad is None for param in self._params):
+        if self._total is None and self.is_cleared:
             zeros = make_held_grads(self._params)
             for param, zero in zip(self._params, zeros, strict=True):
                 param.grad = zero
@@ -86,7 +91,7 @@ class GradShard:
 
         Whoever kept a gradient that was cleared keeps its memory; the next round begins with new sums.
         """
-        if not (self._holds or self.has_partial) and all(param.grad is None for param in self._params):
+        if not (self._holds or self.has_partial) and self.is_cleared:
             self._total = self._shown = self._partial = None
             self._views.clear()
 

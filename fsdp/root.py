@@ -158,7 +158,7 @@ class Root:
             awaits_delayed = any(bucket.has_pending for bucket in kind)
             for bucket in kind:
                 if awaits_delayed:
-                    bucket.awaits_delayed = True
+                    self.grads.await_delayed(bucket)
                 else:
                     self.grads.pass_bucket(bucket, final=self.sync)
 

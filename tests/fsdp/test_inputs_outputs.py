@@ -1,16 +1,33 @@
 """Whatever goes into a unit's forward and comes out of it: its gradients are a plain model's."""
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from sharded_twin import WIDTH, Block, no_sync, shard_blocks, train_beside
+from sharded_twin import (
+    WIDTH,
+    Block,
+    assert_same_grads,
+    batches_of,
+    both,
+    no_sync,
+    one_backward,
+    options_of,
+    plain_grads,
+    rank_and_size,
+    ranks_of,
+    shard_blocks,
+    train_beside,
+)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
 
 
 def some_kinds(test: Callable[..., None]) -> Callable[..., None]:
@@ -128,3 +145,63 @@ def test_units_that_leave_no_graph(kind: str, returns: str) -> None:
         shard_blocks(model, **options)
 
     train_beside(kind, Model, shard)
+
+
+class Passes(Block):
+    """A block that hands its input on where it is told to, alone or beside what it would else compute."""
+
+    passes = False
+    pairs = False
+
+    def forward(self, x: Tensor) -> Any:
+        if self.pairs:
+            return x, x if self.passes else super().forward(x)
+        return x if self.passes else super().forward(x)
+
+
+class Passing(nn.Module):
+    """Four such blocks."""
+
+    def __init__(self, *, pairs: bool, reentrant: bool | None) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList([Passes() for _ in range(4)])
+        self.reentrant = reentrant
+        for block in self.blocks:
+            block.pairs = pairs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            found = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = sum(found) if isinstance(found, tuple) else found
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "recomputed", "recomputed, reentrant"])
+@pytest.mark.parametrize("pairs", [False, True], ids=["", "pairs"])
+@pytest.mark.parametrize("kind", ["zero3", "zero2"])
+def test_units_that_hand_their_input_on_are_reduced_in_their_turn(
+    kind: str, pairs: bool, reentrant: bool | None
+) -> None:
+    """Other ones on each rank: all ranks must launch in one order."""
+
+    def on_each_rank() -> None:
+        rank, size = rank_and_size()
+        make = functools.partial(Passing, pairs=pairs, reentrant=reentrant)
+        model, twin = both(make, lambda model: shard_blocks(model, **options_of(kind)))
+
+        def run_as(other: int, each: Any, batches: Sequence[Tensor]) -> None:
+            for index, block in enumerate(each.blocks):
+                block.passes = (index + other) % 3 == 0
+            one_backward(each, batches)
+
+        for step in range(2):
+            run_as(rank, model, batches_of(rank, 1, step=step))
+            others = iter(range(size))
+            everyones = [batches_of(other, 1, step=step) for other in range(size)]
+            wanted = plain_grads(twin, lambda each, batches, of=others: run_as(next(of), each, batches), everyones)
+            assert_same_grads(model, wanted)
+            model.zero_grad()
+
+    simulate(on_each_rank, ranks_of(kind))

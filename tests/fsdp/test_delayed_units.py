@@ -1,0 +1,99 @@
+"""Delayed weight gradients of units: iterations that are given up, and weights that another use does not delay."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_twin import batches_of, mean_loss, options_of, ranks_of, shard_blocks
+from torch import Tensor, nn
+
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+
+
+class Delaying(nn.Module):
+    """Blocks whose weights a queue may delay; their biases come with backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Linear(5, 5, fuse_wgrad_accumulation=True, dtype=torch.float64) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("earlier", ["nothing", "a microbatch"])
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp", "hsdp_zero1"])
+def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind: str, earlier: str) -> None:
+    """What backward has computed of it, biases here, stays out of the next one."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model = Delaying()
+        other = copy.deepcopy(model)
+        for each in (model, other):
+            shard_blocks(each, **options_of(kind))
+        batches = batches_of(dist.get_rank(), 3)
+        queue = WgradQueue()
+        with model.no_sync():
+            if earlier == "a microbatch":
+                mean_loss(model(batches[2])).backward()
+            with delayed_wgrad(queue):
+                loss = mean_loss(model(batches[0]))
+            loss.backward()
+        queue.clear()
+        model.zero_grad()
+        for each in (model, other):
+            mean_loss(each(batches[1])).backward()
+        for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(param.grad.detach(), wanted.grad.detach()), param.shard.name
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight as well, around layers that are units of their own."""
+
+    def __init__(self, *, delays: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 6, dtype=torch.float64)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6, dtype=torch.float64) for _ in range(3)])
+        self.head = Linear(
+            6, 9, bias=False, fuse_wgrad_accumulation=True, delay_wgrad_compute=delays, dtype=torch.float64
+        )
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
+def _grads_of_two_microbatches(delays: bool) -> list[Tensor]:
+    model = Tied(delays=delays)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, bucket_size=1)
+    for microbatch in range(2):
+        tokens = torch.arange(4) + microbatch
+        if microbatch == 0:
+            with model.no_sync():
+                model(tokens).square().mean().backward()
+        else:
+            model(tokens).square().mean().backward()
+        if delays:
+            model.head.backward_dw()
+    model.finish_grad_sync()
+    return [param.grad.detach().clone() for param in model.parameters()]
+
+
+def test_a_tied_weight_is_delayed_in_one_module_alone() -> None:
+    """While it waits in the queue, another bucket waits for its reduction of the microbatch before, and resets it."""
+    for delayed, plain in zip(_grads_of_two_microbatches(True), _grads_of_two_microbatches(False), strict=True):
+        torch.testing.assert_close(delayed, plain, rtol=1e-12, atol=0)
