@@ -18,27 +18,30 @@ def pool_limit(sizes: Sequence[int]) -> int:
 
 
 class GradPool:
-    """The bound on what is written and what is being reduced.
+    """The bound on what is written and what is being reduced, beside what the outermost unit writes.
 
-    units    the outermost first; its gradients come on top of the largest other one's limit where they are fewer
+    units    the outermost first
     unit_of  each bucket's, by ``id``
     """
 
     def __init__(self, units: Sequence[Unit], unit_of: Mapping[int, Unit]) -> None:
         self.launched: list[ShardedBucket] = []
         """Those whose memory a reduction has, in the order in which they were launched."""
+        self._outermost = units[0]
         self._unit_of = unit_of
-        own = {id(unit): pool_limit([bucket.grads.nbytes for bucket in _pooled(unit)]) for unit in units}
-        inside = max(list(own.values())[1:], default=0)
-        self._limits = {unit: max(inside, limit) for unit, limit in own.items()}
+        limits = [pool_limit([bucket.grads.nbytes for bucket in _pooled(unit)]) for unit in units[1:]]
+        self._limit = max(limits, default=0)
 
     def in_the_way(self, bucket: ShardedBucket) -> list[ShardedBucket]:
         """The reductions, the oldest first, that have to end before ``bucket`` adds to what the pool holds.
 
         What counts is what is being reduced, and what the bucket's own unit has. Other units that are still being
-        written do not: their last gradient may come long after, or never.
+        written do not: their last gradient may come long after, or never. Nobody waits to write the outermost unit's,
+        which come when activations have gone, or before anything is reduced.
         """
         unit = self._unit_of[id(bucket)]
+        if unit is self._outermost:
+            return []
         launched = {id(other) for other in self.launched}
         held = bucket.grads.nbytes + sum(other.grads.nbytes for other in self.launched)
         for other in _pooled(unit):
@@ -46,7 +49,7 @@ class GradPool:
                 held += other.grads.nbytes
         waits: list[ShardedBucket] = []
         for oldest in self.launched:
-            if held <= self._limits[id(unit)]:
+            if held <= self._limit:
                 break
             held -= oldest.grads.nbytes
             waits.append(oldest)

@@ -4,6 +4,7 @@ What the pool holds follows from the order in which a backward comes to buckets,
 its memory until somebody needs it, however soon it ends. So this is what a run's meter shows, and not only a bound.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -91,9 +92,8 @@ class _Pool:
         self._nbytes = {
             _Key(unit, index): nbytes for unit, found in units.items() for index, nbytes in enumerate(found)
         }
-        own = {unit: pool_limit(found) for unit, found in units.items()}
-        inside = max(list(own.values())[1:], default=0)
-        self._limits = {unit: max(inside, limit) for unit, limit in own.items()}
+        self._outermost, *inside = units
+        self._limit = max((pool_limit(units[unit]) for unit in inside), default=0)
         self._written: list[_Key] = []
         self._launched: list[_Key] = []
         self.peak = 0
@@ -104,12 +104,12 @@ class _Pool:
         if not fresh:
             return
         unit = fresh[0].unit
-        limit = self._limits[unit]
+        limit = math.inf if unit == self._outermost else self._limit
         own = self._sum(written for written in self._written if written.unit == unit)
         others = self._sum(self._written) - own
         if len(fresh) > 1:  # a module writes its weights in an order of its own: this is the most of any
             taken = own + self._sum({*self._launched, *fresh})
-            self._note(others + min(limit, taken))
+            self._note(others + (taken if unit == self._outermost else min(self._limit, taken)))
         for bucket in fresh:
             if bucket in self._launched:
                 self._launched.remove(bucket)
