@@ -11,6 +11,7 @@ apply, breaks an import, or makes the test hang or crash is an error of the patc
 import argparse
 import compileall
 import json
+import multiprocessing
 import os
 import py_compile
 import re
@@ -120,48 +121,51 @@ def apply_patch(copy: Path, patch: Path, *, reverse: bool = False) -> None:
         raise HarnessError(f"{patch.name} does not apply to the library as it is:\n{done.stderr.strip()}")
 
 
-def run_tests(copy: Path, tests: Iterable[str], timeout: float) -> list[Case]:
+def run_tests(copy: Path, tests: Sequence[str], timeout: float) -> list[Case]:
     """Run ``tests`` in a process of their own that imports ``maingrad`` from ``copy``."""
-    results = copy.parent / "results.json"
+    results, output = copy.parent / "results.json", copy.parent / "output.txt"
     results.unlink(missing_ok=True)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(copy.parent),
-        "PYTHONSAFEPATH": "1",
-        # Patches come and go within one second: a cached module could be older than it looks. See ``compile_copy``.
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--report-to",
-        str(results),
-        "--timeout",
-        str(timeout),
-        *tests,
-    ]
-    # A session of its own, so that a test's own ranks end with it.
-    with subprocess.Popen(
-        command,
-        cwd=copy,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout * 1.5 + 30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+    output.write_text("")
+    process = WARM.Process(target=run_here, args=(copy, results, output, timeout, tests))
+    process.start()
+    process.join(timeout * 1.5 + 30)
+    if process.is_alive():
+        assert process.pid is not None, "started"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
     if not results.exists():
-        raise HarnessError(f"the test process ended with status {process.returncode} and no report:\n{tail(output)}")
+        raise HarnessError(
+            f"the test process ended with status {process.exitcode} and no report:\n{tail(output.read_text())}"
+        )
     cases = [Case(**case) for case in json.loads(results.read_text())]
     if not cases:
-        raise HarnessError(f"no test ran (is its file tracked by git?):\n{tail(output)}")
+        raise HarnessError(f"no test ran (is its file tracked by git?):\n{tail(output.read_text())}")
     return cases
+
+
+WARM = multiprocessing.get_context("forkserver")
+"""Makes processes that have imported what takes seconds, and nothing of the library."""
+PRELOADED = ("torch", "torch._dynamo", "pytest", "hypothesis")
+
+
+def run_here(copy: Path, results: Path, output: Path, timeout: float, tests: Sequence[str]) -> None:
+    """In such a process: make it one that was started in ``copy``, and run the tests."""
+    os.setsid()  # a session of its own, so that a test's own ranks end with it
+    for path, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (str(output), os.O_WRONLY, (1, 2))):
+        opened = os.open(path, flags)
+        for number in numbers:
+            os.dup2(opened, number)
+    os.chdir(copy)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ.update(
+        PYTHONPATH=str(copy.parent),
+        PYTHONSAFEPATH="1",
+        # Patches come and go within one second: a cached module could be older than it looks. See ``compile_copy``.
+        PYTHONDONTWRITEBYTECODE="1",
+    )
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(copy.parent), *(each for each in sys.path if each not in ("", str(HERE), *inherited))]
+    report_tests(results, timeout, tests)
 
 
 def tail(output: str, lines: int = 30) -> str:
@@ -297,13 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=HERE.parents[1], help="the checkout")
     parser.add_argument("--patches", type=Path, default=HERE, help="the folder of the patches")
     parser.add_argument("--require", type=int, nargs="*", default=REQUIRED, help="faults that must have a patch")
-    parser.add_argument("--report-to", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("tests", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--preload", nargs="*", default=PRELOADED, help="modules that all test processes begin with")
     options = parser.parse_args(arguments)
-    if options.report_to:
-        report_tests(options.report_to, options.timeout, options.tests)
-        return 0
-
+    WARM.set_forkserver_preload(list(options.preload))
     began = time.perf_counter()
     try:
         faults = select(options.patches.resolve().glob("*.patch"), options.only, options.require)

@@ -66,7 +66,7 @@ def run(tmp_path: Path, *arguments: str, **patches: str) -> subprocess.Completed
     for name, text in patches.items():
         (folder / f"01-{name}.patch").write_text(text)
     command = [sys.executable, HARNESS, "--root", project(tmp_path / "a-b.c"), "--patches", folder, "--require", "1"]
-    return subprocess.run([*command, "--timeout", "3", *arguments], capture_output=True, text=True)
+    return subprocess.run([*command, "--preload", "--timeout", "3", *arguments], capture_output=True, text=True)
 
 
 def test_a_fault_that_its_tests_notice_passes(tmp_path: Path) -> None:
