@@ -16,6 +16,7 @@ import torch
 from parity_models import Trained
 from sharded_training import (
     DELAYS,
+    UNITS,
     Job,
     Sharded,
     assert_agrees,
@@ -30,10 +31,6 @@ from maingrad.launch import simulate
 
 QUICK = 3
 """Steps in ``make test``; all of them under ``slow``."""
-
-UNITS = ("odd", "low", "frozen", "frozen_weight", "unused_layer")
-"""One of each kind: plain, of another dtype, frozen wholly, frozen partly, never used. The root has the rest, tied and
-unused parameters and a scalar among them."""
 
 KINDS: dict[str, tuple[str, bool | None]] = {
     "zero1": ("zero1", None),

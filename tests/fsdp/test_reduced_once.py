@@ -20,6 +20,7 @@ from loops import assert_same
 from parity_models import Trained
 from sharded_training import (
     DELAYS,
+    UNITS,
     Job,
     Sharded,
     assert_agrees,
@@ -41,8 +42,6 @@ from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 
 STEPS = 3
-UNITS = ("odd", "low", "frozen", "frozen_weight", "unused_layer")
-"""Plain, of another dtype, frozen wholly and partly, never used; the outermost has tied parameters and a scalar."""
 ALL = (*UNITS, "")
 
 # ---- Parity. ----

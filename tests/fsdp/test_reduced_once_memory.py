@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_training import Job, assert_agrees, mesh_of, reduced_once, reference, shard, train_sharded, unreached
+from sharded_training import (
+    UNITS,
+    Job,
+    assert_agrees,
+    mesh_of,
+    reduced_once,
+    reference,
+    shard,
+    train_sharded,
+    unreached,
+)
 from stale_memory import stale_memory
 from torch import Tensor, nn
 
@@ -186,8 +196,6 @@ def test_what_was_given_up_has_no_memory_when_the_next_backward_begins() -> None
 
 
 # ---- Stale memory. ----
-
-UNITS = ("odd", "low", "frozen", "frozen_weight", "unused_layer")
 
 
 @pytest.mark.sampled(5)

@@ -16,6 +16,7 @@ from checkpointed import Everything, batch
 from published_shapes import PUBLISHED
 from sharded_training import (
     DELAYS,
+    UNITS,
     Job,
     assert_agrees,
     mesh_of,
@@ -156,7 +157,6 @@ def test_ranks_that_cut_differently_all_raise(placements: str) -> None:
 
 # ---- Parity. ----
 
-UNITS = ("odd", "low", "frozen", "frozen_weight", "unused_layer")
 AXES = (tuple(p for p in PLACEMENTS if p != "ddp"), (1, 3), (True, False), DELAYS, (1, 60, 250), (1, 2, 4))
 MATRIX = list(itertools.product(*AXES))
 

@@ -38,6 +38,16 @@ def run(folder: Path, ranks: int = 2, **sections: Any) -> Run:
     return simulate(outcome, ranks, tiny_config(folder, **sections))[0]
 
 
+def unclipped(ranks: int, model: dict[str, Any], *, num_microbatches: int) -> dict[str, Any]:
+    """What two runs that are compared to the bit have in common: clipping would sum in orders of their own."""
+    return {
+        "ranks": ranks,
+        "model": {"param_dtype": "bfloat16"} | model,
+        "train": {"num_microbatches": num_microbatches},
+        "optimizer": UNCLIPPED | {"decay_vectors": False},
+    }
+
+
 def assert_same(run: Run, other: Run) -> None:
     assert run[0] == other[0]
     assert run[1].keys() == other[1].keys()
@@ -63,12 +73,7 @@ def records(config: Config, kind: str) -> list[dict[str, Any]]:
 def test_trains_what_zero1_trains(tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict, ranks: int):
     """Bit for bit, with one microbatch and unclipped: then all sums have one order. Half of the ranks are an instance,
     whose sums are those of pairs, as simulated ranks form them anyway."""
-    alike: dict[str, Any] = {
-        "ranks": ranks,
-        "model": {"param_dtype": "bfloat16"} | model,
-        "train": {"num_microbatches": 1},
-        "optimizer": UNCLIPPED | {"decay_vectors": False},
-    }
+    alike = unclipped(ranks, model, num_microbatches=1)
     sharded = run(tmp_path, parallel=parallel, fsdp=fsdp, **alike)
     assert_same(run(tmp_path, parallel="zero1", **alike), sharded)
     assert len(sharded[0]) == 7
@@ -86,12 +91,7 @@ def test_gradients_that_are_reduced_once_are_those_of_zero1(
     tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict, ranks: int
 ):
     """Bit for bit with several microbatches: each rank sums its own first, as ZeRO-1 does."""
-    alike: dict[str, Any] = {
-        "ranks": ranks,
-        "model": {"param_dtype": "bfloat16"} | model,
-        "train": {"num_microbatches": 2},
-        "optimizer": UNCLIPPED | {"decay_vectors": False},
-    }
+    alike = unclipped(ranks, model, num_microbatches=2)
     reduced_once = run(tmp_path, parallel=parallel, fsdp=fsdp, **alike)
     config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp)
     spans = records(config, "timeline")[0]["buckets"]

@@ -23,6 +23,7 @@ from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 __all__ = [
     "DELAYS",
     "MODELS",
+    "UNITS",
     "Job",
     "Shapes",
     "Sharded",
@@ -64,6 +65,10 @@ class Shapes(nn.Module):
         self.prime.backward_dw()
         self.odd.backward_dw()
 
+
+UNITS = ("odd", "low", "frozen", "frozen_weight", "unused_layer")
+"""Of ``Everything``, one of each kind: plain, of another dtype, frozen wholly, frozen partly, never used. The outermost
+unit has the rest, tied and unused parameters and a scalar among them."""
 
 MODELS: dict[str, Callable[..., Any]] = {
     "everything": functools.partial(Everything, experts=False),
