@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.failure_report import FailureReporter
-from ..ddp.placements import Placement, Placements
+from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
 from ..ddp.wiring import OwnedParam, check_copy_engines
 from .grad_shard import ShardReduction
@@ -136,11 +136,6 @@ class _Wanted(NamedTuple):
         if self.offload_to_cpu:
             check_offload(device)
 
-    @property
-    def holds_grads(self) -> bool:
-        """Whole gradients stay from one microbatch to the next."""
-        return self.reduce_every_microbatch is False or self.placements.inner.gradient is Placement.WHOLE
-
 
 def _make_buckets(
     name: str,
@@ -173,7 +168,7 @@ def _make_buckets(
             unit=name,
             trainable=trainable,
             offload=wanted.offload_to_cpu,
-            holds_grads=wanted.holds_grads,
+            holds_grads=wanted.placements.inner.holds_grads(wanted.reduce_every_microbatch),
         )
         for layout, trainable in plans
     ]

@@ -37,10 +37,10 @@ class GradPool:
 
         What counts is what is being reduced, and what the bucket's own unit has. Other units that are still being
         written do not: their last gradient may come long after, or never. Nobody waits to write the outermost unit's,
-        which come when activations have gone, or before anything is reduced.
+        which come when activations have gone, or before anything is reduced, nor what has its memory for good.
         """
         unit = self._unit_of[id(bucket)]
-        if unit is self._outermost:
+        if unit is self._outermost or bucket.keeps_grads:
             return []
         launched = {id(other) for other in self.launched}
         held = bucket.grads.nbytes + sum(other.grads.nbytes for other in self.launched)

@@ -26,7 +26,7 @@ __all__ = ["GradShard", "ShardReduction"]
 class GradShard:
     """The sums of one bucket, and ``.grad`` of its sharded parameters.
 
-    params   sharded parameters, each a view of the bucket's flat shard
+    params   sharded parameters, one or more of one dtype, each a view of the bucket's flat shard
     offsets  first element of each in that shard
     numel    elements of the shard, padding included
     dtype    of the sums
@@ -169,7 +169,7 @@ class GradShard:
             self.has_partial = False
             for param, view in zip(self._params, self._views, strict=True):
                 param.grad = view
-            return not self._params  # padding alone needs nothing
+            return False
         for param, grad, view in zip(self._params, grads, self._views, strict=True):
             if grad is not view:  # cleared alone, or replaced
                 view.zero_() if grad is None else view.copy_(grad)
@@ -204,11 +204,10 @@ class GradShard:
         # Unwritten: the round that they are made for overwrites all that parameters have of them.
         self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         self._shown = self._total
-        if self._params:
-            dtype, device = self._params[0].dtype, self._params[0].device
-            if (dtype, device) != (self._dtype, self._device):
-                pinned = device.type == "cpu" and self._device.type == "cuda"
-                self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
+        dtype, device = self._params[0].dtype, self._params[0].device
+        if (dtype, device) != (self._dtype, self._device):
+            pinned = device.type == "cpu" and self._device.type == "cuda"
+            self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
         for param, offset in zip(self._params, self._offsets, strict=True):
             flat = self._shown[offset : offset + param.numel()]
             self._views.append(make_sharded_grad(flat, param.shard))

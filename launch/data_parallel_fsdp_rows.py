@@ -49,7 +49,7 @@ def shard_model(
         reduce_every_microbatch=False if reduced_once else None,
         bucket_size=bucket_size,
     )
-    for unit in [*model.blocks, *([model.embedding, model.head] if split_ends else [])]:
+    for unit in model.units(split_ends=split_ends):
         shard(unit)
     return shard(model, copy_engine_gather=copy_engines)
 

@@ -196,6 +196,10 @@ class GPT(nn.Module):
             x = block(x)
         return self.loss(self.head(self.norm(x)), targets)
 
+    def units(self, *, split_ends: bool = False) -> list[nn.Module]:
+        """What sharded wrappers take one by one before the model: its blocks, and its two ends as well or not."""
+        return [*self.blocks, *((self.embedding, self.head) if split_ends else ())]
+
     def compile_parts(self) -> None:
         """torch.compile for every block and for the loss: what sharded wrappers, which hook blocks, leave whole."""
         for block in self.blocks:

@@ -65,7 +65,7 @@ def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: boo
         model.compile_parts()
     mesh = init_device_mesh(case.device.type, (case.num_ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in [*model.blocks, *([model.embedding, model.head] if split_ends else [])]:
+    for unit in model.units(split_ends=split_ends):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     sharded: Any = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)

@@ -120,7 +120,7 @@ class FsdpConfig:
     @property
     def holds_grads(self) -> bool:
         """Whether whole gradients stay from one microbatch to the next, and an iteration reduces them once."""
-        return self.reduce_every_microbatch is False or self.row.inner.gradient is Placement.WHOLE
+        return self.row.inner.holds_grads(self.reduce_every_microbatch)
 
     def instances(self, parallel: Parallel) -> int:
         """Number of instances; 1 but under ``hsdp``."""
