@@ -1,14 +1,17 @@
 """The weight gradient of one product, which waits for its turn."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .grad_record import GradRecord, PendingWgrad
 
-__all__ = ["DelayedWgrad"]
+__all__ = ["DelayedWgrad", "active_queue", "delaying_into", "num_blocks_entered"]
 
 _sequence = itertools.count()
 
@@ -114,3 +117,30 @@ class DelayedWgrad:
     def in_use(self) -> bool:
         """Whether another stream still reads the tensors after ``run``."""
         return self._done is not None and not self._done.query()
+
+
+# ---- Who delays, beside modules that always do: forwards in a ``delayed_wgrad`` block. ----
+
+_blocks = threading.local()
+
+
+@contextmanager
+def delaying_into(queue: Any) -> Iterator[None]:
+    """Forwards of this thread delay the weight gradients of all our modules into ``queue``."""
+    before = active_queue()
+    _blocks.queue = queue
+    _blocks.num_entered = num_blocks_entered() + 1
+    try:
+        yield
+    finally:
+        _blocks.queue = before
+
+
+def active_queue() -> Any:
+    """The queue of the innermost block of this thread, or None."""
+    return getattr(_blocks, "queue", None)
+
+
+def num_blocks_entered() -> int:
+    """How many blocks this thread has entered so far: whoever asks twice knows whether there was one in between."""
+    return getattr(_blocks, "num_entered", 0)

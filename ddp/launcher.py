@@ -6,9 +6,10 @@ collectives of one group must be issued in one order. Nothing here blocks the ho
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from .bucket import Bucket, Phase
 from .collectives import InFlight
@@ -97,25 +98,29 @@ class BucketLauncher:
         self._next = 0
         self._ready_marks.clear()
 
-    def launch(self, bucket: Bucket) -> None:
-        """Launch this bucket now: whoever calls it knows that all ranks do so in one order."""
+    def launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight] | None = None) -> None:
+        """Launch this bucket now: whoever calls it knows that all ranks do so in one order.
+
+        start  reduces the bucket's ``grad_data``; None: its reduction
+        """
+        start = start or self._reductions[bucket.index].start
         if torch._C._autograd._profiler_enabled():
             reduction = self._reductions[bucket.index]
             with torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}"):
-                self._launch(bucket)
+                self._launch(bucket, start)
         else:
-            self._launch(bucket)
+            self._launch(bucket, start)
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         self.launch(bucket)
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight]) -> None:
         bucket.phase = Phase.REDUCING
         if not self._streams:
             with self._watch(bucket):
-                self._in_flight[bucket.index] = self._reduce(bucket)
+                self._in_flight[bucket.index] = self._reduce(bucket, start)
             return
         stream = self._streams[bucket.index % len(self._streams)]
         # Waiting for each stream as it is now covers every contribution that its hooks have reported.
@@ -125,7 +130,7 @@ class BucketLauncher:
             if raw != current.cuda_stream:
                 stream.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
         with OnStream(stream), self._watch(bucket):
-            flight = self._reduce(bucket)
+            flight = self._reduce(bucket, start)
             flight.wait()  # orders this stream, and issues what follows the first collective
             self._reduced[bucket.index].record(stream)
         self._in_flight[bucket.index] = flight
@@ -134,17 +139,17 @@ class BucketLauncher:
         reduction = self._reductions[bucket.index]
         return self._failures.watch(reduction.name, bucket.name, len(bucket.records))
 
-    def _reduce(self, bucket: Bucket) -> InFlight:
+    def _reduce(self, bucket: Bucket, start: Callable[[Tensor], InFlight]) -> InFlight:
         for record in bucket.records:
             record.zero_unwritten()
         if self._nan_check is not None:
             self._nan_check.note(bucket)
-        reduction = self._reductions[bucket.index]
         timeline = self.timeline
         if timeline is None:
-            return reduction.start(bucket.grad_data)
+            return start(bucket.grad_data)
         ready = self._ready_marks.pop(bucket.index, None) or timeline.mark()
         launched = timeline.mark()
+        reduction = self._reductions[bucket.index]
         nbytes = reduction.wire_nbytes(bucket.layout.numel, bucket.grad_data.dtype)
-        flight = reduction.start(bucket.grad_data)
+        flight = start(bucket.grad_data)
         return timeline.watch(bucket.name, reduction.name, nbytes, ready, launched, flight)

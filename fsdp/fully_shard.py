@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..ddp.failure_report import FailureReporter
 from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
+from ..ddp.reduction import GradReduction
 from ..ddp.wiring import OwnedParam, check_copy_engines
-from .grad_shard import ShardReduction
 from .materialize import materialize, synchronize
 from .mixed_precision import MixedPrecisionPolicy
 from .module import make_unit
@@ -174,9 +174,9 @@ def _make_buckets(
     ]
 
 
-def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> ShardReduction:
+def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> GradReduction:
     factor = 1.0 / grid.size  # until the outermost unit is known
-    return ShardReduction(grid, wanted.placements, factor=factor, wire_dtype=wanted.policy.wire_dtype, device=device)
+    return GradReduction(grid, wanted.placements, factor=factor, wire_dtype=wanted.policy.wire_dtype, device=device)
 
 
 def _take_over(module: nn.Module, unit: Unit) -> None:
@@ -185,6 +185,6 @@ def _take_over(module: nn.Module, unit: Unit) -> None:
         watch_steps(bucket)
         for pair in bucket.pairs:
             mark_replaced(pair.before, unit.label)
-    unit.show_whole_to_foreign_delays()
-    unit.register_shards()
+    unit.registered.show_whole_to_foreign_delays()
+    unit.registered.register_shards()
     make_unit(module, unit)

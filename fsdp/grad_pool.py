@@ -1,6 +1,6 @@
 """How many bytes of whole gradients there are at once: what a bucket that takes memory has to wait for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .sharded_bucket import ShardedBucket
 from .unit import Unit
@@ -20,15 +20,14 @@ def pool_limit(sizes: Sequence[int]) -> int:
 class GradPool:
     """The bound on what is written and what is being reduced, beside what the outermost unit writes.
 
-    units    the outermost first
-    unit_of  each bucket's, by ``id``
+    units  the outermost first
     """
 
-    def __init__(self, units: Sequence[Unit], unit_of: Mapping[int, Unit]) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
         self.launched: list[ShardedBucket] = []
         """Those whose memory a reduction has, in the order in which they were launched."""
         self._outermost = units[0]
-        self._unit_of = unit_of
+        self._unit_of = {id(bucket): unit for unit in units for bucket in unit.buckets}
         limits = [pool_limit([bucket.grads.nbytes for bucket in _pooled(unit)]) for unit in units[1:]]
         self._limit = max(limits, default=0)
 

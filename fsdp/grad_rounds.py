@@ -1,19 +1,24 @@
-"""The rounds of gradients: memory for what backward writes, reductions, and the end of an iteration.
+"""The rounds of a model's units (``grad_round.py``): memory for what backward writes, reductions, the iteration's end.
 
-A bucket goes round: memory is taken from the pool at the first write, the reduction is launched when backward has
-passed the unit, and the memory goes back to the pool when somebody else needs it, or the iteration ends.
+Read from top to bottom, this is the way of a unit's gradients: ``enter``, the first write (``make_room``), ``leave``,
+which keeps or sends them, ``backward_ended``, which sends what is left, and ``_finish``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..ddp.bucket import Phase
+from ..ddp.collectives import InFlight, in_stages
 from ..ddp.failure_report import FailureReporter
 from ..ddp.iteration_checks import check_nothing_bypassed, check_nothing_pending
 from ..ddp.launcher import BucketLauncher
 from ..ddp.streams import OnStream, current_stream
 from .grad_pool import GradPool
+from .grad_round import Round, RoundPhase
 from .memory import Meter
 from .sharded_bucket import ShardedBucket
 from .unit import Unit
@@ -21,19 +26,28 @@ from .unit import Unit
 __all__ = ["GradRounds"]
 
 
+class _Going(NamedTuple):
+    """One round, and the buckets whose gradients go it."""
+
+    round: Round
+    buckets: tuple[ShardedBucket, ...]
+
+    @property
+    def has_pending(self) -> bool:
+        return any(bucket.has_pending for bucket in self.buckets)
+
+
 class GradRounds:
     """The gradients of one model.
 
-    units    of the model, the outermost first
-    buckets  those with gradients, connected, about in backward's order
-    unit_of  each one's unit, by ``id``
+    units    of the model, the outermost first, connected
+    buckets  those of them with gradients, about in backward's order
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         buckets: Sequence[ShardedBucket],
-        unit_of: Mapping[int, Unit],
         failures: FailureReporter,
         device: torch.device,
     ) -> None:
@@ -50,12 +64,14 @@ class GradRounds:
             failures,
             device=device,
         )
-        self.left_over = False
-        """Some microbatches were not reduced over all ranks yet."""
-        self._ended = False  # the iteration, in ``finish``; no round of the next one was launched
-        self._broken = False  # a reduction was refused, perhaps outside backward: nobody else gives the iteration up
+        self._of: dict[Unit, list[_Going]] = {unit: _rounds_of(unit) for unit in units}
+        self._all = [going for unit in reversed(units) for going in self._of[unit]]  # about in backward's order
+        self._due: list[_Going] | None = None  # what an iteration whose backwards are over has still to send
+        self._sending = False  # also after a reduction was refused: nobody else gives the iteration up
         self._home: torch.cuda.Stream | None = None  # of forwards: sums take their memory there and give it back there
-        self._pool = GradPool(units, unit_of)
+        self._pool = GradPool(units)
+
+    # ---- The life of a round. ----
 
     def begin(self) -> None:
         """A forward starts: after an iteration's end the memory of gradients that were cleared is not needed."""
@@ -64,30 +80,111 @@ class GradRounds:
             if self._home is not None and self._home != home:
                 self._home.wait_stream(home)  # before it uses again what is let go here
             self._home = home
-        if self._broken:
-            self._broken = False
-            self.discard()
-        if self._ended:
+        if self._sending:
+            self._sending = False
+            self.give_up()
+        if not self._under_way:
             for bucket in self._buckets:
-                bucket.reduction.shard.forget_cleared()
+                bucket.grad_shard.forget_cleared()
+
+    def backward_began(self) -> None:
+        """Whoever has cleared ``.grad`` in the middle of an iteration gives up what it holds elsewhere."""
+        self._due = None
+        self._notice_all_cleared()
+
+    def enter(self, unit: Unit, *, waits: bool) -> None:
+        """Backward has come to a unit; ``waits``: to a forward of it that ran under ``delayed_wgrad``."""
+        for going in self._of[unit]:
+            going.round.enter(waits=waits)
+
+    def make_room(self, bucket: ShardedBucket) -> None:
+        """Give a bucket's whole gradients memory; where a collective has it, wait for that first."""
+        self._settle(bucket)
+        assert bucket.bucket is not None, "trainable"
+        if not bucket.grads.resident:
+            self._make_way(bucket)
+            bucket.grads.take()
+        if bucket.bucket.idle:
+            bucket.bucket.phase = Phase.ACCUMULATING
+
+    def note_stream(self, bucket: ShardedBucket) -> None:
+        """A gradient was written on the current stream."""
+        if self._device.type == "cuda" and bucket.bucket is not None:
+            bucket.bucket.streams.add(torch._C._cuda_getCurrentRawStream(self._device.index))
+
+    def leave(self, unit: Unit, *, final: bool) -> None:
+        """Backward has passed the unit, or ended; ``final``: it is the iteration's last."""
+        for going in self._of[unit]:
+            if going.has_pending:
+                going.round.waits = True
+            if going.round.keeps_after(final=final):
+                going.round.keep()
+                for bucket in going.buckets:
+                    bucket.grad_shard.hold()
+            else:
+                self._send(going, final=final)
+
+    def delayed_wgrad_done(self, bucket: ShardedBucket) -> None:
+        """A delayed weight gradient was computed."""
+        self.note_stream(bucket)
+        if self._due is not None:
+            self._send_due()
+
+    def backward_ended(self, *, final: bool) -> None:
+        """After the iteration's last backward all that is left is sent, in one order; the rest when it is computed."""
+        if final:
+            self._check_nothing_bypassed()
+            self._end_iteration()
 
     def finish_grad_sync(self) -> None:
         """Reduce what is left of the iteration, and wait: then ``.grad`` of every shard is complete."""
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), "finish_grad_sync()")
-        self.finish()
-
-    def finish(self) -> None:
-        """The same, where nothing is pending."""
         self._check_nothing_bypassed()
-        if self.left_over:
-            for bucket in self._buckets:
-                if not self._was_cleared(bucket) and (bucket.accumulated or bucket.reduction.shard.has_partial):
-                    self._launch(bucket, final=True, written=bucket.accumulated)
-            self.left_over = False
-        self._ended = True
+        if self._under_way:
+            self._notice_all_cleared()
+            self._end_iteration()
+
+    def give_up(self) -> None:
+        """Lose what is not reduced; what is under way ends."""
+        self._due = None
+        self._settle_all()
+        for going in self._all:
+            going.round.give_up()
+            for bucket in going.buckets:
+                bucket.discard_grads()
+
+    # ---- The end of an iteration. ----
+
+    @property
+    def _under_way(self) -> bool:
+        return any(going.round.under_way for going in self._all)
+
+    def _end_iteration(self) -> None:
+        self._due = [going for going in self._all if going.round.is_left]
+        self._send_due()
+
+    def _send_due(self) -> None:
+        """All ranks send in one order: which delayed gradients are missing, and how long, may differ between them."""
+        assert self._due is not None, "the iteration's backwards are over"
+        while self._due and not self._due[0].has_pending:
+            going = self._due.pop(0)
+            if not going.round.waits:  # .grad that is cleared before a delayed gradient comes does not give that one up
+                self._notice_cleared(going)
+            self._send(going, final=True)
+        if not self._due:
+            self._due = None
+            self._finish()
+
+    def _finish(self) -> None:
+        for going in self._all:
+            if not going.round.under_way:
+                for bucket in going.buckets:
+                    bucket.grad_shard.show_zeros()
         self._settle_all()
         for bucket in self._buckets:
-            bucket.reduction.shard.publish()
+            bucket.grad_shard.publish()
+        for going in self._all:
+            going.round.end()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # the optimizer reads gradients on the host
 
@@ -100,46 +197,39 @@ class GradRounds:
                 pair.whole.grad = None
             raise
 
-    def drop_what_was_cleared(self) -> None:
-        """Whoever clears ``.grad`` in the middle of an iteration gives up what the iteration holds elsewhere."""
-        for bucket in self._buckets:
-            self._was_cleared(bucket)
+    def _notice_all_cleared(self) -> None:
+        for going in self._all:
+            if going.round.is_left:
+                self._notice_cleared(going)
 
-    def _was_cleared(self, bucket: ShardedBucket) -> bool:
-        shard = bucket.reduction.shard
-        cleared = shard.was_cleared or (bucket.awaits_delayed and shard.is_cleared)
-        if cleared:
-            self._discard(bucket)
-        return cleared
+    def _notice_cleared(self, going: _Going) -> None:
+        for bucket in going.buckets:
+            if bucket.grad_shard.was_cleared:
+                self._settle(bucket)
+                bucket.discard_grads()
 
-    def await_delayed(self, bucket: ShardedBucket) -> None:
-        """Backward has passed, and delayed weight gradients are missing."""
-        bucket.awaits_delayed = self.left_over = True
-        if bucket.reduction.shard.is_cleared:
-            bucket.reduction.shard.hold()  # so that giving them up is seen
+    # ---- One reduction. ----
 
-    def pass_bucket(self, bucket: ShardedBucket, *, final: bool) -> None:
-        """All contributions of this backward are in."""
-        bucket.awaits_delayed = False
-        if bucket.holds_grads and not final:
-            bucket.accumulated = True
-            bucket.reduction.shard.hold()
-            self.left_over = True
-        else:
-            self._launch(bucket, final=final, written=True)
+    def _send(self, going: _Going, *, final: bool) -> None:
+        """Reduce what the round has; across instances alone, where the rest was done in earlier microbatches."""
+        inside, kept = going.round.phase is not RoundPhase.PARTIAL, going.round.was_kept
+        going.round.send(final=final)
+        for bucket in going.buckets:
+            if inside or bucket.reduction.grid.outer_size > 1:
+                self._launch(bucket, kept=kept, inside=inside, across=final)
 
-    def _launch(self, bucket: ShardedBucket, *, final: bool, written: bool) -> None:
+    def _launch(self, bucket: ShardedBucket, *, kept: bool, inside: bool, across: bool) -> None:
         assert bucket.bucket is not None, "trainable"
         if bucket.bucket.phase is not Phase.ACCUMULATING:
-            self.make_room(bucket)
-        if bucket.accumulated:
+            self.make_room(bucket)  # this rank has written nothing: what it sends is zeros
+        if kept:
             self._make_way(bucket)  # its memory comes into the pool
-        bucket.accumulated = self._ended = False
-        bucket.reduction.final, bucket.reduction.written = final, written
-        self._broken = True
-        bucket.reduction.keeps_total = self._claim(bucket)
-        self.launcher.launch(bucket.bucket)
-        self._broken = False
+        self._sending = True
+        keeps_total = self._claim(bucket)
+        self.launcher.launch(
+            bucket.bucket, partial(_reduce, bucket, keeps_total=keeps_total, inside=inside, across=across)
+        )
+        self._sending = False
         if not bucket.keeps_grads:
             self._pool.launched.append(bucket)
 
@@ -147,21 +237,11 @@ class GradRounds:
         """Have memory for the sums, of the stream whose activations get it next."""
         home = self._home
         if home is None or home == current_stream(self._device):
-            return bucket.reduction.shard.claim()
+            return bucket.grad_shard.claim()
         assert bucket.bucket is not None, "trainable"
         bucket.bucket.streams.add(home.cuda_stream)  # the reduction waits for it
         with OnStream(home):
-            return bucket.reduction.shard.claim()
-
-    def make_room(self, bucket: ShardedBucket) -> None:
-        """Give a bucket's whole gradients memory; where a collective has it, wait for that first."""
-        self._settle(bucket)
-        assert bucket.bucket is not None, "trainable"
-        if not bucket.grads.resident:
-            self._make_way(bucket)
-            bucket.grads.take()
-        if bucket.bucket.idle:
-            bucket.bucket.phase = Phase.ACCUMULATING
+            return bucket.grad_shard.claim()
 
     def _make_way(self, bucket: ShardedBucket) -> None:
         """Wait for as many reductions as keep the pool bounded."""
@@ -188,22 +268,20 @@ class GradRounds:
         if not bucket.keeps_grads:
             bucket.grads.release()
 
-    def note_stream(self, bucket: ShardedBucket) -> None:
-        """A gradient was written on the current stream."""
-        if self._device.type == "cuda" and bucket.bucket is not None:
-            bucket.bucket.streams.add(torch._C._cuda_getCurrentRawStream(self._device.index))
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether delayed weight gradients are missing."""
-        return any(bucket.has_pending for bucket in self._buckets)
+def _rounds_of(unit: Unit) -> list[_Going]:
+    """One round of a unit's gradients; of those that its modules delay another, which is sent after the first."""
+    found: list[_Going] = []
+    for delayed in (False, True):
+        buckets = tuple([bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed])
+        if buckets:
+            going = _Going(Round(unit.label, keeps=buckets[0].holds_grads, delayed=delayed), buckets)
+            for bucket in buckets:
+                bucket.round = going.round
+            found.append(going)
+    return found
 
-    def discard(self) -> None:
-        """Give up what is not reduced; what is under way ends."""
-        self._settle_all()
-        for bucket in self._buckets:
-            self._discard(bucket)
 
-    def _discard(self, bucket: ShardedBucket) -> None:
-        self._settle(bucket)
-        bucket.discard_grads()
+def _reduce(bucket: ShardedBucket, grads: Tensor, *, keeps_total: bool, inside: bool, across: bool) -> InFlight:
+    stages = bucket.grad_shard.collect(bucket.reduction, grads, keeps_total=keeps_total, inside=inside, across=across)
+    return in_stages(stages, (grads,))

@@ -1,26 +1,26 @@
 """What this rank's optimizer reads of one bucket's gradients: summed over microbatches, and reduced over both axes.
 
-A bucket goes through any number of rounds in an iteration; each writes whole gradients and reduces them::
+Whole gradients are reduced any number of times in an iteration (``grad_rounds.py``)::
 
-    round of a microbatch       whole gradients --- inside an instance ---> + partial
-    round of the final one      whole gradients --- inside an instance ---> + partial --- across instances ---> + total
+    in a microbatch       whole gradients --- inside an instance ---> + partial
+    in the last one       whole gradients --- inside an instance ---> + partial --- across instances ---> + total
 
 With one instance there is no ``partial``: what was reduced inside is added to ``total`` at once. ``total`` is what
-``.grad`` of the sharded parameters shows, so that whoever sets ``.grad`` to None starts a new sum.
+``.grad`` of the sharded parameters shows, so that whoever sets ``.grad`` to None starts a new sum. What is in ``.grad``
+decides what is added to what on this rank, and never which collectives there are.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ddp.collectives import InFlight, in_stages
 from ..ddp.reduction import GradReduction
 from .sharded_grad import HeldGrad, ShardedGrad, changed_too_early, make_held_grads, make_sharded_grad
 from .sharded_param import ShardedParameter
 
-__all__ = ["GradShard", "ShardReduction"]
+__all__ = ["GradShard"]
 
 
 class GradShard:
@@ -50,9 +50,8 @@ class GradShard:
         self._partial: Tensor | None = None
         self._shown: Tensor | None = None
         self._views: list[ShardedGrad] = []
-        self.has_partial = False
-        """Some rounds were not summed across instances yet."""
-        self._holds = False  # some rounds of this iteration are not in .grad yet: partial, or in whole gradients
+        self._has_partial = False  # ``partial`` holds a part of this iteration
+        self._holds = False  # a part of this iteration is not in .grad yet: partial, or in whole gradients
         self._held: Sequence[ShardedGrad] = ()  # .grad then
         self._version = 0  # and its version
 
@@ -63,7 +62,7 @@ class GradShard:
 
     @property
     def was_cleared(self) -> bool:
-        """Somebody has set ``.grad`` of all to None while some rounds were not in it yet: they are not wanted."""
+        """Somebody has set ``.grad`` of all to None while a part was not in it yet: that part is not wanted."""
         return self._holds and self.is_cleared
 
     def hold(self) -> None:
@@ -89,35 +88,43 @@ class GradShard:
     def forget_cleared(self) -> None:
         """Let the sums' memory go where nobody shows them any more: activations need it now.
 
-        Whoever kept a gradient that was cleared keeps its memory; the next round begins with new sums.
+        Whoever kept a gradient that was cleared keeps its memory; the next reduction begins with new sums.
         """
-        if not (self._holds or self.has_partial) and self.is_cleared:
+        if not (self._holds or self._has_partial) and self.is_cleared:
             self._total = self._shown = self._partial = None
             self._views.clear()
 
     def give_up(self) -> None:
         """What was held is lost."""
-        self.has_partial = self._holds = False
+        self._has_partial = self._holds = False
+
+    def show_zeros(self) -> None:
+        """No rank had a gradient in this iteration: ``.grad`` that nobody has set is zeros."""
+        if any(param.grad is None for param in self._params) and not self.claim():
+            assert self._total is not None, "made by the claim"
+            self._total.zero_()
 
     @property
     def nbytes(self) -> int:
-        """Memory on the reducing device, from an iteration's first round until the next one's forward."""
+        """Memory on the reducing device, from an iteration's first reduction until the next one's forward."""
         tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
         return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
 
     def collect(
-        self, reduction: GradReduction, grads: Tensor | None, *, keeps_total: bool, final: bool
-    ) -> Iterator[Any]:
-        """The stages of one round over ``grads`` [n], None where nothing was written since the last one.
+        self, reduction: GradReduction, grads: Tensor, *, keeps_total: bool, inside: bool, across: bool
+    ) -> Generator[Any, None, None]:
+        """The stages of one reduction of the bucket's whole gradients ``grads`` [n].
 
         keeps_total  what ``claim`` has said before
+        inside       ``grads`` are summed inside an instance; otherwise they were, and what is left is ``partial``
+        across       and all that the iteration has brought across instances
         """
         total = self._total
         assert total is not None, "made by the claim"
         if reduction.grid.outer_size == 1:
-            return self._into_total(reduction, grads, total, keeps_total)
-        keeps_partial, self.has_partial, self._holds = self.has_partial, not final, not final
-        return self._over_instances(reduction, grads, total, keeps_total, keeps_partial, final)
+            return self._into_total(reduction, grads, total, keeps_total) if inside else _nothing()
+        keeps_partial, self._has_partial, self._holds = self._has_partial, not across, not across
+        return self._over_instances(reduction, grads, total, keeps_total, keeps_partial, inside, across)
 
     def publish(self) -> None:
         """Bring ``.grad`` up to date where it is a copy of the sums: of another dtype, or on another device."""
@@ -125,34 +132,37 @@ class GradShard:
             self._shown.copy_(self._total, non_blocking=True)
 
     def _into_total(
-        self, reduction: GradReduction, grads: Tensor | None, total: Tensor, keeps: bool
+        self, reduction: GradReduction, grads: Tensor, total: Tensor, keeps: bool
     ) -> Generator[Any, None, None]:
-        if grads is not None:
-            mine = yield from reduction.inside(grads, None if keeps else total)
-            if mine is not total:
-                _accumulate(total, mine, keeps)
+        mine = yield from reduction.inside(grads, None if keeps else total)
+        if mine is not total:
+            _accumulate(total, mine, keeps)
 
     def _over_instances(
         self,
         reduction: GradReduction,
-        grads: Tensor | None,
+        grads: Tensor,
         total: Tensor,
         keeps_total: bool,
         keeps_partial: bool,
-        final: bool,
+        inside: bool,
+        across: bool,
     ) -> Generator[Any, None, None]:
-        if grads is not None:
+        if self._partial is None:
+            start, end = reduction.range_inside(grads.numel())
+            self._partial = grads.new_empty(end - start)
+        if inside:
             mine = yield from reduction.inside(grads)
-            if self._partial is None:
-                self._partial = torch.empty_like(mine, memory_format=torch.contiguous_format)
             _accumulate(self._partial, mine, keeps_partial)
+        elif not keeps_partial:
+            self._partial.zero_()  # given up on this rank; the others' parts are summed all the same
         if not keeps_total:
             total.zero_()
-        if not final:
-            self._note_held(self._views)
-        elif self._partial is not None:
+        if across:
             part = yield from reduction.across(self._partial)
             total.add_(part)
+        else:
+            self._note_held(self._views)
 
     def claim(self) -> bool:
         """Make ``.grad`` show the sums, made on the current stream; returns whether what they hold is kept."""
@@ -166,7 +176,7 @@ class GradShard:
         if self._total is None:
             self._make_sums()
         if all(grad is None or isinstance(grad, HeldGrad) for grad in grads):
-            self.has_partial = False
+            self._has_partial = False
             for param, view in zip(self._params, self._views, strict=True):
                 param.grad = view
             return False
@@ -185,7 +195,7 @@ class GradShard:
         return 0 if self._shown is None else self._shown._version
 
     def _check_untouched(self, grads: Sequence[Tensor | None]) -> None:
-        """What was done to ``.grad`` since was not done to the rounds that are not in it yet."""
+        """What was done to ``.grad`` since was not done to what is not in it yet."""
         if all(grad is None for grad in grads):
             return
         for param, grad, shown in zip(self._params, grads, self._held, strict=True):
@@ -201,7 +211,7 @@ class GradShard:
             self._total[start : start + view.numel()].copy_(view.detach().view(-1))
 
     def _make_sums(self) -> None:
-        # Unwritten: the round that they are made for overwrites all that parameters have of them.
+        # Unwritten: the reduction that they are made for overwrites all that parameters have of them.
         self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         self._shown = self._total
         dtype, device = self._params[0].dtype, self._params[0].device
@@ -213,28 +223,12 @@ class GradShard:
             self._views.append(make_sharded_grad(flat, param.shard))
 
 
-class ShardReduction(GradReduction):
-    """One bucket's reduction, which adds the result to its ``GradShard``; what a ``BucketLauncher`` launches.
-
-    The other arguments are ``GradReduction``'s.
-    """
-
-    shard: GradShard
-    final = True
-    """The next round is the iteration's last."""
-    keeps_total = False
-    """It adds to what the sums hold."""
-    written = True
-    """The next round has whole gradients to reduce; otherwise it only sums across instances what earlier ones left."""
-
-    def start(self, grads: Tensor) -> InFlight:
-        """Reduce ``grads`` [n] and add this rank's part of it to the sums, asynchronously."""
-        whole = grads if self.written else None
-        return in_stages(self.shard.collect(self, whole, keeps_total=self.keeps_total, final=self.final), (grads,))
-
-
 def _accumulate(into: Tensor, value: Tensor, keeps: bool) -> None:
     if keeps:
         into.add_(value)
     else:
         into.copy_(value)
+
+
+def _nothing() -> Generator[Any, None, None]:
+    yield from ()

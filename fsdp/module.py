@@ -11,7 +11,8 @@ from torch import nn
 from ..ddp.timeline import Timeline, recorded_on
 from .checkpoint_source import ShardedSource
 from .root import Root
-from .unit import Unit, Use
+from .unit import Unit
+from .uses import Passage
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
 
@@ -61,17 +62,17 @@ class FSDPModule(nn.Module):
         root.gathers.gather(unit)
         root.gathers.arrive(unit)
         unit.num_held += 1
-        unit.show_whole()
+        unit.registered.show_whole()
 
     def reshard(self) -> None:
         """Undo ``unshard``; without one, let go of what forward has left gathered. What was written to them is lost."""
         unit = unit_of(self)
         if unit.num_held:
             unit.num_held -= 1
-            unit.show_shards()
+            unit.registered.show_shards()
             for bucket in unit.buckets:
                 bucket.note_whole_changed()
-        if not unit.shows_whole:
+        if not unit.registered.shows_whole:
             root_of(self).gathers.release(unit)
 
     @contextmanager
@@ -195,14 +196,14 @@ def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...],
 @torch.compiler.disable
 def _before(
     module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], Use | None]:
+) -> tuple[tuple[Any, ...], dict[str, Any], Passage | None]:
     return unit_of(module).before_forward(root_of(module), args, kwargs)
 
 
 @torch.compiler.disable
-def _after(module: FSDPModule, outputs: Any, use: Use | None) -> Any:
+def _after(module: FSDPModule, outputs: Any, passage: Passage | None) -> Any:
     unit = unit_of(module)
-    return unit.after_forward(unit.root, outputs, use)
+    return unit.after_forward(unit.root, outputs, passage)
 
 
 @torch.compiler.disable

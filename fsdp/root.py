@@ -11,24 +11,72 @@ unit's reduction. Nothing here waits on the host but what a backend without stre
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..ddp.delayed_wgrad import active_queue, num_blocks_entered
 from ..ddp.failure_report import FailureReporter
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
 from ..ddp.timeline import Timeline
 from .grad_rounds import GradRounds
-from .order import BackwardOrder, ForwardOrder
+from .order import ForwardOrder
 from .sharded_bucket import BucketEvents, ShardedBucket
-from .unit import Unit, Use
+from .unit import Unit
 from .unit_gathers import UnitGathers
+from .uses import Passage, Trace, Use
 
 __all__ = ["Root"]
 
 KEPT_UNITS = 2
 """Units at the start of forward that stay gathered from a microbatch's backward to the next one's forward."""
+
+
+class _Running(NamedTuple):
+    """A forward that is under way."""
+
+    unit: Unit
+    trace: Trace
+    num_blocks: int
+    """Of ``delayed_wgrad``, entered before it; -1 where it began in one."""
+
+    @property
+    def delays(self) -> bool:
+        """Whether some of it ran under ``delayed_wgrad``, on whichever ranks that then delayed something."""
+        return self.num_blocks != num_blocks_entered()
+
+
+class _Entered(NamedTuple):
+    """A unit that a backward is in."""
+
+    task: int
+    """The graph task that has entered it first."""
+    uses: set[Use]
+    """Those that it has entered, and not passed."""
+
+
+class _Backward:
+    """What is known of a backward that is under way.
+
+    task   the outermost graph task
+    final  it is the iteration's last
+    """
+
+    __slots__ = ("entered", "final", "keeps_graph", "recomputed", "task", "tasks")
+
+    def __init__(self, task: int, *, final: bool) -> None:
+        self.task = task
+        self.final = final
+        self.tasks: set[int] = set()
+        """Graph tasks whose end will be heard of, nested ones too."""
+        self.entered: dict[Unit, _Entered] = {}
+        """The units that it is in."""
+        self.recomputed: dict[int, Trace] = {}
+        """By graph task: forwards that ran again in it."""
+        self.keeps_graph = False
+        """``create_graph=True``: what it read is read again."""
 
 
 class Root:
@@ -51,30 +99,22 @@ class Root:
         self.gathers = UnitGathers(units, self.device)
         if self._copy_engines:
             self.gathers.map_memory(KEPT_UNITS + 1)
-        self.grads = GradRounds(units, trainable, self._unit_of, self.failures, self.device)
+        self.grads = GradRounds(units, trainable, self.failures, self.device)
 
-        # Forward.
-        self._running: list[Unit] = []  # units whose forward is, each inside the one before
-        self._checked = False  # this iteration's first forward has found all units as they were made
-        self.forward_order: ForwardOrder[Unit] = ForwardOrder()
-        self.backward_order: BackwardOrder[Use] = BackwardOrder()
-
-        # Backward.
         self.sync = True
         """False in every microbatch but the iteration's last."""
-        self._final = True  # what it was in the last backward, also for weight gradients that are computed after it
-        self._task: int | None = None  # the outermost graph task; None outside
-        self._tasks: set[int] = set()  # those whose end will be heard of
-        self._entered: list[Unit] = []
-        self._keeps_graph = False  # backward(create_graph=True): what it read is read again
+        self.forward_order: ForwardOrder[Unit] = ForwardOrder()
+        self._running: list[_Running] = []  # forwards, each inside the one before
+        self._checked = False  # this iteration's first forward has found all units as they were made
+        self._backward: _Backward | None = None
 
     # ---- Forward. ----
 
-    def enter_forward(self, unit: Unit) -> None:
+    def enter_forward(self, unit: Unit) -> Passage:
         """A unit's forward starts: gather it, and what comes next; its parameters are there for the current stream."""
-        recomputes = torch._C._current_graph_task_id() != -1
+        task = torch._C._current_graph_task_id()
         following: Unit | None = None
-        if not recomputes:
+        if task == -1:  # not recomputed
             if not self._running:
                 self._begin()
             following = self.forward_order.enter(unit)
@@ -85,36 +125,48 @@ class Root:
         elif following is not None:
             self.gathers.gather(following)
         self.gathers.arrive(unit)
-        self._running.append(unit)
+        around = tuple([running.unit for running in self._running])
+        passage = Passage(Use(unit, around), self._trace_of(task))
+        trace = passage.trace
+        num_blocks = -1 if active_queue() is not None else num_blocks_entered()
+        self._running.append(_Running(unit, trace, num_blocks))
+        return passage
 
-    def leave_forward(self, unit: Unit, use: Use | None) -> None:
-        """A unit's forward is over; ``use``: it left a graph."""
-        self._running.pop()
-        if use is not None:
-            use.around = tuple(self._running)
-            self.backward_order.push(use)
-        if unit.entered is None:
+    def leave_forward(self, unit: Unit, passage: Passage | None) -> None:
+        """A unit's forward is over; ``passage``: it left a graph."""
+        running = self._running.pop()
+        if passage is not None:
+            passage.use.delays = running.delays
+            passage.trace.add(passage.use)
+        if self._backward is None or unit not in self._backward.entered:
             reshards = unit.reshard_after_forward
             if reshards is None:
                 reshards = unit is not self.units[0]
             # What backward begins with stays.
-            if use is None or (reshards and not self.forward_order.came_last(unit)):
+            if passage is None or (reshards and not self.forward_order.came_last(unit)):
                 self.gathers.release(unit)
         if not self._running and torch._C._current_graph_task_id() == -1:
-            if use is None:
+            if passage is None:
                 self.gathers.release_all()
             if self.timeline is not None:
                 self.timeline.forward_ended()
+
+    def _trace_of(self, task: int) -> Trace:
+        """Of the forward that is under way, or of what this graph task has recomputed so far."""
+        if self._running and self._running[-1].trace.task == task:
+            return self._running[-1].trace
+        if task == -1 or self._backward is None:
+            return Trace(task)
+        return self._backward.recomputed.setdefault(task, Trace(task))
 
     def _begin(self) -> None:
         """The outermost forward starts."""
         if self.timeline is not None:
             self.timeline.forward_started()
-        if self._task is not None:
+        if self._backward is not None:
             self.abandon()
         self._check_units()
         self.forward_order.begin()
-        self.backward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
 
@@ -125,93 +177,98 @@ class Root:
             return
         with torch._C.DisableTorchFunctionSubclass():  # no value is read: shards need not ask who asks them
             for unit in self.units:
-                unit.check()
+                unit.registered.check(unit.label)
         self._checked = trains
 
     # ---- Backward. ----
 
-    def enter_backward(self, use: Use) -> None:
+    def enter_backward(self, use: Use, trace: Trace) -> None:
         """Backward has reached the outputs of a unit's forward."""
         unit = use.unit
-        self._enter(unit)
-        self.backward_order.enter(use)
+        backward = self._enter(unit, delays=use.delays)
+        backward.entered[unit].uses.add(use)
         self.gathers.gather(unit)
-        if all(other is unit or other in use.around for other in self._entered):
-            self._prefetch_backward(unit, use, 1)  # otherwise that one leaves next, lets its parameters go, and does it
+        if all(other is unit or other in use.around for other in backward.entered):
+            self._prefetch(use, trace, 1)  # otherwise that one leaves next, lets its parameters go, and does it
         self.gathers.arrive(unit)
-        unit.show_in_backward()
+        unit.registered.show_in_backward()
         if torch.is_grad_enabled():
-            self._keeps_graph = True
+            backward.keeps_graph = True
 
-    def leave_backward(self, unit: Unit, use: Use | None) -> None:
-        """Backward has passed the unit's inputs, or ended."""
-        if unit.entered is None:
+    def leave_backward(self, use: Use, trace: Trace) -> None:
+        """Backward has passed the inputs of a unit's forward."""
+        unit, backward = use.unit, self._backward
+        if backward is None or unit not in backward.entered:
             return
-        unit.entered = None
-        self._entered.remove(unit)
-        unit.hide_after_backward()
-        if not self._keeps_graph and (self.sync or unit not in self.forward_order.first(KEPT_UNITS)):
-            self.gathers.release(unit)
-        if use is not None:
-            self._prefetch_backward(unit, use, 2)  # before the reduction, which it would wait behind
-        for kind in unit.kinds:
-            awaits_delayed = any(bucket.has_pending for bucket in kind)
-            for bucket in kind:
-                if awaits_delayed:
-                    self.grads.await_delayed(bucket)
-                else:
-                    self.grads.pass_bucket(bucket, final=self.sync)
+        entered = backward.entered[unit]
+        entered.uses.discard(use)
+        if entered.uses or trace.comes_again(use, torch._C._current_graph_task_id()):
+            return
+        self._let_go_of(unit, backward)
+        self._prefetch(use, trace, 2)  # before the reduction, which it would wait behind
+        self.grads.leave(unit, final=backward.final)
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: Unit, *, delays: bool) -> _Backward:
         task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            if self._task is None:
-                self._task = task
-                self._final = self.sync
-                if self.grads.left_over:
-                    self.grads.drop_what_was_cleared()
-                if self.timeline is not None:
-                    self.timeline.backward_started()
-            self._tasks.add(task)
+        backward = self._backward
+        if backward is None:
+            backward = self._backward = _Backward(task, final=self.sync)
+            self.grads.backward_began()
+            if self.timeline is not None:
+                self.timeline.backward_started()
+        if task not in backward.tasks:
+            backward.tasks.add(task)
             Variable._execution_engine.queue_callback(_BackwardEnd(weakref.ref(self), task))
-        if unit.entered is None:
-            unit.entered = task
-            self._entered.append(unit)
+        if unit not in backward.entered:
+            backward.entered[unit] = _Entered(task, set())
+        self.grads.enter(unit, waits=delays)
+        return backward
 
-    def _prefetch_backward(self, unit: Unit, use: Use, count: int) -> None:
+    def _let_go_of(self, unit: Unit, backward: _Backward) -> None:
+        """Backward needs the unit's parameters no more."""
+        del backward.entered[unit]
+        unit.registered.hide_after_backward()
+        if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
+            self.gathers.release(unit)
+
+    def _prefetch(self, use: Use, trace: Trace, count: int) -> None:
+        """Gather what backward comes to next."""
+        unit, backward = use.unit, self._backward
+        assert backward is not None, "it has come to the unit"
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
                 self.gathers.gather(other)
             return
-        if count > 1 and any(other in use.around[1:] for other in self._entered):
+        if count > 1 and any(other in use.around[1:] for other in backward.entered):
             count = 1  # the unit around it still has its parameters
-        for following in self.backward_order.before(use, count):
+        for following in trace.before(use, torch._C._current_graph_task_id(), count):
             if unit not in following.around:  # inside of what is left: done
                 self.gathers.gather(following.unit)
 
     def end_backward(self, task: int) -> None:
         """A graph task is over, and with it every unit that it entered."""
-        for unit in [unit for unit in self._entered if unit.entered == task]:
-            self.leave_backward(unit, None)
-        self._tasks.discard(task)
-        if task != self._task:
+        backward = self._backward
+        if backward is None:
             return
-        self._task = None
-        self._checked = self._checked and not self.sync
+        for unit in [unit for unit, entered in backward.entered.items() if entered.task == task]:
+            self._let_go_of(unit, backward)
+            self.grads.leave(unit, final=backward.final)
+        backward.tasks.discard(task)
+        if task != backward.task:
+            return
+        self._backward = None
+        self._checked = self._checked and not backward.final
         if self.timeline is not None:
-            self.timeline.backward_ended(self.sync)
-        if not self._keeps_graph:  # otherwise a graph of these gradients reads the parameters: until the next forward
-            self._let_go_after_backward()
-        self._keeps_graph = False
-        if not self.sync:
-            self.grads.left_over = True
-        elif not self.grads.has_pending:
-            self.grads.finish()
+            self.timeline.backward_ended(backward.final)
+        if not backward.keeps_graph:  # otherwise a graph of these gradients reads them: until the next forward
+            self._let_go_after_backward(final=backward.final)
+        self.grads.backward_ended(final=backward.final)
 
-    def _let_go_after_backward(self) -> None:
+    def _let_go_after_backward(self, *, final: bool) -> None:
         """Release what the next forward does not begin with; with the next microbatch's first units at hand, gather."""
-        if self.sync:
+        if final:
             self.gathers.release_all()
+            self.gathers.expect_step()
             return
         self.gathers.release_all(but=self.forward_order.first(KEPT_UNITS))
         for unit in self.forward_order.first(KEPT_UNITS + 1):
@@ -219,21 +276,17 @@ class Root:
 
     def backward_failed(self, task: int) -> None:
         """A graph task was given up before its end: the modules have their shards again. The rest can wait."""
-        for unit in self._entered:
-            if unit.entered == task:
-                unit.hide_after_backward()
+        for unit, entered in () if self._backward is None else self._backward.entered.items():
+            if entered.task == task:
+                unit.registered.hide_after_backward()
 
     def abandon(self) -> None:
         """Give up what a backward that failed has left: what it did not reduce is lost."""
-        self._task = None
+        backward, self._backward = self._backward, None
         self._checked = False
-        self._tasks.clear()
-        self._keeps_graph = False
-        for unit in self._entered:
-            unit.entered = None
-            unit.hide_after_backward()
-        self._entered.clear()
-        self.grads.discard()
+        for unit in () if backward is None else backward.entered:
+            unit.registered.hide_after_backward()
+        self.grads.give_up()
         self.gathers.release_all()
 
     def _make_room(self, bucket: ShardedBucket) -> None:
@@ -241,26 +294,18 @@ class Root:
 
     def _on_grad(self, bucket: ShardedBucket) -> None:
         unit = self._unit_of[id(bucket)]
-        if unit.entered is None:  # the graph came to the parameter another way, or again
+        if self._backward is None or unit not in self._backward.entered:
+            # The graph came to the parameter another way, or again.
             if not unit.arrived:
                 raise RuntimeError(
                     f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
                     f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
                     f"pass reshard_after_forward=False"
                 )
-            self._enter(unit)
+            self._enter(unit, delays=False)
 
     def _on_delayed_wgrad(self, bucket: ShardedBucket) -> None:
-        self.grads.note_stream(bucket)
-        if not bucket.awaits_delayed or bucket.has_pending:
-            return
-        kind = next(kind for kind in self._unit_of[id(bucket)].kinds if bucket in kind)
-        if any(other.has_pending for other in kind):
-            return
-        for other in kind:
-            self.grads.pass_bucket(other, final=self._final)
-        if self._final and self._task is None and not self.grads.has_pending:
-            self.grads.finish()
+        self.grads.delayed_wgrad_done(bucket)
 
     # ---- Set-up. ----
 

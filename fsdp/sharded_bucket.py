@@ -27,10 +27,12 @@ from ..ddp.layout import BucketLayout
 from ..ddp.main_grad import absorb_grad, attach_lazily, forget_failed_backward
 from ..ddp.param_gather import ParamGather
 from ..ddp.placements import Placement, Placements
+from ..ddp.reduction import GradReduction
 from ..ddp.timeline import Timeline
 from ..ddp.wgrad_module import listen_to_foreign_delays
 from ..ddp.wiring import OwnedParam
-from .grad_shard import GradShard, ShardReduction
+from .grad_round import Round
+from .grad_shard import GradShard
 from .memory import ReleasableBuffer
 from .sharded_param import ShardedParameter, ShardInfo, make_sharded
 
@@ -84,7 +86,7 @@ class ShardedBucket:
         self,
         layout: BucketLayout,
         owned: Sequence[OwnedParam],
-        reduction: ShardReduction,
+        reduction: GradReduction,
         placements: Placements,
         device: torch.device,
         *,
@@ -148,10 +150,8 @@ class ShardedBucket:
         # Gradients.
         self.records: tuple[GradRecord, ...] = ()
         self.bucket: Bucket | None = None
-        self.awaits_delayed = False
-        """Backward has passed, and what is missing are delayed weight gradients."""
-        self.accumulated = False
-        """Whole gradients of earlier microbatches wait for the iteration's last."""
+        self.round: Round | None = None
+        """Where its gradients are in their iteration; it shares that with other buckets of its unit."""
         if trainable:
             self._make_grads(specs[0].grad_dtype, first, last)
         for pair in self.pairs:
@@ -180,7 +180,7 @@ class ShardedBucket:
     @property
     def why_unfinished(self) -> str | None:
         """Why no optimizer may step over the gradients yet; None where it may."""
-        if not self.trainable or self.bucket is None:
+        if self.round is None or self.bucket is None:
             return None
         if self.has_pending:
             return (
@@ -188,7 +188,7 @@ class ShardedBucket:
                 "the last backward and before the step"
             )
         bypassed = any(pair.whole.grad is not None for pair in self.pairs)
-        if self.accumulated or self.reduction.shard.has_partial or not self.bucket.idle or bypassed:
+        if self.round.under_way or not self.bucket.idle or bypassed:
             return (
                 "are not reduced yet: run the last microbatch's backward outside no_sync(), or call "
                 "model.finish_grad_sync()"
@@ -242,10 +242,9 @@ class ShardedBucket:
         return any(record.pending for record in self.records)
 
     def discard_grads(self) -> None:
-        """Forget the whole gradients of an iteration that was given up, after whoever reduces them."""
+        """Forget what this rank has written in an iteration that was given up, after whoever reduces it."""
         assert self.bucket is not None, "trainable"
-        self.awaits_delayed = self.accumulated = False
-        self.reduction.shard.give_up()
+        self.grad_shard.give_up()
         self.grads.release()
         self.bucket.reset()
         for pair in self.pairs:
@@ -265,7 +264,7 @@ class ShardedBucket:
                 for slot, pair in zip(self.layout.slots, self.pairs, strict=True)
             ]
         )
-        self.reduction.shard = GradShard(
+        self.grad_shard = GradShard(
             [pair.sharded for pair in self.pairs],
             [max(slot.start - first, 0) for slot in self.layout.slots],
             last - first,
@@ -319,7 +318,7 @@ def _sharded(
     start: int,
     end: int,
     owned: OwnedParam,
-    reduction: ShardReduction,
+    reduction: GradReduction,
     unit: str,
 ) -> ShardedParameter:
     """The part of one parameter, elements [start, end) of the bucket, that lies in this rank's [first, last)."""

@@ -68,11 +68,18 @@ class UnitGathers:
             self._freed.append(unit.freed)
 
     def release_all(self, but: Collection[Unit] = ()) -> None:
-        """Let go of every unit that no backward is in."""
+        """Let go of every other unit."""
         for unit in self._units:
-            if unit not in but and unit.entered is None:
+            if unit not in but:
                 self.arrive(unit)  # also where nobody came to use it: the optimizer changes what a gather reads
                 self.release(unit)
+
+    def expect_step(self) -> None:
+        """An iteration is over. What stays gathered is gathered anew by the next forward, whether this rank has seen a
+        change or not: a rank whose shards are padding alone may have nothing that an optimizer changes."""
+        for bucket in self._buckets:
+            if bucket.trainable:
+                bucket.note_whole_changed()
 
     def notice_changes(self) -> None:
         """Shards that were changed since they were gathered are gathered anew, after whatever changed them."""

@@ -34,11 +34,11 @@ def peak_of_grads(
     if keeps or (holds_grads and num_microbatches > 1):
         return sum(bucket.grad_nbytes for bucket in buckets.values())
     pool = _Pool({unit: [bucket.grad_nbytes for bucket in found] for unit, found in units.items()})
-    steps = list(_backward(model, buckets))
-    for _ in range(min(num_microbatches, MICROBATCHES)):
-        for written, launched in steps:
+    num_replayed = min(num_microbatches, MICROBATCHES)
+    for microbatch in range(num_replayed):
+        for written, launched, kept in _backward(model, buckets, final=microbatch == num_replayed - 1):
             pool.write(written)
-            pool.launch(launched)
+            pool.launch(launched, kept=kept)
     return pool.peak
 
 
@@ -56,10 +56,13 @@ class _Step(NamedTuple):
     written: Sequence[_Key]
     launched: Sequence[_Key]
     """Afterwards."""
+    kept: bool = False
+    """Those have stayed since an earlier microbatch."""
 
 
-def _backward(model: nn.Module, buckets: Mapping[_Key, PlacedBucket]) -> Iterator[_Step]:
-    """Modules from the last to the first, then delayed weight gradients, unit by unit."""
+def _backward(model: nn.Module, buckets: Mapping[_Key, PlacedBucket], *, final: bool) -> Iterator[_Step]:
+    """Modules from the last to the first, then delayed weight gradients, unit by unit: these stay until the last
+    microbatch, which reduces them."""
     key_of = {
         f"{key.unit}.{slot.spec.name}".removeprefix("."): key
         for key, bucket in buckets.items()
@@ -79,7 +82,8 @@ def _backward(model: nn.Module, buckets: Mapping[_Key, PlacedBucket]) -> Iterato
     for unit in reversed(list(dict.fromkeys(key.unit for key in buckets))):
         later_here = [key for key in delayed if key.unit == unit]
         yield from (_Step([key], []) for key in later_here)
-        yield _Step([], later_here)
+        if final:
+            yield _Step([], later_here, kept=True)
 
 
 class _Pool:
@@ -119,10 +123,14 @@ class _Pool:
             self._written.append(bucket)
             self._note(others + own + self._sum(self._launched))
 
-    def launch(self, buckets: Sequence[_Key]) -> None:
-        """They are reduced from now on."""
+    def launch(self, buckets: Sequence[_Key], *, kept: bool = False) -> None:
+        """They are reduced from now on; ``kept``: their memory comes into the pool with that."""
         for bucket in buckets:
             self.write([bucket])  # where nobody has written, zeros are sent
+            if kept and bucket.unit != self._outermost:
+                own = self._sum(written for written in self._written if written.unit == bucket.unit)
+                while self._launched and own + self._sum(self._launched) > self._limit:
+                    self._launched.pop(0)
             self._written.remove(bucket)
             self._launched.append(bucket)
 

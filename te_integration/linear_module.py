@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ddp.delayed_wgrad import active_queue
 from ..ddp.main_grad import check_delayable, is_fusable
 from ..ddp.wgrad_module import DelayedWgradModule
 from .fused_linear import LinearUse, fused_linear, run_outside_graph
-from .wgrad_queue import WgradQueue, active_queue
+from .wgrad_queue import WgradQueue
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
 
@@ -49,7 +50,8 @@ class LinearModule(DelayedWgradModule):
 
     def queue_now(self) -> WgradQueue | None:
         """Where weight gradients of a forward that runs now will wait: the module's own queue comes first."""
-        return self.wgrad_queue if self.wgrad_queue is not None else active_queue()
+        active: WgradQueue | None = active_queue()
+        return self.wgrad_queue if self.wgrad_queue is not None else active
 
     def multiply(
         self,

@@ -5,7 +5,6 @@ work that fits anywhere later in the schedule; drained in bucket order, each buc
 gradients of the next.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..ddp.delayed_wgrad import DelayedWgrad
+from ..ddp.delayed_wgrad import DelayedWgrad, delaying_into
 
-__all__ = ["RunRecord", "WgradQueue", "active_queue", "delayed_wgrad", "drain_modules"]
+__all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 
 
 class RunRecord(NamedTuple):
@@ -140,9 +139,6 @@ def drain_modules(model: nn.Module) -> None:
         queue._run_one(entry)
 
 
-_active = threading.local()
-
-
 @contextmanager
 def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
     """Forwards in here delay the weight gradients of all our modules into ``queue``::
@@ -159,14 +155,5 @@ def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
     recomputed forward to save what the first one did, which an unfused module does in the block or outside, not both.
     ``delay_wgrad_compute`` works with both.
     """
-    before = active_queue()
-    _active.queue = queue
-    try:
+    with delaying_into(queue):
         yield queue
-    finally:
-        _active.queue = before
-
-
-def active_queue() -> WgradQueue | None:
-    """The queue of the innermost ``delayed_wgrad`` block of this thread, or None."""
-    return getattr(_active, "queue", None)

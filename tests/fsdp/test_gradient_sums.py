@@ -27,7 +27,7 @@ def loss(model: nn.Module, index: int) -> Tensor:
 
 
 def sums_nbytes(model: FSDPModule) -> int:
-    return sum(bucket.reduction.shard.nbytes for bucket in root_of(model).buckets)
+    return sum(bucket.grad_shard.nbytes for bucket in root_of(model).buckets)
 
 
 @pytest.mark.parametrize("placements", PLACEMENTS)
@@ -109,7 +109,7 @@ def test_the_first_round_is_summed_in_place(kept_dtype: torch.dtype):
                 return mine
 
             reduction.inside = noted  # type: ignore[method-assign]
-        sums = [bucket.reduction.shard for bucket in root_of(model).buckets]
+        sums = [bucket.grad_shard for bucket in root_of(model).buckets]
         for index in range(3):
             if index == 2:
                 model.zero_grad()

@@ -23,7 +23,6 @@ from sharded_training import (
     reduced_once,
     reference,
     train_sharded,
-    unreached,
 )
 from torch import Tensor
 
@@ -62,15 +61,15 @@ SAMPLES = {"flat": sample(FLAT, seed=22092), "hybrid": sample(HYBRID, seed=270)}
 
 
 @functools.lru_cache(maxsize=8)
-def data_parallel(job: Job, once: frozenset[str], left_out: frozenset[str]) -> list[Trained]:
-    return simulate(reference, job.ranks, job, once, left_out)
+def data_parallel(job: Job, once: frozenset[str]) -> list[Trained]:
+    return simulate(reference, job.ranks, job, once)
 
 
 def check(job: Job, **how: Any) -> list[Sharded]:
     sharded = simulate(train_sharded, job.ranks, job, seed=job.ranks)
     # What has no bearing on the reference is left out, so that it is shared.
     neutral = job._replace(units=(), placements="", delay="none", reshard=None)
-    whole = data_parallel(neutral, reduced_once(job), unreached(job))
+    whole = data_parallel(neutral, reduced_once(job))
     replicas = 1 if job.placements == "hsdp_zero1" else job.instances
     assert_agrees(sharded, whole, replicas=replicas, **how)
     return sharded

@@ -29,7 +29,6 @@ from sharded_training import (
     reference,
     shard,
     train_sharded,
-    unreached,
 )
 from sharded_twin import Net, assert_same_grads, batches_of, both, mean_loss, one_backward, plain_grads, rank_and_size
 from torch import Tensor, nn
@@ -48,14 +47,14 @@ ALL = (*UNITS, "")
 
 
 @functools.lru_cache(maxsize=8)
-def data_parallel(job: Job, once: frozenset[str], left_out: frozenset[str]) -> list[Trained]:
-    return simulate(reference, job.ranks, job, once, left_out)
+def data_parallel(job: Job, once: frozenset[str]) -> list[Trained]:
+    return simulate(reference, job.ranks, job, once)
 
 
 def check(job: Job, **how: Any) -> list[Sharded]:
     sharded = simulate(train_sharded, job.ranks, job, seed=job.ranks)
     neutral = job._replace(units=(), placements="", delay="none", reshard=None, holding=())
-    whole = data_parallel(neutral, reduced_once(job), unreached(job))
+    whole = data_parallel(neutral, reduced_once(job))
     replicas = 1 if job.placements == "hsdp_zero1" else job.instances
     assert_agrees(sharded, whole, replicas=replicas, **how)
     return sharded
@@ -279,9 +278,9 @@ def counted_reductions(model: FSDPModule) -> list[str]:
     launcher = root_of(model).grads.launcher
     launch = launcher.launch
 
-    def noting_launch(bucket: Any) -> None:
+    def noting_launch(bucket: Any, start: Any) -> None:
         launched.append(bucket.name)
-        launch(bucket)
+        launch(bucket, start)
 
     launcher.launch = noting_launch  # type: ignore[method-assign]
     return launched

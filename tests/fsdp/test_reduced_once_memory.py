@@ -16,7 +16,6 @@ from sharded_training import (
     reference,
     shard,
     train_sharded,
-    unreached,
 )
 from stale_memory import stale_memory
 from torch import Tensor, nn
@@ -112,7 +111,7 @@ def iterations(
             if final and finish:
                 model.finish_grad_sync()
             grads.append(meter.held_nbytes)
-            sums.append(sum(bucket.reduction.shard.nbytes for bucket in root.buckets))
+            sums.append(sum(bucket.grad_shard.nbytes for bucket in root.buckets))
         found.append(Seen(tuple(grads), tuple(sums), meter.peak_nbytes, tuple(model.seen)))
         optimizer.step()
         optimizer.zero_grad()
@@ -209,5 +208,5 @@ def test_stale_memory_never_leaks(placements: str, instances: int, holding: tupl
         sharded = simulate(train_sharded, job.ranks, job)
     assert taken
     neutral = job._replace(units=(), placements="", delay="none", holding=())
-    whole = simulate(reference, job.ranks, neutral, reduced_once(job), unreached(job))
+    whole = simulate(reference, job.ranks, neutral, reduced_once(job))
     assert_agrees(sharded, whole, replicas=1 if placements == "hsdp_zero1" else instances)

@@ -195,11 +195,12 @@ def test_one_collective_across_instances_for_each_bucket_and_step(
 @pytest.mark.parametrize("delayed", ["inside", "outside"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_delayed_gradients_are_reduced_in_the_drain(microbatches: int, delayed: str) -> None:
-    """Weights of blocks alone are delayed here: as often as ever, in the order of the drain."""
+    """Weights of blocks alone are delayed here: in the last one, which reduces all microbatches'."""
     words = launches("zero3", microbatches=microbatches, delayed=delayed)[0].split()
-    assert [word for word in words if word.startswith("r")] == ["ro", "r2", "r1", "r0"] * microbatches
-    drains = [words[index : index + 4] for index, word in enumerate(words) if word == "drain"]
-    assert drains == [["drain", "r2", "r1", "r0"]] * microbatches
+    assert [word for word in words if word.startswith("r")] == ["ro"] * microbatches + ["r2", "r1", "r0"]
+    assert words.count("drain") == microbatches
+    last = len(words) - words[::-1].index("drain")
+    assert words[last : last + 3] == ["r2", "r1", "r0"]
 
 
 @pytest.mark.parametrize("delayed", ["inside", "outside"])
@@ -208,8 +209,8 @@ def test_which_microbatch_is_the_last_is_said_by_its_backward(placements: str, d
     """A drain after ``no_sync`` of what a backward within it has delayed is not the end of the iteration."""
     inside, across = launches(placements, instances=2, microbatches=3, delayed=delayed)
     assert across == ["all_reduce"] * 4
-    rounds = 1 if placements == "hybrid" else 3
-    assert [word for word in inside.split() if word.startswith("r")] == ["ro", "r2", "r1", "r0"] * rounds
+    num_prompt = 1 if placements == "hybrid" else 3
+    assert [word for word in inside.split() if word.startswith("r")] == ["ro"] * num_prompt + ["r2", "r1", "r0"]
 
 
 def test_no_gather_comes_twice() -> None:

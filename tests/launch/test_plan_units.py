@@ -53,7 +53,7 @@ def train_two_steps(config: Config) -> Held:
     return Held(
         [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in root.units],
         root.gathers.meter.held_nbytes + sum(instance.nbytes for instance in instances),
-        root.grads.meter.held_nbytes + sum(bucket.reduction.shard.nbytes for bucket in root.buckets),
+        root.grads.meter.held_nbytes + sum(bucket.grad_shard.nbytes for bucket in root.buckets),
         sum(bucket.shard.nbytes for bucket in root.buckets),
         sum(v.nbytes for state in wrapped.optimizer.state.values() for key, v in state.items() if key != "step"),
         root.gathers.meter.peak_nbytes,

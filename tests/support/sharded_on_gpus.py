@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from maingrad.ddp import param_gather as gathering
+from maingrad.ddp.reduction import GradReduction
 from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from maingrad.fsdp.grad_shard import ShardReduction
 from maingrad.te_integration import Linear
 
 __all__ = [
@@ -212,7 +212,7 @@ def slowed(where: str, rank: int) -> Iterator[Pause]:
             if count % 13 == rank:
                 torch.cuda._sleep(SLEEP_CYCLES)
 
-    gather, reduce = gathering.all_gather_shards, ShardReduction.start
+    gather, reduce = gathering.all_gather_shards, GradReduction.inside
 
     def slow_gather(*args: Any, **kwargs: Any) -> Any:
         pause("gather")
@@ -222,11 +222,11 @@ def slowed(where: str, rank: int) -> Iterator[Pause]:
         pause("reduce")
         return reduce(*args)
 
-    gathering.all_gather_shards, ShardReduction.start = slow_gather, slow_reduce  # type: ignore[method-assign]
+    gathering.all_gather_shards, GradReduction.inside = slow_gather, slow_reduce  # type: ignore[method-assign]
     try:
         yield pause
     finally:
-        gathering.all_gather_shards, ShardReduction.start = gather, reduce  # type: ignore[method-assign]
+        gathering.all_gather_shards, GradReduction.inside = gather, reduce  # type: ignore[method-assign]
     assert count > 0
 
 

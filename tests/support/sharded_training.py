@@ -34,7 +34,6 @@ __all__ = [
     "reference",
     "shard",
     "train_sharded",
-    "unreached",
     "whole_of",
 ]
 
@@ -227,12 +226,11 @@ def train_sharded(job: Job, observe: Callable[[FSDPModule, int], None] | None = 
 # ---- The reference. ----
 
 
-def reference(job: Job, once: Collection[str], unreached: Collection[str] = ()) -> Trained:
+def reference(job: Job, once: Collection[str]) -> Trained:
     """Train whole parameters on the ranks of the default group.
 
-    job        whose ``units``, ``placements``, ``delay`` and ``reshard`` are of no account
-    once       parameters whose microbatches are summed before they are reduced; the others' are reduced each
-    unreached  parameters of units that no backward reaches: their ``.grad`` stays None
+    job   whose ``units``, ``placements``, ``delay`` and ``reshard`` are of no account
+    once  parameters whose microbatches are summed before they are reduced; the others' are reduced each
     """
     module = job._replace(delay="none").build()
     weights = {name: param.detach().clone() for name, param in module.named_parameters()}
@@ -247,7 +245,7 @@ def reference(job: Job, once: Collection[str], unreached: Collection[str] = ()) 
             losses, grads = engine.run(step, each)
             for name in grads:
                 if (name not in once) is each or len(engines) == 1:
-                    optimized[name].grad = None if name in unreached else grads[name].to(weights[name].dtype)
+                    optimized[name].grad = grads[name].to(weights[name].dtype)
         trained.losses.extend(losses)
         trained.grads.append({n: Piece(0, p.grad.flatten()) for n, p in optimized.items() if p.grad is not None})
         optimizer.step()
@@ -304,31 +302,26 @@ class _Engine:
 
 
 def reduced_once(job: Job) -> frozenset[str]:
-    """Parameters whose microbatches are summed before they are reduced: those of units that hold them, and beside
-    lagging ones."""
+    """Parameters whose microbatches are summed before they are reduced: those of units that hold them, those that
+    modules delay, and all that run where a queue delays some."""
     module = job.build()
     names = frozenset(name for name, param in module.named_parameters() if param.requires_grad)
-    if job.placements in ("zero1", "hybrid"):
+    if job.placements in ("zero1", "hybrid") or "queue" in job.delay:
         return names
-    if not (job.lags or job.holding):
+    if not (job.holding or "modules" in job.delay):
         return frozenset()
     experts = [f"experts.{name}" for name, _ in module.experts.named_children()] if job.variants else []
     model = shard(module, (*experts, *job.units), placements="zero3")
     for unit in model.units:
         for bucket in unit.buckets if unit.name not in job.holding else ():
             late = [pair for pair in bucket.pairs if any(_delays(owner, local) for owner, local in pair.owned.owners)]
-            if not (job.lags and late):
+            if not ("modules" in job.delay and late):
                 names -= {pair.sharded.shard.name for pair in bucket.pairs}
     return names
 
 
 def _delays(owner: nn.Module, local: str) -> bool:
     return isinstance(owner, Linear) and local == "weight"
-
-
-def unreached(job: Job) -> frozenset[str]:
-    """Parameters of units that the model's forward leaves out."""
-    return frozenset(f"unused_layer.{name}" for name in ("weight", "bias") if "unused_layer" in job.units)
 
 
 # ---- Comparison. ----

@@ -1,0 +1,159 @@
+"""Which of its two forms each module shows of its parameters: the rank's shard, or the whole while a forward runs."""
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..ddp.main_grad import record_of
+from .sharded_bucket import ShardedPair
+from .sharded_param import ShardedParameter
+
+__all__ = ["Registration"]
+
+
+class _Place(NamedTuple):
+    """One module's registration of one parameter."""
+
+    parameters: dict[str, nn.Parameter | None]
+    """Of the module."""
+    module: "weakref.ref[nn.Module]"
+    local: str
+    """Its name there."""
+    plain: bool
+    """The module's class does nothing else about parameters that are set, as recurrent layers do."""
+    sharded: ShardedParameter
+    whole: nn.Parameter
+    trainable: bool
+
+    @classmethod
+    def of(cls, pair: ShardedPair, module: nn.Module, local: str) -> "_Place":
+        """As it stands when the unit is made."""
+        plain = type(module).__setattr__ is nn.Module.__setattr__
+        trainable = pair.sharded.requires_grad
+        return cls(module._parameters, weakref.ref(module), local, plain, pair.sharded, pair.whole, trainable)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Have the module show this form."""
+        if self.plain:
+            self.parameters[self.local] = param
+        else:
+            setattr(self.module(), self.local, param)
+
+
+class Registration:
+    """The modules that register a unit's parameters.
+
+    module  of the unit; held weakly, as it owns this
+    inside  the module and those in it that are not in units of their own
+    pairs   the unit's parameters
+    """
+
+    def __init__(self, module: nn.Module, inside: Sequence[nn.Module], pairs: Sequence[ShardedPair]) -> None:
+        self._module = weakref.ref(module)
+        self._places = [_Place.of(pair, owner, local) for pair in pairs for owner, local in pair.owned.owners]
+        self._contents = [
+            (found._parameters, len(found._parameters), found._modules, tuple(found._modules.values()))
+            for found in inside
+        ]
+        self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in pairs}
+        self._num_shown = 0
+        self._shown_in_backward = False
+
+    @property
+    def shows_whole(self) -> bool:
+        """Its modules have the whole parameters registered."""
+        return self._num_shown > 0
+
+    def check(self, label: str) -> None:
+        """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made."""
+        shown = self.shows_whole
+        for parameters, _, local, _, sharded, whole, trainable in self._places:
+            if parameters.get(local) is not (whole if shown else sharded):
+                raise RuntimeError(
+                    f"parameter '{sharded.shard.name}' was replaced after fully_shard (a new nn.Parameter, a tie, "
+                    f"torch.nn.utils.parametrize): no unit gathers it or reduces its gradient; change the model "
+                    f"before fully_shard, and values in place, under torch.no_grad()"
+                )
+            if sharded.requires_grad is not trainable or whole.requires_grad is not trainable:
+                raise RuntimeError(
+                    f"parameter '{sharded.shard.name}' was {'frozen' if trainable else 'unfrozen'} (requires_grad_) "
+                    f"after fully_shard, which plans for gradients or for none; do it before"
+                )
+        for index, (parameters, size, children, found) in enumerate(self._contents):
+            if len(parameters) != size or tuple(children.values()) != found:
+                self._check_no_stranger(label)
+                self._contents[index] = parameters, len(parameters), children, tuple(children.values())
+
+    def _check_no_stranger(self, label: str) -> None:
+        module = self._module()
+        assert module is not None, "its forward runs"
+        for name, param in module.named_parameters():
+            known = isinstance(param, ShardedParameter) or record_of(param) is not None or id(param) in self._plain
+            if param.requires_grad and not known:
+                raise RuntimeError(
+                    f"parameter '{name}' of {label} was not there at fully_shard: no unit gathers it or reduces "
+                    f"its gradient; add it before, or freeze it"
+                )
+
+    def show_whole(self) -> None:
+        """Register the whole parameters in the modules that had them before sharding."""
+        self._num_shown += 1
+        if self._num_shown == 1:
+            for place in self._places:
+                place.register(place.whole)
+
+    def show_shards(self) -> None:
+        """Register the shards again."""
+        self._num_shown -= 1
+        if self._num_shown == 0:
+            self.register_shards()
+
+    def show_in_backward(self) -> None:
+        """Register the whole parameters for what forward runs again in backward (recompute inside the unit)."""
+        if not self._shown_in_backward:
+            self._shown_in_backward = True
+            self.show_whole()
+
+    def hide_after_backward(self) -> None:
+        """Undo it."""
+        if self._shown_in_backward:
+            self._shown_in_backward = False
+            self.show_shards()
+
+    def show_whole_to_foreign_delays(self) -> None:
+        """Modules that are not ours, and delay weight gradients, write to what they have registered by then."""
+        modules = [(place.whole, module) for place in self._places if (module := place.module()) is not None]
+        delaying = {
+            id(module): module
+            for whole, module in modules
+            if (record := record_of(whole)) is not None and record.foreign_delayer == type(module).__name__
+        }
+        for module in delaying.values():
+            backward_dw = type(module).backward_dw  # type: ignore[attr-defined]
+            shown = partial(_among_whole, weakref.ref(self), backward_dw, weakref.ref(module))
+            object.__setattr__(module, "backward_dw", shown)
+
+    def register_shards(self) -> None:
+        """Register the shards, whatever is registered now."""
+        for place in self._places:
+            place.register(place.sharded)
+
+
+def _among_whole(
+    registration: "weakref.ref[Registration]",
+    backward_dw: Any,
+    module: "weakref.ref[nn.Module]",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    live = registration()
+    if live is None:
+        return backward_dw(module(), *args, **kwargs)
+    live.show_whole()
+    try:
+        return backward_dw(module(), *args, **kwargs)
+    finally:
+        live.show_shards()
