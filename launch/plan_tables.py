@@ -189,11 +189,12 @@ def _unit_collectives_table(plan: UnitsPlan) -> Table:
         sent = [
             num_gathers * sum(traffic.gather for traffic in each),
             sum(traffic.gather_across for traffic in each),
-            unit.reductions * sum(traffic.reduce_inside for traffic in each),
+            sum(count * traffic.reduce_inside for count, traffic in zip(unit.reductions, each, strict=True)),
             sum(traffic.reduce_across for traffic in each),
         ]
         counts = [str(unit.gathers_in_forward), str(unit.gathers_in_backward)]
-        table.add_row(*_traffic_row(_unit_name(unit), counts, str(unit.reductions), sent, across, scatters))
+        reductions = ", ".join(str(count) for count in dict.fromkeys(unit.reductions))
+        table.add_row(*_traffic_row(_unit_name(unit), counts, reductions, sent, across, scatters))
         sums = [total + part for total, part in zip(sums, sent, strict=True)]
     table.add_section()
     table.add_row(*_traffic_row("", ["", ""], "", sums, across, scatters))

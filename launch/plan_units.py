@@ -26,8 +26,8 @@ class PlacedUnit(NamedTuple):
     gathers_in_forward: int
     gathers_in_backward: int
     """All-gathers of each bucket in one step, from the second step on: the first one does not know the order yet."""
-    reductions: int
-    """Of each bucket in one step, over the ranks of an instance."""
+    reductions: tuple[int, ...]
+    """Of each bucket in one step, over the ranks of an instance: delayed gradients once."""
 
     @property
     def param_nbytes(self) -> int:
@@ -132,9 +132,9 @@ def _unit(
         in_forward = 1 if index < 2 else num_microbatches
         stays = index in (0, len(entered) - 1) or fsdp.reshard_after_forward is False
         in_backward = 0 if stays else num_microbatches
-    reductions = 1 if fsdp.holds_grads else num_microbatches
-    name = entered[index]
-    return PlacedUnit(name, placed[name], in_forward, in_backward, reductions)
+    buckets = placed[entered[index]]
+    reductions = [1 if fsdp.holds_grads or bucket.layout.delayed else num_microbatches for bucket in buckets]
+    return PlacedUnit(entered[index], buckets, in_forward, in_backward, tuple(reductions))
 
 
 def fsdp_alternatives(config: Config, ranks: int) -> dict[Parallel, RankBytes]:
