@@ -513,5 +513,11 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @every_placement
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_23_a_step_is_seen_by_the_next_forward(placements: str, optimizer: str) -> None:
-    """Whole parameters that stay are gathered anew, whoever changed the shards."""
-    check(placements, Twice, steps=3, optimizer=OPTIMIZERS[optimizer])
+    """Whole parameters that stay are gathered anew, whoever changed the shards, and whatever ran since backward."""
+
+    def validated(model: nn.Module, batches: Sequence[Tensor]) -> None:
+        run(model, batches)
+        with torch.no_grad():
+            model(batches[0])
+
+    check(placements, Twice, run=validated, steps=3, optimizer=OPTIMIZERS[optimizer])

@@ -1,16 +1,21 @@
 """Delayed weight gradients of units: iterations that are given up, and weights that another use does not delay."""
 
 import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_twin import batches_of, mean_loss, options_of, ranks_of, shard_blocks
+from sharded_training import shard as shard_units
+from sharded_twin import assert_same_grads, batches_of, mean_loss, options_of, ranks_of, shard_blocks
 from torch import Tensor, nn
 
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
+from maingrad.te_integration.wgrad_queue import drain_modules
 
 
 class Delaying(nn.Module):
@@ -97,3 +102,74 @@ def test_a_tied_weight_is_delayed_in_one_module_alone() -> None:
     """While it waits in the queue, another bucket waits for its reduction of the microbatch before, and resets it."""
     for delayed, plain in zip(_grads_of_two_microbatches(True), _grads_of_two_microbatches(False), strict=True):
         torch.testing.assert_close(delayed, plain, rtol=1e-12, atol=0)
+
+
+class Sometimes(nn.Module):
+    """Blocks with a layer that a rank may leave out."""
+
+    def __init__(self, make_layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(5, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList([SometimesBlock(make_layer()) for _ in range(3)])
+
+    def forward(self, x: Tensor, used: Sequence[bool]) -> Tensor:
+        x = self.stem(x)
+        for block, use in zip(self.blocks, used, strict=True):
+            x = block(x, use)
+        return self.head(x)
+
+
+class SometimesBlock(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.always, self.layer = nn.Linear(6, 6), layer
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = x + self.always(x).tanh()
+        return x + self.layer(x) if use else x
+
+
+def used(rank: int, index: int) -> list[bool]:
+    return [(rank + index + place) % 3 > 0 for place in range(3)]
+
+
+@pytest.mark.parametrize("who", ["modules", "queue"])
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"])
+def test_some_ranks_alone_use_what_delays(kind: str, who: str) -> None:
+    """Others in every microbatch; who has delayed something computes it one microbatch later."""
+
+    def plain(twin: nn.Module, rank: int) -> None:
+        for index, batch in enumerate(batches_of(rank, 4)):
+            mean_loss(twin(batch, used(rank, index))).backward()
+
+    def delaying(model: Any, rank: int) -> None:
+        queue = WgradQueue()
+        for index, batch in enumerate(batches_of(rank, 4)):
+            with model.no_sync() if index < 3 else nullcontext():
+                with delayed_wgrad(queue) if who == "queue" else nullcontext():
+                    loss = mean_loss(model(batch, used(rank, index)))
+                loss.backward()
+            if index:
+                queue.drain_oldest_microbatch()
+                for block in reversed(model.blocks) if who == "modules" else ():
+                    block.layer.backward_dw()
+        queue.drain()
+        if who == "modules":
+            drain_modules(model)
+
+    def on_each_rank() -> None:
+        delays = who == "modules"
+        model = Sometimes(lambda: Linear(6, 6, fuse_wgrad_accumulation=True, delay_wgrad_compute=delays)).double()
+        twin = Sometimes(lambda: nn.Linear(6, 6)).double()
+        twin.load_state_dict(model.state_dict())
+        shard_units(model, [f"blocks.{index}" for index in range(3)], **options_of(kind))
+        delaying(model, dist.get_rank())
+        for rank in range(dist.get_world_size()):
+            plain(twin, rank)
+        size = dist.get_world_size()
+        grads = {name: torch.zeros_like(p) if p.grad is None else p.grad / size for name, p in twin.named_parameters()}
+        assert_same_grads(model, grads)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # nothing is missing
+
+    simulate(on_each_rank, ranks_of(kind))

@@ -444,3 +444,26 @@ def test_what_is_abandoned_in_a_unit_stays_out_of_later_iterations_that_do_not_u
         optimizer.step()
 
     simulate(on_each_rank, ranks_of(kind))
+
+
+@pytest.mark.parametrize("model", [Half, Detaches], ids=["never run", "never reached"])
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp"])
+def test_a_unit_that_no_backward_reaches_has_zeros(kind: str, model: type[Net]) -> None:
+    """As under DistributedDataParallel: an optimizer treats it alike, whichever wrapper there is."""
+
+    def on_each_rank() -> None:
+        sharded, _ = both(model, lambda net: shard_blocks(net, **options_of(kind)))
+        left_out = sharded.blocks[2 if model is Half else 0]
+        batches = batches_of(rank_and_size()[0], 2)
+        for _ in range(2):
+            one_backward(sharded, batches)
+            grads = [param.grad for param in left_out.parameters()]
+            assert not any(grad.detach().any() for grad in grads)
+            assert sharded.head.weight.grad.norm() > 0
+            sharded.finish_grad_sync()  # once more changes nothing
+            assert all(param.grad is grad for param, grad in zip(left_out.parameters(), grads, strict=True))
+            sharded.zero_grad()
+            sharded.finish_grad_sync()  # nothing is under way
+            assert all(param.grad is None for param in sharded.parameters())
+
+    simulate(on_each_rank, ranks_of(kind))
