@@ -15,8 +15,8 @@
 ``keep``     backward has passed the unit, and whole gradients stay: they are reduced once in an iteration, or some of
              them are delayed and come after backward. A later microbatch enters again, and adds
 ``send``     whole gradients are reduced inside the instance, in the last microbatch across instances as well, and added
-             to ``.grad`` of the shards. Their memory goes back when somebody needs it, or the iteration ends. A backward
-             that comes to the unit again, past what it has sent, enters again
+             to ``.grad`` of the shards. Their memory goes back when somebody needs it, or the iteration ends. Backward
+             enters again where it comes to the unit past what was sent
 ``end``      of the iteration: what is left was sent, in one order, and ``.grad`` is complete
 ``give_up``  from anywhere to IDLE: backward failed, and the next forward begins anew
 

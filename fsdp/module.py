@@ -10,6 +10,7 @@ from torch import nn
 
 from ..ddp.timeline import Timeline, recorded_on
 from .checkpoint_source import ShardedSource
+from .norm_ranks import ranks_of_norms
 from .root import Root
 from .unit import Unit
 from .uses import Passage
@@ -216,9 +217,9 @@ def _become_root(module: FSDPModule) -> Root:
     """The first forward, or a verb, makes the module that it is called on the outermost unit. Collective."""
     names = {id(inner): name for name, inner in module.named_modules()}
     inside = _sharded_inside(module)
+    everyone = ranks_of_norms([unit_of(inner) for inner in inside])
     for inner in inside:
-        unit = unit_of(inner)
-        unit.rename(names[id(inner)])
+        unit_of(inner).join(names[id(inner)], everyone)
         inner.__dict__.pop(_ROOT, None)
     root = Root(module, [unit_of(inner) for inner in inside])
     module.__dict__[_ROOT] = root

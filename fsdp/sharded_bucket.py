@@ -333,6 +333,7 @@ def _sharded(
         reduction.grid,
         reduction.num_replicas,
         unit,
+        reduction.grid,
     )
     at = begin - first if finish > begin else 0
     param = make_sharded(shard[at : at + finish - begin], info, owned.param.requires_grad)

@@ -26,8 +26,9 @@ class ShardedGrad(Tensor):
 
     **Norms are global**, over the shards of all ranks, each element counted once: ``g.norm()``, ``torch.norm``,
     ``torch.linalg.vector_norm``, ``torch.linalg.norm``, ``torch._foreach_norm``; and so are
-    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. Powers are summed in fp64. They are collective: all ranks
-    of the grid call them, in the same order; a list costs one collective a grid. So is the check for Inf and NaN of
+    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. Powers are summed in fp64, over all ranks of the
+    outermost unit: the norm of an expert, whose unit has a mesh of its own, is that of all ranks' experts at its place.
+    They are collective: all ranks call them, in the same order; a list costs one. So is the check for Inf and NaN of
     ``torch.amp.GradScaler``, which then skips alike on all ranks. Norms along some dims, and of matrices, raise
     ``RuntimeError``.
 
@@ -191,8 +192,8 @@ def _matrix_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     with torch.no_grad(), DisableTorchFunctionSubclass():
         torch._amp_foreach_non_finite_check_and_unscale_(self, found_inf, inv_scale)  # type: ignore[arg-type]
-        grids = {grad.shard.grid[:2]: grad.shard.grid for grad in self if isinstance(grad, ShardedGrad)}
-        for grid in grids.values():
+        grids = [_everyone(grad.shard) for grad in self if isinstance(grad, ShardedGrad)]
+        for grid in {grid[:2]: grid for grid in grids}.values():
             found_inf.copy_(_reduced(found_inf.reshape(1), grid, _max).view_as(found_inf))
 
 
@@ -225,12 +226,13 @@ def _norms_over_ranks(grads: Sequence[Tensor], ord: float, dtype: torch.dtype | 
     ord = float(ord)
     with torch.no_grad(), DisableTorchFunctionSubclass():
         shards = [grad.shard for grad in grads]  # type: ignore[attr-defined]
+        everyone = _everyone(shards[0])
         local = _local_norms(grads, ord)
         if math.isinf(ord):
-            whole = _extremum_over_ranks(local, shards[0].grid, largest=ord > 0)
+            whole = _extremum_over_ranks(local, everyone, largest=ord > 0)
         else:
             powers = _divided(local if ord == 0 else local.pow(ord), [shard.num_replicas for shard in shards])
-            whole = _reduced(powers, shards[0].grid, RankGrid.sum)
+            whole = _reduced(powers, everyone, RankGrid.sum)
             whole = whole if ord == 0 else whole.pow(1 / ord)
         dtypes = [dtype or grad.dtype.to_real() for grad in grads]
         if len(set(dtypes)) == 1:
@@ -284,7 +286,19 @@ def _key_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Equal for gradients whose norms take one collective; None for tensors that are no shards."""
     if not isinstance(tensor, ShardedGrad):
         return None
-    return tensor.shard.grid.inner, tensor.shard.grid.outer, tensor.device
+    everyone = _everyone(tensor.shard)
+    return everyone.inner, everyone.outer, tensor.device
+
+
+def _everyone(info: ShardInfo) -> RankGrid:
+    """The ranks that a norm covers."""
+    if info.everyone is None:
+        raise RuntimeError(
+            f"ranks hold different numbers of parameters whose units have meshes of their own (experts), so that norms "
+            f"over all ranks and the check for Inf do not go together ({info}): give every rank as many experts, or "
+            f"take grad.detach() for this rank's elements alone"
+        )
+    return info.everyone
 
 
 # ---- Refusals. ----

@@ -33,6 +33,9 @@ class ShardInfo(NamedTuple):
     """How many ranks of ``grid`` hold these same elements: the outer size for HSDP, 1 where no two do."""
     unit: str
     """Name of the module that was fully sharded; empty for the outermost."""
+    everyone: RankGrid | None
+    """The ranks of the outermost unit, which norms of gradients cover: experts have a ``grid`` of their own. None where
+    these hold different numbers of such parameters."""
 
     @property
     def numel(self) -> int:

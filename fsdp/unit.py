@@ -155,11 +155,11 @@ class Unit:
             # What autocast has cast is memory that nobody lets go of, and its gradient would come after the unit's.
             torch.clear_autocast_cache()
 
-    def rename(self, name: str) -> None:
-        """Take its name in the outermost unit, and its parameters theirs."""
+    def join(self, name: str, everyone: RankGrid | None) -> None:
+        """Take its name in the outermost unit, and its parameters theirs; ``everyone``: what their norms cover."""
         for pair in self.pairs:
-            info = pair.sharded.shard
-            pair.sharded.shard = info._replace(name=f"{name}.{pair.name}" if name else pair.name, unit=name)
+            full_name = f"{name}.{pair.name}" if name else pair.name
+            pair.sharded.shard = pair.sharded.shard._replace(name=full_name, unit=name, everyone=everyone)
         self.name = name
 
     def set_reshard(self, reshard_after_forward: bool) -> None:

@@ -1,5 +1,6 @@
 """Experts on a mesh of their own: sharded over ranks that hold the same ones, averaged over all that have tokens."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,3 +93,119 @@ def test_experts_have_seen_all_ranks_tokens(kind: str, size: int, num_variants: 
             optimizer.zero_grad()
 
     simulate(on_each_rank, size)
+
+
+# ---- Norms, clipping and the check for Inf: one answer on all ranks. ----
+
+
+def sharded_mixture(rank: int, instances: int) -> Any:
+    """Four ranks, two kinds of experts; the model of this rank."""
+    model = build(rank % 2, "plain", fuse=False)
+    if instances > 1:
+        dense: Any = init_device_mesh("cpu", (instances, 4 // instances))
+        mesh, row = expert_mesh(4, 2, instances), "hsdp"
+    else:
+        dense, row = None, "zero3"
+        mesh = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    fully_shard(model.experts, mesh=mesh, placements=row)
+    return fully_shard(model, mesh=dense, placements=row)
+
+
+def average_grads(twins: list[Mixture], step: int) -> list[dict[str, Tensor]]:
+    """Of each kind of experts with the dense layers, over four ranks' batches; they stay in the twins."""
+    sums: list[dict[str, Tensor]] = [{}, {}]
+    for rank in range(4):
+        grads = plain_grads(twins[rank % 2], run, [batches_of(rank, 2, step=step, dtype=torch.float32)])
+        for variant in (0, 1):
+            for name, grad in grads.items():
+                if not name.startswith("experts") or rank % 2 == variant:
+                    sums[variant][name] = sums[variant].get(name, torch.zeros(())) + grad / 4
+    return sums
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("instances", [1, 2])
+def test_clipping_is_by_one_norm_over_all_experts(instances: int, norm_type: float) -> None:
+    def on_each_rank() -> tuple[float, dict[str, Tensor]]:
+        rank = dist.get_rank()
+        model = sharded_mixture(rank, instances)
+        twins = [build(variant, "plain", fuse=False) for variant in (0, 1)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(2):
+            run(model, batches_of(rank, 2, step=step, dtype=torch.float32))
+            found = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type)
+            sums = average_grads(twins, step)
+            experts = [grad for variant in sums for name, grad in variant.items() if name.startswith("experts")]
+            every = [*experts, *(grad for name, grad in sums[0].items() if not name.startswith("experts"))]
+            expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in every]).double(), norm_type)
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+            optimizer.step()
+            optimizer.zero_grad()
+            for twin, grads in zip(twins, sums, strict=True):
+                with torch.no_grad():
+                    for name, param in twin.named_parameters():
+                        param -= 0.5 * grads[name] * (0.05 / expected).float()
+        with model.unsharded():
+            whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+        for name, param in twins[rank % 2].named_parameters():
+            torch.testing.assert_close(whole[name], param.detach(), rtol=1e-4, atol=1e-6)
+        return float(found), {name: value for name, value in whole.items() if not name.startswith("experts")}
+
+    first, *others = simulate(on_each_rank, 4)
+    for norm, dense in others:
+        assert norm == first[0]
+        assert all(torch.equal(dense[name], first[1][name]) for name in dense)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_an_overflow_of_one_expert_is_skipped_by_all(instances: int) -> None:
+    """Experts have an optimizer of their own, whose check for Inf sees no gradient that all ranks share."""
+
+    def on_each_rank() -> tuple[bool, float]:
+        rank = dist.get_rank()
+        model = sharded_mixture(rank, instances)
+        optimizer = torch.optim.SGD(model.experts.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        before = [param.detach().clone() for param in model.experts.parameters()]
+        model.experts.register_forward_pre_hook(lambda module, args: (args[0].detach(),))
+        if rank % 2 == 1:  # gradients of its experts alone, not of what comes before or after them
+            infinite = partial(torch.mul, float("inf"))
+            model.experts.register_forward_hook(lambda module, args, output: output.register_hook(infinite) and None)
+        scaler.scale(mean_loss(model(torch.ones(3, 5)))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        after = [param.detach() for param in model.experts.parameters()]
+        return all(map(torch.equal, before, after)), scaler.get_scale()
+
+    assert simulate(on_each_rank, 4) == [(True, 2.0)] * 4
+
+
+def test_other_numbers_of_experts_have_no_norm() -> None:
+    def on_each_rank() -> str:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        experts = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(1 + rank)])
+        model = Mixture(experts)
+        groups = [dist.new_group([other]) for other in (0, 1)]
+        fully_shard(model.experts, mesh=groups[rank])
+        fully_shard(model)
+        mean_loss(model(torch.ones(3, 5))).backward()
+        with pytest.raises(RuntimeError, match="different numbers of parameters") as refusal:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return str(refusal.value)
+
+    assert all("give every rank as many experts" in message for message in simulate(on_each_rank, 2))
+
+
+def test_a_mesh_beyond_the_outermost_units_is_refused() -> None:
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model = Mixture(plain_experts(0))
+        fully_shard(model.experts)
+        groups = [dist.new_group([other]) for other in (0, 1)]
+        fully_shard(model, mesh=groups[dist.get_rank()])
+        with pytest.raises(ValueError, match="not among the outermost unit's"):
+            model(torch.ones(3, 5))
+
+    simulate(on_each_rank, 2)

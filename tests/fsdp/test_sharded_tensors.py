@@ -76,7 +76,7 @@ def cut(ranks: Ranks, grid: RankGrid, tensors: Sequence[Tensor]) -> Iterator[tup
         start, end = (min(max(place * share + shift - first, 0), tensor.numel()) for shift in (0, share))
         offset = first + start - place * share if end > start else 0
         replicas = grid.outer_size if ranks.replicated else 1
-        info = ShardInfo(f"p{index}", tuple(tensor.shape), start, end, grid, replicas, "block")
+        info = ShardInfo(f"p{index}", tuple(tensor.shape), start, end, grid, replicas, "block", grid)
         yield flat[offset : offset + end - start], info
         first += tensor.numel()
 
@@ -118,7 +118,7 @@ def plain_params(tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> list[nn.
 
 
 def info_of(shape: tuple[int, ...], start: int, end: int, **changes: Any) -> ShardInfo:
-    return ShardInfo("layers.0.weight", shape, start, end, ALONE, 1, "layers.0")._replace(**changes)
+    return ShardInfo("layers.0.weight", shape, start, end, ALONE, 1, "layers.0", ALONE)._replace(**changes)
 
 
 def one(shape: tuple[int, ...] = (4, 3), start: int = 3, end: int = 9, requires_grad: bool = True) -> ShardedParameter:

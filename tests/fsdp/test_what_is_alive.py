@@ -1,4 +1,4 @@
-"""What a rank keeps of its forwards and backwards is its own affair: losses, outputs, graphs, exceptions, the collector.
+"""What a rank keeps of its forwards and backwards is its own affair: losses, outputs, graphs, exceptions.
 
 Programs are written against the public interface alone, and compared with a plain model over all ranks' batches.
 """

@@ -1,0 +1,47 @@
+"""Which ranks a norm of gradients covers, and the search for Inf in them: all of the outermost unit's.
+
+Experts are units on meshes of their own: ranks that hold the same ones. One rank's experts are another's gradients, and
+a norm that covered the expert's own ranks alone would differ between ranks, which then would clip by different
+coefficients. So each expert's powers are summed over all ranks, with the experts that others hold at its place.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ..ddp.rank_grid import RankGrid
+from .unit import Unit
+
+__all__ = ["ranks_of_norms"]
+
+
+def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
+    """The outermost unit's; None where they hold different numbers of parameters on meshes of their own. Collective.
+
+    units  the outermost first
+
+    Raises ``ValueError`` on all ranks where a unit's mesh has ranks that are not among the outermost one's.
+    """
+    everyone = units[0].grid
+    apart = [unit for unit in units if unit.grid[:2] != everyone[:2]]
+    here = {rank for unit in apart for group in unit.grid.axes for rank in dist.get_process_group_ranks(group)}
+    count = sum(len(bucket.pairs) for unit in apart for bucket in unit.buckets if bucket.trainable)
+    mine = (dist.get_rank() if dist.is_initialized() else 0, here, count)
+    found = _gathered(everyone, mine)
+    outside = set().union(*[ranks for _, ranks, _ in found]) - {rank for rank, _, _ in found}
+    if outside:
+        raise ValueError(
+            f"a unit's mesh has ranks {sorted(outside)}, which are not among the outermost unit's: gradients are "
+            f"averaged over the outermost unit's ranks, which must be all that have seen tokens"
+        )
+    return everyone if len({count for _, _, count in found}) == 1 else None
+
+
+def _gathered(grid: RankGrid, mine: Any) -> list[Any]:
+    found = [mine]
+    for group in grid.axes:
+        parts: list[list[Any]] = [[]] * group.size()
+        dist.all_gather_object(parts, found, group=group)
+        found = [entry for part in parts for entry in part]
+    return found
