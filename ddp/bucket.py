@@ -25,6 +25,8 @@ class Phase(enum.Enum):
     REDUCED = "reduced"
     """The optimizer may read it; nobody may write it before the next iteration."""
 
+    __hash__ = object.__hash__  # enum's own runs Python code, twice for each move
+
 
 _MOVES = {
     Phase.IDLE: {Phase.ACCUMULATING, Phase.READY, Phase.REDUCING},

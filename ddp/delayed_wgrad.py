@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .grad_record import GradRecord, PendingWgrad
 
-__all__ = ["DelayedWgrad", "active_queue", "delaying_into", "num_blocks_entered"]
+__all__ = ["DelayedWgrad", "delay_blocks", "delaying_into"]
 
 _sequence = itertools.count()
 
@@ -121,26 +121,26 @@ class DelayedWgrad:
 
 # ---- Who delays, beside modules that always do: forwards in a ``delayed_wgrad`` block. ----
 
-_blocks = threading.local()
+
+class _DelayBlocks(threading.local):
+    """Of the thread that asks."""
+
+    queue: Any = None
+    """That of the innermost block."""
+    num_entered = 0
+    """Blocks so far: whoever asks twice knows whether there was one in between."""
+
+
+delay_blocks = _DelayBlocks()
 
 
 @contextmanager
 def delaying_into(queue: Any) -> Iterator[None]:
     """Forwards of this thread delay the weight gradients of all our modules into ``queue``."""
-    before = active_queue()
-    _blocks.queue = queue
-    _blocks.num_entered = num_blocks_entered() + 1
+    before = delay_blocks.queue
+    delay_blocks.queue = queue
+    delay_blocks.num_entered += 1
     try:
         yield
     finally:
-        _blocks.queue = before
-
-
-def active_queue() -> Any:
-    """The queue of the innermost block of this thread, or None."""
-    return getattr(_blocks, "queue", None)
-
-
-def num_blocks_entered() -> int:
-    """How many blocks this thread has entered so far: whoever asks twice knows whether there was one in between."""
-    return getattr(_blocks, "num_entered", 0)
+        delay_blocks.queue = before

@@ -47,6 +47,8 @@ class RoundPhase(enum.Enum):
     REDUCED = "reduced"
     """Reduced over all ranks, or on the way."""
 
+    __hash__ = object.__hash__  # enum's own runs Python code, twice for each move
+
 
 _MOVES = {
     RoundPhase.IDLE: {RoundPhase.WRITING},

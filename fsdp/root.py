@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ..ddp.delayed_wgrad import active_queue, num_blocks_entered
+from ..ddp.delayed_wgrad import delay_blocks
 from ..ddp.failure_report import FailureReporter
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
 from ..ddp.timeline import Timeline
@@ -41,11 +41,6 @@ class _Running(NamedTuple):
     trace: Trace
     num_blocks: int
     """Of ``delayed_wgrad``, entered before it; -1 where it began in one."""
-
-    @property
-    def delays(self) -> bool:
-        """Whether some of it ran under ``delayed_wgrad``, on whichever ranks that then delayed something."""
-        return self.num_blocks != num_blocks_entered()
 
 
 class _Entered(NamedTuple):
@@ -128,7 +123,7 @@ class Root:
         around = tuple([running.unit for running in self._running])
         passage = Passage(Use(unit, around), self._trace_of(task))
         trace = passage.trace
-        num_blocks = -1 if active_queue() is not None else num_blocks_entered()
+        num_blocks = -1 if delay_blocks.queue is not None else delay_blocks.num_entered
         self._running.append(_Running(unit, trace, num_blocks))
         return passage
 
@@ -136,7 +131,8 @@ class Root:
         """A unit's forward is over; ``passage``: it left a graph."""
         running = self._running.pop()
         if passage is not None:
-            passage.use.delays = running.delays
+            # Whether this rank has delayed something or not: another may have.
+            passage.use.delays = running.num_blocks != delay_blocks.num_entered
             passage.trace.add(passage.use)
         if self._backward is None or unit not in self._backward.entered:
             reshards = unit.reshard_after_forward
@@ -182,34 +178,33 @@ class Root:
 
     # ---- Backward. ----
 
-    def enter_backward(self, use: Use, trace: Trace) -> None:
-        """Backward has reached the outputs of a unit's forward."""
+    def enter_backward(self, use: Use, trace: Trace, task: int) -> None:
+        """Backward, in this graph task, has reached the outputs of a unit's forward."""
         unit = use.unit
-        backward = self._enter(unit, delays=use.delays)
+        backward = self._enter(unit, task, delays=use.delays)
         backward.entered[unit].uses.add(use)
         self.gathers.gather(unit)
         if all(other is unit or other in use.around for other in backward.entered):
-            self._prefetch(use, trace, 1)  # otherwise that one leaves next, lets its parameters go, and does it
+            self._prefetch(use, trace, task, 1)  # otherwise that one leaves next, lets its parameters go, and does it
         self.gathers.arrive(unit)
         unit.registered.show_in_backward()
         if torch.is_grad_enabled():
             backward.keeps_graph = True
 
-    def leave_backward(self, use: Use, trace: Trace) -> None:
-        """Backward has passed the inputs of a unit's forward."""
+    def leave_backward(self, use: Use, trace: Trace, task: int) -> None:
+        """Backward, in this graph task, has passed the inputs of a unit's forward."""
         unit, backward = use.unit, self._backward
         if backward is None or unit not in backward.entered:
             return
         entered = backward.entered[unit]
         entered.uses.discard(use)
-        if entered.uses or trace.comes_again(use, torch._C._current_graph_task_id()):
+        if entered.uses or trace.comes_again(use, task):
             return
         self._let_go_of(unit, backward)
-        self._prefetch(use, trace, 2)  # before the reduction, which it would wait behind
+        self._prefetch(use, trace, task, 2)  # before the reduction, which it would wait behind
         self.grads.leave(unit, final=backward.final)
 
-    def _enter(self, unit: Unit, *, delays: bool) -> _Backward:
-        task = torch._C._current_graph_task_id()
+    def _enter(self, unit: Unit, task: int, *, delays: bool) -> _Backward:
         backward = self._backward
         if backward is None:
             backward = self._backward = _Backward(task, final=self.sync)
@@ -231,7 +226,7 @@ class Root:
         if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
             self.gathers.release(unit)
 
-    def _prefetch(self, use: Use, trace: Trace, count: int) -> None:
+    def _prefetch(self, use: Use, trace: Trace, task: int, count: int) -> None:
         """Gather what backward comes to next."""
         unit, backward = use.unit, self._backward
         assert backward is not None, "it has come to the unit"
@@ -241,7 +236,7 @@ class Root:
             return
         if count > 1 and any(other in use.around[1:] for other in backward.entered):
             count = 1  # the unit around it still has its parameters
-        for following in trace.before(use, torch._C._current_graph_task_id(), count):
+        for following in trace.before(use, task, count):
             if unit not in following.around:  # inside of what is left: done
                 self.gathers.gather(following.unit)
 
@@ -302,7 +297,7 @@ class Root:
                     f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
                     f"pass reshard_after_forward=False"
                 )
-            self._enter(unit, delays=False)
+            self._enter(unit, torch._C._current_graph_task_id(), delays=False)
 
     def _on_delayed_wgrad(self, bucket: ShardedBucket) -> None:
         self.grads.delayed_wgrad_done(bucket)

@@ -31,10 +31,10 @@ class Listener(Protocol):
     def leave_forward(self, unit: "Unit", passage: Passage | None) -> None:
         """It is over; ``passage``: it left a graph."""
 
-    def enter_backward(self, use: Use, trace: Trace) -> None:
+    def enter_backward(self, use: Use, trace: Trace, task: int) -> None:
         """Backward has reached the outputs of a forward."""
 
-    def leave_backward(self, use: Use, trace: Trace) -> None:
+    def leave_backward(self, use: Use, trace: Trace, task: int) -> None:
         """Backward has passed the unit's inputs."""
 
 

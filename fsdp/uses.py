@@ -138,7 +138,7 @@ class Passage:
         task = torch._C._current_graph_task_id()
         if self.use.entered != task:  # not another output of the same forward
             self.use.entered = task
-            self.use.unit.root.enter_backward(self.use, self.trace)
+            self.use.unit.root.enter_backward(self.use, self.trace, task)
 
     def on_input(self) -> None:
         """Backward has left it: autograd runs later nodes first, and all of the forward's are later than its inputs'.
@@ -149,7 +149,7 @@ class Passage:
         use, task = self.use, torch._C._current_graph_task_id()
         if use.entered == task and use.passed != task:
             use.passed = task
-            use.unit.root.leave_backward(use, self.trace)
+            use.unit.root.leave_backward(use, self.trace, task)
 
 
 def _on_input(reference: "weakref.ref[Passage]", grad: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ddp.delayed_wgrad import active_queue
+from ..ddp.delayed_wgrad import delay_blocks
 from ..ddp.main_grad import check_delayable, is_fusable
 from ..ddp.wgrad_module import DelayedWgradModule
 from .fused_linear import LinearUse, fused_linear, run_outside_graph
@@ -50,8 +50,8 @@ class LinearModule(DelayedWgradModule):
 
     def queue_now(self) -> WgradQueue | None:
         """Where weight gradients of a forward that runs now will wait: the module's own queue comes first."""
-        active: WgradQueue | None = active_queue()
-        return self.wgrad_queue if self.wgrad_queue is not None else active
+        of_block: WgradQueue | None = delay_blocks.queue
+        return self.wgrad_queue if self.wgrad_queue is not None else of_block
 
     def multiply(
         self,
