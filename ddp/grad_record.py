@@ -44,6 +44,7 @@ class GradRecord:
         "pending",
         "ready",
         "shared",
+        "sum_in_grad",
         "view",
         "written",
     )
@@ -72,6 +73,8 @@ class GradRecord:
         """Weight gradients that were queued and not computed yet."""
         self.awaits_delayed = False
         """All that is missing are the pending ones; reset by the bucket."""
+        self.sum_in_grad = False
+        """Some of a microbatch's were added to ``.grad`` and wait there for the others; reset by the bucket."""
 
         # Per iteration; reset by the bucket.
         self.written = False
@@ -122,5 +125,5 @@ class GradRecord:
 
     def reset(self) -> None:
         """Start a new iteration."""
-        self.written = self.ready = self.passed = self.awaits_delayed = False
+        self.written = self.ready = self.passed = self.awaits_delayed = self.sum_in_grad = False
         self.closed = None

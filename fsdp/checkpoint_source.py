@@ -21,6 +21,7 @@ from ..ddp.checkpoint_ranks import CheckpointRanks
 from ..ddp.checkpoint_source import HeldOptimizer, HeldParam, Holding
 from ..ddp.collectives import group_or_default
 from ..ddp.rank_grid import RankGrid
+from ..ddp.world import own_rank
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_bucket import ShardedPair
 from .sharded_param import ShardedParameter
@@ -229,7 +230,7 @@ def _axes(grid: RankGrid) -> tuple[Any, ...]:
 
 def _members(grid: RankGrid) -> list[int]:
     """Global ranks, ascending. Collective over the grid."""
-    ranks = [0] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
+    ranks = [own_rank()] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
     if grid.outer is None or grid.outer.size() == 1:
         return sorted(ranks)
     instances: list[list[int]] = [[]] * grid.outer.size()

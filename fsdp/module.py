@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..ddp.timeline import Timeline, recorded_on
+from ..ddp.torch_ddp import check_not_collected
 from .checkpoint_source import ShardedSource
 from .root import Root
 from .unit import Unit, Use
@@ -126,6 +127,12 @@ class FSDPModule(nn.Module):
         """How ``save_checkpoint`` and ``load_checkpoint`` see this module and the units in it. Collective the first
         time."""
         return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As any module has them. Raises ``ValueError`` where torch's ``DistributedDataParallel`` asks."""
+        unit = unit_of(self)
+        check_not_collected(unit.both_forms, unit.described)
+        return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for pair in unit_of(self).pairs:
