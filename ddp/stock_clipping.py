@@ -24,7 +24,7 @@ __all__ = ["guard_stock_clipping"]
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
 
 _guarding: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Wrappers that are alive. torch's functions are the process's, and so is this."""
+"""Wrappers and sharded units that are alive. torch's functions are the process's, and so is this."""
 
 
 def guard_stock_clipping(wrapper: object) -> None:

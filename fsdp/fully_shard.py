@@ -12,6 +12,7 @@ from ..ddp.failure_report import FailureReporter
 from ..ddp.init_sync import check_same_experts
 from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
+from ..ddp.stock_clipping import guard_stock_clipping
 from ..ddp.wiring import OwnedParam, check_copy_engines
 from ..ddp.world import Ranks
 from .grad_shard import ShardReduction
@@ -199,6 +200,7 @@ def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> ShardRe
 
 def _take_over(module: nn.Module, unit: Unit) -> None:
     """The module shows shards from here on, and optimizers are watched."""
+    guard_stock_clipping(unit)
     for bucket in unit.buckets:
         watch_steps(bucket)
         for pair in bucket.pairs:

@@ -1,4 +1,4 @@
-"""A process that finds no process group: alone where nobody else was started, or where it says so; refused otherwise."""
+"""A process that finds no process group: alone where nobody else was started, or it says so; refused otherwise."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ WRAPS: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_ranks_that_a_launcher_started_and_no_process_group_are_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun sets WORLD_SIZE. Without init_process_group every rank would train by itself, and nobody would say so."""
+    """torchrun sets WORLD_SIZE. Without init_process_group every rank would train by itself, without a word."""
     option, wrap = WRAPS[name]
     monkeypatch.setenv("WORLD_SIZE", "4")
     expected = rf"WORLD_SIZE=4.*init_process_group\(\) before wrapping.*{option}=maingrad.ddp.WORLD_OF_ONE"
@@ -116,7 +116,7 @@ def gradients_past_the_wrapper() -> None:
     ddp = DistributedDataParallel(make_model())
     join_all(rank, 2)
     ddp.module(make_batches(1)[0]).sum().backward()
-    with pytest.raises(RuntimeError, match="made before torch.distributed.init_process_group"):
+    with pytest.raises(RuntimeError, match=r"made before torch.distributed.init_process_group"):
         ddp.finish_grad_sync()
 
 
