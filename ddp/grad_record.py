@@ -74,7 +74,7 @@ class GradRecord:
         self.awaits_delayed = False
         """All that is missing are the pending ones; reset by the bucket."""
         self.sum_in_grad = False
-        """Some of a microbatch's were added to ``.grad`` and wait there for the others; reset by the bucket."""
+        """Some of a microbatch's were added to ``.grad`` and wait there for the others; a bucket may be reset then."""
 
         # Per iteration; reset by the bucket.
         self.written = False
@@ -125,5 +125,5 @@ class GradRecord:
 
     def reset(self) -> None:
         """Start a new iteration."""
-        self.written = self.ready = self.passed = self.awaits_delayed = self.sum_in_grad = False
+        self.written = self.ready = self.passed = self.awaits_delayed = False
         self.closed = None

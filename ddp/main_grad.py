@@ -153,12 +153,12 @@ def _check_foreign_write(record: GradRecord) -> None:
 
 
 def forget_failed_backward(param: Tensor) -> None:
-    """Reset what a backward left set because it failed before the hook."""
+    """Reset what a backward left set because it failed before the hook, or its delayed part was given up."""
     if getattr(param, "grad_added_to_main_grad", False):
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     record = record_of(param)
     if record is not None:
-        record.consumer_wrote = False
+        record.consumer_wrote = record.sum_in_grad = False
 
 
 # ---- Consumer: what a module asks of a weight and tells about it. ----

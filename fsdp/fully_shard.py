@@ -13,6 +13,7 @@ from ..ddp.init_sync import check_same_experts
 from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
 from ..ddp.stock_clipping import guard_stock_clipping
+from ..ddp.wgrad_module import note_shard
 from ..ddp.wiring import OwnedParam, check_copy_engines
 from ..ddp.world import Ranks
 from .grad_shard import ShardReduction
@@ -205,6 +206,7 @@ def _take_over(module: nn.Module, unit: Unit) -> None:
         watch_steps(bucket)
         for pair in bucket.pairs:
             mark_replaced(pair.before, unit.label)
+            note_shard(pair.whole, pair.sharded)
     unit.show_whole_to_foreign_delays()
     unit.register_shards()
     make_unit(module, unit)
