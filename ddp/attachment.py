@@ -12,6 +12,7 @@ from torch.utils.weak import TensorWeakRef
 from .dropped import forget_dropped, mark_dropped
 from .grad_record import GradRecord
 from .main_grad import attach, check_unattached, detach, forget_failed_backward
+from .rank_grid import RankGrid
 from .readiness import Readiness
 from .stock_clipping import guard_stock_clipping
 from .stock_optimizer import clear_exposed_grad, guard_stock_optimizers
@@ -30,14 +31,14 @@ class _Attached(NamedTuple):
 
 
 def attach_params(
-    wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, *, alone: bool
+    wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, grids: Iterable[RankGrid]
 ) -> "weakref.finalize[Any, Any]":
     """Give every parameter its accumulator and its hook, for as long as ``wrapper`` lives.
 
-    alone    there is nobody to reduce with: a model whose wrapper was let go may train on
-    returns  what takes all back when the wrapper dies, and before that by ``detach_params``
+    grids  of several ranks: a model whose wrapper was let go may not train on
 
-    Raises ``ValueError`` for a parameter that belongs to another provider, before the first is touched.
+    Returns what takes all back when the wrapper dies, and before that by ``detach_params``. Raises ``ValueError`` for a
+    parameter that belongs to another provider, before the first is touched.
     """
     # Back edges (hook -> readiness) are weak: a model that is let go frees its memory without the collector.
     attached: list[_Attached] = []
@@ -53,7 +54,7 @@ def attach_params(
         attached.append(_Attached(TensorWeakRef(param), record, hook, references))
     guard_stock_optimizers(wrapper)
     guard_stock_clipping(wrapper)
-    end = weakref.finalize(wrapper, _take_back, attached, dropped=not alone)
+    end = weakref.finalize(wrapper, _take_back, attached, dropped=any(grid.size > 1 for grid in grids))
     end.atexit = False
     return end
 

@@ -44,7 +44,6 @@ from .wiring import (
 from .world import Ranks
 
 __all__ = ["DistributedDataParallel"]
-
 _OURS = "a model in maingrad.ddp.DistributedDataParallel"
 
 
@@ -154,8 +153,7 @@ class DistributedDataParallel(nn.Module):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        alone = all(grid.size == 1 for grid in self.grids.values())
-        self._attachment = attach_params(self, self._wired, self._readiness, alone=alone)
+        self._attachment = attach_params(self, self._wired, self._readiness, self.grids.values())
         if init_sync:
             self.broadcast_params()
 
@@ -347,12 +345,10 @@ class DistributedDataParallel(nn.Module):
         return self._wired
 
     def unwrap(self) -> nn.Module:
-        """Give the module back as it was before: its parameters have neither accumulators nor hooks any more.
+        """Give the plain module back. Gradients of an iteration that has begun are lost.
 
-        Gradients of an iteration that has begun are lost. This object trains no more, and holds the buckets' memory
-        until it is let go. In a world of several ranks, a module whose wrapper is let go without this refuses to train:
-        its ranks would part unnoticed. Raises ``RuntimeError`` while buckets are under way, or delayed weight gradients
-        pending.
+        A module whose wrapper is let go without it refuses to train among several ranks, which would part unnoticed.
+        Raises ``RuntimeError`` while buckets are under way, or delayed weight gradients pending.
         """
         self.zero_grad_buffer()
         self._finish_gathers()
@@ -360,8 +356,8 @@ class DistributedDataParallel(nn.Module):
         return self.module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, as any module has them. Raises ``ValueError`` where torch's own wrapper asks."""
-        check_not_collected(self._params(), _OURS)
+        """As any module's. Raises ``ValueError`` where torch's own wrapper asks."""
+        check_not_collected((wired.owned.param for wired in self._wired), _OURS)
         return super().named_parameters(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -390,7 +386,7 @@ class DistributedDataParallel(nn.Module):
         if self._checked:
             return
         self._check_in_use("forward")
-        check_not_inside(self._params(), _OURS)
+        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
         check_wiring(self._wired, self.module)
         self._checked = True
 
@@ -398,9 +394,6 @@ class DistributedDataParallel(nn.Module):
         if not self._attachment.alive:
             raise RuntimeError(f"{caller} after unwrap(): this wrapper reduces nothing any more; wrap the module again")
         self.grids["dense"].check_still_alone("this DistributedDataParallel")
-
-    def _params(self) -> Iterator[nn.Parameter]:
-        return (wired.owned.param for wired in self._wired)
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:

@@ -37,15 +37,16 @@ def in_torch_ddp() -> bool:
     return TorchDDP._active_ddp_module is not None
 
 
-def check_not_collected(params: Iterable[Tensor], what: str) -> None:
+def check_not_collected(params: Iterable[Tensor], what: str, num_callers: int = 1) -> None:
     """To be called by ``named_parameters``: raise ``ValueError`` where it is torch's constructor that asks.
 
-    params  those that are reduced already; parameters that torch's wrapper was told to ignore are none of its business
-    what    they belong to
+    params       those that are reduced already; what torch's wrapper was told to ignore is none of its business
+    what         they belong to
+    num_callers  ``named_parameters`` is so many calls away
     """
     if torch.compiler.is_compiling():
         return
-    caller = sys._getframe(2)
+    caller = sys._getframe(1 + num_callers)
     if caller.f_globals.get("__name__") == _MODULE:
         wrapper = _wrapper_of(caller)
         if wrapper is not None and _takes_one_of(wrapper, params):

@@ -120,8 +120,6 @@ def fully_shard(
     own_params(module, ignored)  # refuses what it must before anything is moved
     materialize(inside, device, init_fn, ignored)
     owned = own_params(module, ignored)
-    for entry in owned:
-        forget_dropped(entry.param, [owner for owner, _ in entry.owners])
     buckets = _make_buckets(type(module).__name__, owned, inside, wanted, grid, device, ignored, named=mesh is not None)
     unit = Unit(module, type(module).__name__, buckets, wanted.policy, grid, device, inside, reshard_after_forward)
     unit.copy_engines = copy_engine_gather
@@ -164,6 +162,8 @@ def _make_buckets(
 
     named  somebody said which ranks there are
     """
+    for entry in owned:
+        forget_dropped(entry.param, [owner for owner, _ in entry.owners])
     failures = FailureReporter()
     degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, wanted.policy, degree, wanted.shard_atoms, wanted.bucket_size))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..ddp.timeline import Timeline, recorded_on
-from ..ddp.torch_ddp import check_not_collected
 from .checkpoint_source import ShardedSource
 from .root import Root
+from .surroundings import refuse_torch_ddp
 from .unit import Unit, Use
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
@@ -130,8 +130,7 @@ class FSDPModule(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As any module has them. Raises ``ValueError`` where torch's ``DistributedDataParallel`` asks."""
-        unit = unit_of(self)
-        check_not_collected(unit.both_forms, unit.described)
+        refuse_torch_ddp(unit_of(self).pairs, unit_of(self).label)
         return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

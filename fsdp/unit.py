@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..ddp.graph_walk import differentiable_tensors
 from ..ddp.main_grad import record_of
 from ..ddp.rank_grid import RankGrid
-from ..ddp.torch_ddp import check_not_inside, in_torch_ddp
 from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .sharded_bucket import ShardedBucket, ShardedPair
 from .sharded_param import ShardedParameter
+from .surroundings import check_surroundings
 
 __all__ = ["Unit", "Use"]
 
@@ -182,11 +182,6 @@ class Unit:
         return f"unit '{self.name}'" if self.name else "the outermost unit"
 
     @property
-    def described(self) -> str:
-        """The same to somebody who looks at it from outside."""
-        return f"{self.label} of maingrad.fsdp.fully_shard"
-
-    @property
     def arrived(self) -> bool:
         """Whether whole parameters are there for whoever reads them now."""
         return self.gathered and not any(
@@ -199,11 +194,6 @@ class Unit:
         return [pair for bucket in self.buckets for pair in bucket.pairs]
 
     @property
-    def both_forms(self) -> list[nn.Parameter]:
-        """Of all its parameters: shards, and whole."""
-        return [form for pair in self.pairs for form in (pair.sharded, pair.whole)]
-
-    @property
     def releasable(self) -> bool:
         """Whether whole parameters do not stay at rest."""
         return bool(self.buckets) and not self.buckets[0].keeps_params
@@ -214,12 +204,8 @@ class Unit:
         return self._num_shown > 0
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made, and
-        where ranks or another wrapper came later."""
-        if torch.is_grad_enabled():
-            self.grid.check_still_alone(self.described, "mesh")
-        if in_torch_ddp():
-            check_not_inside(self.both_forms, self.described)
+        """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made."""
+        check_surroundings(self.pairs, self.grid, self.label)
         shown = self.shows_whole
         for parameters, _, local, _, sharded, whole, trainable in self._places:
             if parameters.get(local) is not (whole if shown else sharded):
