@@ -73,11 +73,7 @@ def check_none_inside(module: nn.Module) -> None:
 
 def is_taken(param: Tensor) -> bool:
     """Whether some torch wrapper reduces it. Looks at every object of the process: for errors."""
-    return any(
-        issubclass(type(found), TorchDDP) and _takes_one_of(found, [param])
-        for found in gc.get_objects()
-        if type(found) is not type
-    )
+    return any(issubclass(type(found), TorchDDP) and _takes_one_of(found, [param]) for found in gc.get_objects())
 
 
 def refuse_delay(owner: str, weight: Tensor) -> None:
