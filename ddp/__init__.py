@@ -9,8 +9,10 @@ from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
 from .failure_report import CollectiveError as CollectiveError
 from .grad_norm import clip_grad_norm as clip_grad_norm
 from .grad_scaler import GradScaler as GradScaler
+from .world import WORLD_OF_ONE as WORLD_OF_ONE
 
 __all__ = [
+    "WORLD_OF_ONE",
     "CollectiveError",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",

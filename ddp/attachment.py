@@ -2,38 +2,68 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from .dropped import forget_dropped, mark_dropped
 from .grad_record import GradRecord
 from .main_grad import attach, check_unattached, detach, forget_failed_backward
+from .rank_grid import RankGrid
 from .readiness import Readiness
+from .stock_clipping import guard_stock_clipping
 from .stock_optimizer import clear_exposed_grad, guard_stock_optimizers
 from .wiring import WiredParam
 
-__all__ = ["attach_params", "discard_grads"]
+__all__ = ["attach_params", "detach_params", "discard_grads"]
 
 
-def attach_params(wrapper: object, wired: Sequence[WiredParam], readiness: Readiness) -> None:
+class _Attached(NamedTuple):
+    """What one parameter was given, and who registers it. Weak: a model that is let go is freed at once."""
+
+    param: TensorWeakRef
+    record: GradRecord
+    hook: RemovableHandle
+    owners: "tuple[weakref.ref[nn.Module], ...]"
+
+
+def attach_params(
+    wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, grids: Iterable[RankGrid]
+) -> "weakref.finalize[Any, Any]":
     """Give every parameter its accumulator and its hook, for as long as ``wrapper`` lives.
 
-    Raises ``ValueError`` for a parameter that belongs to another provider, before the first is touched.
+    grids  of several ranks: a model whose wrapper was let go may not train on
+
+    Returns what takes all back when the wrapper dies, and before that by ``detach_params``. Raises ``ValueError`` for a
+    parameter that belongs to another provider, before the first is touched.
     """
     # Back edges (hook -> readiness) are weak: a model that is let go frees its memory without the collector.
-    handles: list[RemovableHandle] = []
-    params: list[tuple[TensorWeakRef, GradRecord]] = []
+    attached: list[_Attached] = []
     for entry in wired:
         check_unattached(entry.owned.param, entry.record.name)
     for entry in wired:
-        param, record = entry.owned.param, entry.record
+        (_, param, owners), record = entry.owned, entry.record
+        forget_dropped(param, [module for module, _ in owners])
         attach(param, record)
-        handles.append(param.register_post_accumulate_grad_hook(readiness.grad_hook(entry.bucket, record)))
+        hook = param.register_post_accumulate_grad_hook(readiness.grad_hook(entry.bucket, record))
         readiness.expect_delayed(entry)
-        params.append((TensorWeakRef(param), record))
+        references = tuple([weakref.ref(module) for module, _ in owners])
+        attached.append(_Attached(TensorWeakRef(param), record, hook, references))
     guard_stock_optimizers(wrapper)
-    weakref.finalize(wrapper, _detach_params, handles, params).atexit = False
+    guard_stock_clipping(wrapper)
+    end = weakref.finalize(wrapper, _take_back, attached, dropped=any(grid.size > 1 for grid in grids))
+    end.atexit = False
+    return end
+
+
+def detach_params(end: "weakref.finalize[Any, Any]") -> None:
+    """Take all back now, at the user's wish; ``end`` is what ``attach_params`` has returned."""
+    pending = end.detach()
+    if pending is not None:
+        _take_back(*pending[2], dropped=False)
 
 
 def discard_grads(wired: Iterable[WiredParam]) -> None:
@@ -46,11 +76,14 @@ def discard_grads(wired: Iterable[WiredParam]) -> None:
             entry.owned.param.grad = None
 
 
-def _detach_params(handles: list[RemovableHandle], params: list[tuple[TensorWeakRef, GradRecord]]) -> None:
-    for handle in handles:
-        handle.remove()
-    for reference, record in params:
-        param = reference()
-        if param is not None:
-            clear_exposed_grad(param, record)
-            detach(param)
+def _take_back(attached: list[_Attached], *, dropped: bool) -> None:
+    for entry in attached:
+        entry.hook.remove()
+        param = entry.param()
+        if param is None:
+            continue
+        clear_exposed_grad(param, entry.record)
+        detach(param)
+        if dropped:
+            owners = [module for owner in entry.owners if (module := owner()) is not None]
+            mark_dropped(param, entry.record.name, owners)

@@ -11,30 +11,34 @@ from .collectives import group_or_default, group_size
 from .grad_record import GradRecord
 from .main_grad import attach, check_unattached, detach
 from .wiring import OwnedParam, find_owned_params
+from .world import WorldOfOne
 
 __all__ = ["recorded_backward_order"]
 
 
 def recorded_backward_order(
-    module: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], process_group: dist.ProcessGroup | None = None
+    module: nn.Module,
+    loss_of: Callable[[nn.Module], torch.Tensor],
+    process_group: dist.ProcessGroup | WorldOfOne | None = None,
 ) -> list[str]:
     """Run one forward and backward of the plain ``module``; returns its trainable parameters as they are reached.
 
     loss_of        called with ``module``, returns a scalar loss; one small microbatch is enough
-    process_group  ranks that must agree: all of them get rank 0's order. None: the default group, if there is one
+    process_group  ranks that must agree: all of them get rank 0's order. None: the default group, if there is one;
+                   ``WORLD_OF_ONE``: this process alone
 
     Parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state are left
     as they were; buffers that a forward updates (batch norm's running statistics) are not.
     """
-    process_group = group_or_default(process_group)
+    group = group_or_default(process_group)
     owned = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
     reached: dict[str, None] = {}
     with torch.random.fork_rng(), torch.enable_grad(), _noting_order(owned, reached):
         loss_of(module).backward()
     order = [*reached, *(entry.name for entry in owned if entry.name not in reached)]
-    if process_group is not None and group_size(process_group) > 1:
+    if group is not None and group_size(group) > 1:
         shared = [order]
-        dist.broadcast_object_list(shared, dist.get_global_rank(process_group, 0), group=process_group)
+        dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group=group)
         order = shared[0]
     return order
 

@@ -12,12 +12,11 @@ into its place (``checkpoint_folder.py``). A load goes backwards, and checks all
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint_folder as folders
@@ -60,7 +59,7 @@ def save_checkpoint(
     check_same_call(str(target), optimizer, ranks)
     names = StoredNames(*place_of_experts(source.expert_axes, ranks))
 
-    def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None, Mapping[str, Tensor]]:
+    def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
         holding = source.hold(optimizer, saving=True)
         # Running statistics may differ between ranks: the first one's count, as they do in broadcast_params.
         parts = pieces_of_model(holding, names, buffers=ranks.leads)
@@ -72,16 +71,16 @@ def save_checkpoint(
         if ranks.leads:
             _check_json(extra)
             folders.begin(target)
-        return parts, notes, saved, holding.buffers
+        return parts, notes, saved
 
-    pieces, notes, saved, buffers = ranks.alike(prepare)
+    pieces, notes, saved = ranks.alike(prepare)
     staging = folders.incomplete(target)
     all_notes = ranks.alike(lambda: write_pieces(staging, pieces, notes, ranks.group) if ranks.writes else [])
 
     def finish() -> None:
         if ranks.leads:
             check_written(staging)
-            make_manifest(all_notes, buffers, names, saved, extra).write(staging)
+            make_manifest(all_notes, names, saved, extra).write(staging)
             folders.complete(target)
 
     ranks.alike(finish)

@@ -39,9 +39,14 @@ class StoredNames(NamedTuple):
 
     def of(self, name: str, param: HeldParam) -> str:
         """Under which name ``param``, called ``name`` in the model, is stored."""
-        if self.num_expert_sets == 1 or param.kind == "dense":
-            return name
-        return name + self.suffix(self.expert_set)
+        return self._named(name, param.kind == "expert")
+
+    def of_buffers(self, holding: Holding) -> dict[str, Tensor]:
+        """All buffers, by the names under which they are stored."""
+        return {self._named(name, name in holding.expert_buffers): value for name, value in holding.buffers.items()}
+
+    def _named(self, name: str, of_expert: bool) -> str:
+        return name + self.suffix(self.expert_set) if of_expert and self.num_expert_sets > 1 else name
 
     def elsewhere(self, stored: str) -> bool:
         """Whether a stored parameter is an expert that other ranks have."""
@@ -82,9 +87,16 @@ def model_tensors(module: nn.Module) -> ModelTensors:
 
 def pieces_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[Piece]:
     """This rank's parameters, masters and buffers, to be saved: views of its memory, rounded copies where it keeps
-    masters alone."""
+    masters alone.
+
+    buffers  those that all ranks have are among them; those of experts that not all ranks have always are
+    """
     pieces = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
-    pieces += [_whole(name, buffer.detach()) for name, buffer in holding.buffers.items() if buffers]
+    pieces += [
+        _whole(stored, buffer.detach())
+        for stored, buffer in names.of_buffers(holding).items()
+        if buffers or stored not in holding.buffers
+    ]
     for part in holding.slices:
         param = holding.params[part.name]
         stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
@@ -108,7 +120,7 @@ class ModelLoad(NamedTuple):
     @classmethod
     def plan(cls, manifest: Manifest, holding: Holding, names: StoredNames) -> "ModelLoad":
         """Make room. ``check_model`` comes before."""
-        pieces = [_whole(name, buffer.detach()) for name, buffer in holding.buffers.items()]
+        pieces = [_whole(stored, buffer.detach()) for stored, buffer in names.of_buffers(holding).items()]
         pieces += [
             _whole(names.of(name, holding.params[name]), param.detach()) for name, param in holding.whole.items()
         ]
@@ -137,6 +149,7 @@ class Notes(NamedTuple):
     """What a rank tells the one that writes the manifest, by stored names."""
 
     parameters: dict[str, SavedTensor]
+    buffers: dict[str, SavedTensor]
     tied: dict[str, str]
 
     @classmethod
@@ -148,21 +161,23 @@ class Notes(NamedTuple):
         }
         params = holding.params
         tied = {names.of(alias, params[first]): names.of(first, params[first]) for alias, first in holding.tied.items()}
-        return cls(entries, tied)
+        buffers = {stored: SavedTensor.of(buffer) for stored, buffer in names.of_buffers(holding).items()}
+        return cls(entries, buffers, tied)
 
 
 def make_manifest(
     all_notes: Iterable[Notes],
-    buffers: Mapping[str, Tensor],
     names: StoredNames,
     optimizer: SavedOptimizer | None,
     extra: Any,
 ) -> Manifest:
-    """The manifest of what all ranks have. Raises ``ValueError`` where they contradict each other."""
+    """The manifest of what all ranks have, in their order. Raises ``ValueError`` where they contradict each other."""
     parameters: dict[str, SavedTensor] = {}
+    buffers: dict[str, SavedTensor] = {}
     tied: dict[str, str] = {}
     for notes in all_notes:
         tied |= notes.tied
+        buffers = {**notes.buffers, **buffers}
         for name, entry in notes.parameters.items():
             known = parameters.get(name, entry)
             # A rank without an element of a parameter knows nothing of its state.
@@ -172,12 +187,12 @@ def make_manifest(
                 raise ValueError(f"ranks disagree on parameter '{name}': one has {both}, another {entry}")
             parameters[name] = both
     for index in range(names.num_expert_sets):
-        if names.num_expert_sets > 1 and not any(name.endswith(names.suffix(index)) for name in parameters):
+        stored = (name.endswith(names.suffix(index)) for name in (*parameters, *buffers))
+        if names.num_expert_sets > 1 and not any(stored):
             raise ValueError(
                 f"experts of set {index} are on no rank of the first instance, which writes: instances must hold all"
             )
-    saved_buffers = {name: SavedTensor.of(buffer) for name, buffer in buffers.items()}
-    return Manifest(parameters, saved_buffers, tied, names.num_expert_sets, optimizer, extra)
+    return Manifest(parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
@@ -193,8 +208,8 @@ def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> Non
     }
     saved = {name: entry for name, entry in manifest.parameters.items() if not names.elsewhere(name)}
     _check_same("parameter", saved, present)
-    buffers = {name: [SavedTensor.of(buffer).kind] for name, buffer in holding.buffers.items()}
-    _check_same("buffer", manifest.buffers, buffers)
+    buffers = {name: [SavedTensor.of(buffer).kind] for name, buffer in names.of_buffers(holding).items()}
+    _check_same("buffer", {n: entry for n, entry in manifest.buffers.items() if not names.elsewhere(n)}, buffers)
 
 
 def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[str, list[str]]) -> None:

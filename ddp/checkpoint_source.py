@@ -6,7 +6,7 @@ A wrapper offers itself through a method ``checkpoint_source()``, which returns 
 load takes a `Holding` from it: names, shapes and dtypes of the whole model, and views of this rank's memory.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -98,6 +98,8 @@ class Holding(NamedTuple):
     slices: Sequence[HeldSlice]
     """Each of the other parameters, also those of which this rank has no element."""
     optimizer: HeldOptimizer | None
+    expert_buffers: Collection[str] = ()
+    """Names of the buffers that belong to experts: not all ranks have these."""
 
 
 class CheckpointSource(Protocol):

@@ -74,6 +74,7 @@ class WrapperSource:
             optimizer=None
             if held is None
             else HeldOptimizer(held.optimizer_class.__name__, held.param_groups, held.state),
+            expert_buffers=[name for name, buffer in tensors.buffers.items() if kind_of(buffer) == "expert"],
         )
 
     def loaded(self, optimizer: object) -> None:

@@ -1,6 +1,6 @@
 """Process groups that may be None, and collectives as handles that hold their tensors.
 
-A process group of None means a world of one without ``torch.distributed``: every collective is the identity.
+A process group of None means a world of one: every collective is the identity.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernels.compat import start_all_gather
+from .world import WorldOfOne, check_not_launched
 
 __all__ = [
     "InFlight",
@@ -63,11 +64,23 @@ class _Stages:
             self._work = next(self._rest, _OVER)
 
 
-def group_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """``group``; for None the default group, or None still where ``torch.distributed`` is not in use."""
-    if group is None and dist.is_available() and dist.is_initialized():
+def group_or_default(
+    group: dist.ProcessGroup | WorldOfOne | None, option: str = "process_group"
+) -> dist.ProcessGroup | None:
+    """``group``; for None the default group. None for a world of one: asked for, or without ``torch.distributed``.
+
+    Raises ``ValueError`` for None where there is no default group and a launcher has started several ranks.
+
+    option  what ``group`` is called where the user gave it
+    """
+    if isinstance(group, WorldOfOne):
+        return None
+    if group is not None:
+        return group
+    if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    return group
+    check_not_launched(option)
+    return None
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:

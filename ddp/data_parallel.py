@@ -11,26 +11,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from .attachment import attach_params, discard_grads
+from .attachment import attach_params, detach_params, discard_grads
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
 from .failure_report import FailureReporter
 from .grad_record import GradRecord
-from .iteration_checks import check_no_stranger, check_nothing_bypassed, check_nothing_pending, check_scalable
+from .init_sync import broadcast_model, check_whose_experts, has_experts
+from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_wiring
 from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .nan_check import NanCheck
 from .param_gather import ParamGather
+from .per_token import check_num_tokens, divide_by_tokens
 from .placements import placements_of
 from .rank_grid import RankGrid, all_groups, make_grids
 from .readiness import Readiness
 from .reduction import GradReduction
 from .stock_optimizer import expose_grad
 from .timeline import Timeline, recorded_on
+from .torch_ddp import check_not_collected, check_not_inside
 from .wiring import (
     WiredParam,
     allocate_buckets,
@@ -38,11 +39,12 @@ from .wiring import (
     check_same_on_all_ranks,
     check_setup,
     find_owned_params,
-    kind_of,
     plan_model,
 )
+from .world import Ranks
 
 __all__ = ["DistributedDataParallel"]
+_OURS = "a model in maingrad.ddp.DistributedDataParallel"
 
 
 class DistributedDataParallel(nn.Module):
@@ -62,10 +64,11 @@ class DistributedDataParallel(nn.Module):
     module                the model, on its final device and in its final dtype; frozen parameters stay plain
     config                see ``DistributedDataParallelConfig``
     process_group         ranks to reduce over: a group, or a DeviceMesh of one dim, or of two: (outer, inner), shards
-                          inside, replicas across. None: the default group, or a world of one without
-                          ``torch.distributed``
-    expert_process_group  the same for expert parameters, which Megatron-core marks ``param.allreduce = False``: the
-                          ranks that hold the same experts. None: ``process_group``
+                          inside, replicas across; ``WORLD_OF_ONE``: this process alone. None: the default group, or a
+                          world of one where no launcher has started several ranks
+    expert_process_group  the same for experts' parameters and buffers, frozen ones too, which Megatron-core marks
+                          ``param.allreduce = False``: the ranks that hold the same experts, ``WORLD_OF_ONE`` where each
+                          has its own. None: those of ``process_group``, which must hold the same then
     backward_order        names of the trainable parameters as backward reaches them, where that is not the reverse of
                           their registration: ``recorded_backward_order`` finds out
     init_sync             copy the first rank's parameters and buffers to all ranks, as PyTorch's DDP does
@@ -73,8 +76,8 @@ class DistributedDataParallel(nn.Module):
     Gradients are averaged over the ranks of ``process_group``, those of experts too: an expert has seen the tokens of
     all of them. With ``calculate_per_token_loss`` they are summed, and divided by all ranks' tokens.
 
-    Raises ``ValueError`` at construction for settings that cannot take effect, and where the model differs between
-    ranks.
+    Raises ``ValueError`` at construction for settings that cannot take effect, where the model differs between ranks,
+    and where a launcher has started several ranks and there is no process group.
     """
 
     def __init__(
@@ -82,8 +85,8 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         config: DistributedDataParallelConfig | None = None,
         *,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        expert_process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        process_group: Ranks = None,
+        expert_process_group: Ranks = None,
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
@@ -98,7 +101,7 @@ class DistributedDataParallel(nn.Module):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
                 expert_process_group,
-                has_experts=any(kind_of(owned.param) == "expert" for owned in trainable),
+                has_experts=has_experts(module),
                 num_instances=config.num_distributed_optimizer_instances,
                 separate_gather=config.overlap_param_gather,
                 copy_engines=config.copy_engine_param_gather,
@@ -107,12 +110,13 @@ class DistributedDataParallel(nn.Module):
         self.failures.groups = all_groups(self.grids.values())
 
         # What there is to reduce, and where it will lie.
-        self.device = check_setup(trainable, config, self.grids.values())
+        self.device = check_setup(module, trainable, config, self.grids.values())
         shards = config.use_distributed_optimizer
         degrees = {kind: grid.inner_size if shards else 1 for kind, grid in self.grids.items()}
         self.plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
         with self.failures.watch("the comparison of models between ranks"):
             check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
+            check_whose_experts(module, trainable, self.grids["dense"], expert_process_group, init_sync=init_sync)
             self.failures.look_around()
 
         # Storage, and the collectives over it.
@@ -149,7 +153,7 @@ class DistributedDataParallel(nn.Module):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        attach_params(self, self._wired, self._readiness)
+        self._attachment = attach_params(self, self._wired, self._readiness, self.grids.values())
         if init_sync:
             self.broadcast_params()
 
@@ -186,6 +190,7 @@ class DistributedDataParallel(nn.Module):
         Raises ``RuntimeError`` while delayed weight gradients are pending: they would come after the reduction; and
         where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
+        self._check_in_use("start_grad_sync()")
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
@@ -202,15 +207,7 @@ class DistributedDataParallel(nn.Module):
         Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
         ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds something.
         """
-        if (num_tokens is not None) != self.config.calculate_per_token_loss:
-            raise TypeError(
-                "finish_grad_sync(num_tokens) goes with DistributedDataParallelConfig(calculate_per_token_loss=True), "
-                "and only with it"
-            )
-        if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
-            raise ValueError(
-                f"finish_grad_sync(num_tokens) takes one number for this rank, not a tensor of {list(num_tokens.shape)}"
-            )
+        check_num_tokens(num_tokens, wanted=self.config.calculate_per_token_loss)
         if self._finished:
             raise RuntimeError(
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
@@ -222,11 +219,8 @@ class DistributedDataParallel(nn.Module):
             with self.failures.watch("the search for NaN and Inf"):
                 self._nan_check.raise_where_found(self.grids["dense"])
         if num_tokens is not None:
-            total = torch.as_tensor(num_tokens, dtype=torch.float32, device=self.device).reshape(()).clone()
             with self.failures.watch("the sum of tokens"):
-                self.grids["dense"].sum(total)
-            total.masked_fill_(total == 0, 1.0)  # no tokens: gradients are zeros
-            torch._foreach_div_(self.reduced_grads(), total)
+                divide_by_tokens(self.reduced_grads(), num_tokens, self.grids["dense"], self.device)
         self._finished = True
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
@@ -283,13 +277,10 @@ class DistributedDataParallel(nn.Module):
         check_scalable(self._wired, "scale_gradients()")
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
 
-    @torch.no_grad()
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all others, experts among those that have the same."""
         with self.failures.watch("the broadcast of parameters and buffers"):
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
-                self.grids[kind_of(tensor)].broadcast(tensor.detach())
-                torch.autograd.graph.increment_version(tensor)  # collectives do not, and masters are refreshed by it
+            broadcast_model(self.module, self.grids)
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Hand the gradients to stock optimizers and ``clip_grad_norm_`` as ``.grad``, after ``finish_grad_sync``.
@@ -353,6 +344,22 @@ class DistributedDataParallel(nn.Module):
         """Every trainable parameter with its bucket and record, in the order of the buffers."""
         return self._wired
 
+    def unwrap(self) -> nn.Module:
+        """Give the plain module back. Gradients of an iteration that has begun are lost.
+
+        A module whose wrapper is let go without it refuses to train among several ranks, which would part unnoticed.
+        Raises ``RuntimeError`` while buckets are under way, or delayed weight gradients pending.
+        """
+        self.zero_grad_buffer()
+        self._finish_gathers()
+        detach_params(self._attachment)
+        return self.module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As any module's. Raises ``ValueError`` where torch's own wrapper asks."""
+        check_not_collected((wired.owned.param for wired in self._wired), _OURS)
+        return super().named_parameters(*args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A plain, unwrapped copy of the model: buckets and hooks stay with the original."""
         return copy.deepcopy(self.module, memo)
@@ -378,11 +385,15 @@ class DistributedDataParallel(nn.Module):
     def _before_forward(self) -> None:
         if self._checked:
             return
-        with torch._C.DisableTorchFunctionSubclass():  # no value is read: parameters need not ask who asks them
-            for wired in self._wired:
-                wired.check()
-            check_no_stranger(self.module)
+        self._check_in_use("forward")
+        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
+        check_wiring(self._wired, self.module)
         self._checked = True
+
+    def _check_in_use(self, caller: str) -> None:
+        if not self._attachment.alive:
+            raise RuntimeError(f"{caller} after unwrap(): this wrapper reduces nothing any more; wrap the module again")
+        self.grids["dense"].check_still_alone("this DistributedDataParallel")
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:

@@ -75,9 +75,9 @@ class DelayedWgrad:
         """Whether it is a gradient of this weight."""
         return any(own is weight for own in self.weights())
 
-    def is_last_of(self, record: GradRecord | None) -> bool:
+    def is_last_of(self, record: GradRecord) -> bool:
         """Whether no other weight gradient of this microbatch is pending there."""
-        return record is None or not any(
+        return not any(
             other is not self.pending and other.microbatch == self.pending.microbatch for other in record.pending
         )
 

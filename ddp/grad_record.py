@@ -44,6 +44,7 @@ class GradRecord:
         "pending",
         "ready",
         "shared",
+        "sum_in_grad",
         "view",
         "written",
     )
@@ -72,6 +73,8 @@ class GradRecord:
         """Weight gradients that were queued and not computed yet."""
         self.awaits_delayed = False
         """All that is missing are the pending ones; reset by the bucket."""
+        self.sum_in_grad = False
+        """Some of a microbatch's were added to ``.grad`` and wait there for the others; a bucket may be reset then."""
 
         # Per iteration; reset by the bucket.
         self.written = False

@@ -2,18 +2,27 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from .bucket import Phase
 from .grad_record import GradRecord
 from .main_grad import record_of
+from .torch_ddp import is_taken
 from .wiring import WiredParam
 
-__all__ = ["check_no_stranger", "check_nothing_bypassed", "check_nothing_pending", "check_scalable"]
+__all__ = ["check_nothing_bypassed", "check_nothing_pending", "check_scalable", "check_wiring"]
 
 
-def check_no_stranger(module: nn.Module) -> None:
-    """Every parameter that requires a gradient was there when the model was wrapped."""
+def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
+    """The parameters of ``module`` that require gradients are those that were wrapped, as they were then."""
+    with torch._C.DisableTorchFunctionSubclass():  # no value is read: parameters need not ask who asks them
+        for entry in wired:
+            entry.check()
+        _check_no_stranger(module)
+
+
+def _check_no_stranger(module: nn.Module) -> None:
     for name, param in module.named_parameters():
         if param.requires_grad and record_of(param) is None:
             raise RuntimeError(
@@ -37,6 +46,12 @@ def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: s
     """A hook empties ``.grad`` whenever autograd has filled it."""
     for param, record in wired:
         if param.grad is not None and not record.exposed:
+            if is_taken(param):
+                raise RuntimeError(
+                    f"{caller}: torch.nn.parallel.DistributedDataParallel reduces parameter '{record.name}' as well, "
+                    f"and has put a gradient into .grad, where no hook sees it: wrap a model in one of both, and call "
+                    f"maingrad's wrapper"
+                )
             raise RuntimeError(
                 f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no "
                 f"hook sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has "

@@ -35,6 +35,7 @@ __all__ = [
     "detach",
     "forget_failed_backward",
     "hand_over",
+    "hand_over_sum",
     "has_main_grad",
     "is_delayed",
     "is_fusable",
@@ -55,7 +56,7 @@ def check_unattached(param: Tensor, name: str) -> None:
     if has_main_grad(param):
         raise ValueError(
             f"parameter '{name}' already has a main_grad: it belongs to another DistributedDataParallel or FSDP "
-            f"wrapper; wrap a model once, or delete the old wrapper first"
+            f"wrapper; wrap a model once, or call the old wrapper's unwrap() first, or let it go"
         )
 
 
@@ -152,12 +153,12 @@ def _check_foreign_write(record: GradRecord) -> None:
 
 
 def forget_failed_backward(param: Tensor) -> None:
-    """Reset what a backward left set because it failed before the hook."""
+    """Reset what a backward left set because it failed before the hook, or its delayed part was given up."""
     if getattr(param, "grad_added_to_main_grad", False):
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     record = record_of(param)
     if record is not None:
-        record.consumer_wrote = False
+        record.consumer_wrote = record.sum_in_grad = False
 
 
 # ---- Consumer: what a module asks of a weight and tells about it. ----
@@ -253,11 +254,17 @@ def hand_over(weight: Tensor, record: GradRecord | None, *, delayed: bool, fused
     return None
 
 
-def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None, *, last: bool) -> None:
-    """What autograd would have done: add, never assign, and hand the sum of a microbatch to the provider at once."""
+def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None) -> None:
+    """What autograd would have done with a delayed gradient that is not fused: add, never assign."""
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    if record is not None and last:
-        absorb_grad(weight, record)
+    if record is not None:
+        record.sum_in_grad = True
+
+
+def hand_over_sum(weight: Tensor, record: GradRecord) -> None:
+    """The last delayed gradient of a microbatch is in, fused or not: what others have left in ``.grad`` goes on."""
+    record.sum_in_grad = False
+    absorb_grad(weight, record)
 
 
 def _no_provider(owner: str) -> RuntimeError:

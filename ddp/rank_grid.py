@@ -14,17 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.compat import zero_cta_options
 from .collectives import group_or_default, group_rank, group_size, sum_over_group
+from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
 
 __all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", "with_separate_gather"]
 
 
 class RankGrid(NamedTuple):
-    """Where this rank stands. A group of None is a world of one without ``torch.distributed``, or an axis of one."""
+    """Where this rank stands. A group of None is a world of one, or an axis of one."""
 
     inner: dist.ProcessGroup | None
     outer: dist.ProcessGroup | None
     gather: dist.ProcessGroup | None
     """The inner ranks again, where gathers must not queue behind reductions: collectives of one group are serial."""
+    assumed: bool = False
+    """Nobody named ranks, and there was no process group: a world of one for as long as there is none."""
 
     @property
     def size(self) -> int:
@@ -58,6 +61,15 @@ class RankGrid(NamedTuple):
             if group is not None and group.size() > 1:
                 yield group
 
+    def check_still_alone(self, what: str, option: str = "process_group") -> None:
+        """Raise ``RuntimeError`` where this was taken for a world of one, and a process group was made since.
+
+        what    has this grid
+        option  what its ranks are called where the user may name them
+        """
+        if self.assumed:
+            check_no_late_group(what, option)
+
     def sum(self, value: Tensor) -> Tensor:
         """Sum a small tensor over all ranks, in place: inside instances, then across."""
         for group in self.axes:
@@ -75,14 +87,14 @@ class RankGrid(NamedTuple):
 
 
 def make_grid(
-    ranks: dist.ProcessGroup | DeviceMesh | None,
+    ranks: Ranks,
     *,
     num_instances: int = 1,
     separate_gather: bool = False,
     copy_engines: bool = False,
     option: str = "process_group",
 ) -> RankGrid:
-    """The grid over a process group (None: the default one), or of a DeviceMesh: (inner), or (outer, inner).
+    """The grid over a process group (None: the default one), of a DeviceMesh: (inner), or (outer, inner); or of one.
 
     num_instances    cuts a process group into so many runs of consecutive ranks; a 2-D mesh says it by itself
     separate_gather  give gathers a communicator of their own
@@ -90,14 +102,15 @@ def make_grid(
     option           what ``ranks`` is called where the user gave it, for errors
 
     Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of more
-    dims, for ranks that this one is not among, and where the ranks do not divide.
+    dims, for ranks that this one is not among, where the ranks do not divide, and for None where there is no process
+    group and a launcher has started several ranks.
     """
     check_member(ranks, option)
     if isinstance(ranks, DeviceMesh):
         inner, outer = _groups_of_mesh(ranks, num_instances, option)
     else:
-        inner, outer = _cut(group_or_default(ranks), num_instances, option)
-    grid = RankGrid(inner, outer, inner)
+        inner, outer = _cut(group_or_default(ranks, option), num_instances, option)
+    grid = RankGrid(inner, outer, inner, assumed=ranks is None and inner is None)
     return with_separate_gather(grid, copy_engines=copy_engines) if separate_gather else grid
 
 
@@ -112,8 +125,8 @@ def with_separate_gather(grid: RankGrid, *, copy_engines: bool = False) -> RankG
 
 
 def make_grids(
-    ranks: dist.ProcessGroup | DeviceMesh | None,
-    expert_ranks: dist.ProcessGroup | DeviceMesh | None,
+    ranks: Ranks,
+    expert_ranks: Ranks,
     *,
     has_experts: bool,
     num_instances: int,
@@ -126,12 +139,12 @@ def make_grids(
     """
     if expert_ranks is not None and not has_experts:
         raise ValueError(
-            "expert_process_group has no effect: no trainable parameter has the attribute allreduce = False, which "
+            "expert_process_group has no effect: no parameter or buffer has the attribute allreduce = False, which "
             "marks experts"
         )
     how = {"num_instances": num_instances, "separate_gather": separate_gather, "copy_engines": copy_engines}
     dense = make_grid(ranks, **how)  # type: ignore[arg-type]
-    if expert_ranks is None:
+    if expert_ranks is None or (dense.size == 1 and expert_ranks is WORLD_OF_ONE):
         return {"dense": dense, "expert": dense}
     expert = make_grid(expert_ranks, **how, option="expert_process_group")  # type: ignore[arg-type]
     outside = sorted(set(_ranks_of(expert_ranks)) - set(_ranks_of(ranks)))
@@ -158,12 +171,12 @@ def check_member(ranks: Any, option: str) -> None:
     """
     if isinstance(ranks, DeviceMesh):
         member = ranks.get_coordinate() is not None
-    elif ranks is None or isinstance(ranks, dist.ProcessGroup):
+    elif ranks is None or isinstance(ranks, dist.ProcessGroup | WorldOfOne):
         member = True
     elif ranks == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
         member = False
     else:
-        raise TypeError(f"{option} is a ProcessGroup, a DeviceMesh or None; got {type(ranks).__name__}")
+        raise TypeError(f"{option} is a ProcessGroup, a DeviceMesh, {WORLD_OF_ONE} or None; got {type(ranks).__name__}")
     if not member:
         raise ValueError(
             f"rank {dist.get_rank()} is not in {option}: give each rank a group or mesh that it belongs to, and wrap "
@@ -171,12 +184,12 @@ def check_member(ranks: Any, option: str) -> None:
         )
 
 
-def _ranks_of(ranks: dist.ProcessGroup | DeviceMesh | None) -> list[int]:
+def _ranks_of(ranks: Ranks) -> list[int]:
     """Global ranks."""
     if isinstance(ranks, DeviceMesh):
         return [int(rank) for rank in ranks.mesh.flatten().tolist()]
     group = group_or_default(ranks)
-    return [0] if group is None else dist.get_process_group_ranks(group)
+    return [own_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
 def _groups_of_mesh(

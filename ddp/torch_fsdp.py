@@ -12,12 +12,13 @@ and 2.13; nothing of FSDP2 is imported here.
 import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["TorchShards"]
+__all__ = ["TorchShards", "is_asking", "is_sharded_by_torch"]
 
 _MARK = "_maingrad_torch_shards"
 
@@ -66,6 +67,19 @@ class TorchShards:
             f"build the module without delay_wgrad_compute=True and run its forward outside delayed_wgrad(queue), or "
             f"use maingrad.fsdp.fully_shard"
         )
+
+
+def is_sharded_by_torch(param: Tensor) -> bool:
+    """Whether this is a DTensor, or what FSDP2 has gathered of one: for errors."""
+    return hasattr(param, "to_local") or TorchShards.of(param) is not None
+
+
+def is_asking() -> bool:
+    """Whether its code is among the callers: for errors."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _sharded_params() -> Iterator[Any]:

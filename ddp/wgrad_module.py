@@ -1,7 +1,7 @@
 """What a module has to say of its fused and its delayed weights, and how modules that are not ours are heard."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,9 @@ from torch.utils.weak import TensorWeakRef
 from .grad_record import GradRecord
 from .main_grad import absorb_grad, is_delayed, mark_delayed
 
-__all__ = ["DelayedWgradModule", "FusedWgradModule", "listen_to_foreign_delays"]
+__all__ = ["DelayedWgradModule", "FusedWgradModule", "forms_of", "listen_to_foreign_delays", "note_shard"]
+
+_SHARD = "_maingrad_shard"
 
 
 class FusedWgradModule:
@@ -65,6 +67,20 @@ class DelayedWgradModule(FusedWgradModule):
     def register_wgrad_accumulation_and_reduce_hooks(self, fn: Callable[[], None]) -> None:
         """Have ``fn()`` called at the end of each ``backward_dw``."""
         self.__dict__.setdefault("_after_backward_dw", []).append(fn)
+
+
+def note_shard(whole: Tensor, shard: Tensor) -> None:
+    """Modules have ``shard`` registered in place of ``whole`` outside their forwards."""
+    setattr(whole, _SHARD, TensorWeakRef(shard))
+
+
+def forms_of(weight: Tensor) -> Iterator[Tensor]:
+    """What modules may have registered of a weight that a product was given: itself, and its shard."""
+    yield weight
+    reference = getattr(weight, _SHARD, None)
+    shard = None if reference is None else reference()
+    if shard is not None:
+        yield shard
 
 
 def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[Any]) -> None:

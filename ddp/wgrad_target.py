@@ -10,15 +10,18 @@ from torch.utils.weak import TensorWeakRef
 
 from ..kernels import grouped_wgrad_accumulate, wgrad_accumulate
 from .delayed_wgrad import DelayedWgrad
+from .grad_record import GradRecord
 from .main_grad import (
     accumulator_of,
     add_to_grad,
     check_provided,
     hand_over,
+    hand_over_sum,
     has_main_grad,
     open_for_write,
     record_of,
 )
+from .torch_ddp import refuse_delay
 from .torch_fsdp import TorchShards
 
 __all__ = ["GroupedWgradTarget", "Place", "WgradQueueLike", "WgradTarget", "fresh_grouped_wgrads"]
@@ -70,11 +73,8 @@ class WgradTarget:
         self._torch_shards = None if has_main_grad(weight) else TorchShards.of(weight)
         if queue is not None and self._torch_shards is not None:
             raise self._torch_shards.refuse_delay(owner)
-        if queue is not None and not has_main_grad(weight) and _in_torch_ddp():
-            raise RuntimeError(
-                f"{owner}: a delayed weight gradient under torch.nn.parallel.DistributedDataParallel would come after "
-                f"it has reduced .grad, and stay local; use maingrad.ddp.DistributedDataParallel, or do not delay"
-            )
+        if queue is not None and not has_main_grad(weight):
+            refuse_delay(owner, weight)
 
     def refers_to(self, weight: Tensor) -> bool:
         """Whether this is ``weight``'s target."""
@@ -128,7 +128,8 @@ class WgradTarget:
         if main_grad is not None:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, entry.backward))
         else:
-            add_to_grad(weight, (dy.t() @ x).to(weight.dtype), record, last=entry.is_last_of(record))
+            add_to_grad(weight, (dy.t() @ x).to(weight.dtype), record)
+        _settle(weight, record, entry)
 
     def _alive_weight(self) -> Tensor:
         weight: Tensor | None = self._weight()
@@ -137,9 +138,10 @@ class WgradTarget:
         return weight
 
 
-def _in_torch_ddp() -> bool:
-    """Whether the forward of a model that torch's own wrapper reduces is running; torch's compiler asks the same."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
+def _settle(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
+    """After a delayed weight gradient was written: a tied weight may have owners that fuse and owners that do not."""
+    if record is not None and record.sum_in_grad and entry.is_last_of(record):
+        hand_over_sum(weight, record)
 
 
 class GroupedWgradTarget:
@@ -219,13 +221,15 @@ class GroupedWgradTarget:
         places = [target.resolve_for_write() if own else None for own, target in zip(mine, self._targets, strict=True)]
         if self._fused:
             self._accumulate(places, dy, x, offsets, entry.backward)
-            return
-        dtype = next(place[0].dtype for place in places if place is not None)
-        gradients = fresh_grouped_wgrads(dy, x, offsets, mine, dtype, packed=self._packed)
-        for place, gradient in zip(places, gradients, strict=True):
-            if place is not None and gradient is not None:
-                record = record_of(place[0])
-                add_to_grad(place[0], gradient, record, last=entry.is_last_of(record))
+        else:
+            dtype = next(place[0].dtype for place in places if place is not None)
+            gradients = fresh_grouped_wgrads(dy, x, offsets, mine, dtype, packed=self._packed)
+            for place, gradient in zip(places, gradients, strict=True):
+                if place is not None and gradient is not None:
+                    add_to_grad(place[0], gradient, record_of(place[0]))
+        for place in places:
+            if place is not None:
+                _settle(place[0], record_of(place[0]), entry)
 
     def _accumulate(
         self, places: Sequence[Place | None], dy: Tensor, x: Tensor, offsets: Tensor, backward: int

@@ -22,7 +22,10 @@ from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .main_grad import is_delayed
 from .rank_grid import RankGrid, check_member
+from .torch_ddp import check_none_inside
+from .torch_fsdp import is_sharded_by_torch
 from .wgrad_module import DelayedWgradModule, FusedWgradModule
+from .world import Ranks
 
 __all__ = [
     "OwnedParam",
@@ -73,7 +76,14 @@ class WiredParam(NamedTuple):
         """Raise if the parameter is no longer the tensor that was wrapped."""
         name, param, owners = self.owned
         module, local = owners[0]
-        if module._parameters.get(local) is not param:
+        found = module._parameters.get(local)
+        if found is not param and found is not None and is_sharded_by_torch(found):
+            raise RuntimeError(
+                f"parameter '{name}' was made a DTensor after wrapping (torch.distributed.fsdp.fully_shard, or tensor "
+                f"parallelism), and its gradient would never be reduced here: use torch's fully_shard alone, "
+                f"maingrad.fsdp.fully_shard in its place, or this wrapper over a model of plain parameters"
+            )
+        if found is not param:
             raise RuntimeError(
                 f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), a new nn.Parameter): "
                 f"its gradient would never be reduced; load with assign=False, or wrap again"
@@ -108,9 +118,13 @@ def find_owned_params(module: nn.Module) -> list[OwnedParam]:
 
 
 def check_setup(
-    trainable: Sequence[OwnedParam], config: DistributedDataParallelConfig, grids: Iterable[RankGrid]
+    module: nn.Module,
+    trainable: Sequence[OwnedParam],
+    config: DistributedDataParallelConfig,
+    grids: Iterable[RankGrid],
 ) -> torch.device:
-    """The one device of all trainable parameters; raises for settings that cannot work there."""
+    """The one device of all trainable parameters of ``module``; raises for settings that cannot work there."""
+    check_none_inside(module)
     if not trainable:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
     device: torch.device = trainable[0].param.device
@@ -260,7 +274,7 @@ def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broad
             compare_between_ranks(group, {"model": model, "gradient plan": buckets})
 
 
-def check_same_config(config: DistributedDataParallelConfig, ranks: dist.ProcessGroup | DeviceMesh | None) -> None:
+def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks) -> None:
     """Compare configs before a collective depends on them; every rank raises ``ValueError`` with what differs."""
     check_member(ranks, "process_group")
     if isinstance(ranks, DeviceMesh):

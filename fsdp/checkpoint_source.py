@@ -8,7 +8,7 @@ So files go between any number of ranks, any placements, and ``DistributedDataPa
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from ..ddp.checkpoint_ranks import CheckpointRanks
 from ..ddp.checkpoint_source import HeldOptimizer, HeldParam, Holding
 from ..ddp.collectives import group_or_default
 from ..ddp.rank_grid import RankGrid
+from ..ddp.world import own_rank
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_bucket import ShardedPair
 from .sharded_param import ShardedParameter
@@ -106,6 +107,7 @@ class ShardedSource:
             for name, param in tensors.parameters.items()
             if isinstance(param, ShardedParameter) or param in groups
         }
+        of_experts = self._buffers_of_experts()
         return Holding(
             params={name: self._describe(param) for name, param in tensors.parameters.items()},
             buffers=tensors.buffers,
@@ -115,6 +117,7 @@ class ShardedSource:
             optimizer=None
             if checked is None
             else HeldOptimizer(type(checked).__name__, checked.param_groups, checked.state),
+            expert_buffers=[name for name, buffer in tensors.buffers.items() if id(buffer) in of_experts],
         )
 
     def loaded(self, optimizer: object) -> None:
@@ -144,13 +147,34 @@ class ShardedSource:
             counters=counters,
         )
 
+    def _buffers_of_experts(self) -> set[int]:
+        """``id`` of all buffers in units of experts: they were made equal over these units' ranks alone."""
+        found: set[int] = set()
+        for unit in self._module.modules():
+            own = list(_without_units_inside(unit)) if hasattr(unit, "checkpoint_source") else []
+            if any(self._is_experts(param) for module in own for param in module._parameters.values()):
+                found.update(id(buffer) for module in own for buffer in module._buffers.values())
+        return found
+
+    def _is_experts(self, param: nn.Parameter | None) -> bool:
+        if self._experts is None or not isinstance(param, ShardedParameter):
+            return False
+        return _axes(param.shard.grid) == _axes(self._experts)
+
     def _describe(self, param: nn.Parameter) -> HeldParam:
         if not isinstance(param, ShardedParameter):
             return HeldParam(tuple(param.shape), param.dtype, param.dtype, "dense")
         computing, kept = self._whole[param].dtype, param.dtype
         rounds = kept is torch.float32 and computing in _HALF
-        is_expert = self._experts is not None and _axes(param.shard.grid) == _axes(self._experts)
-        return HeldParam(param.shard.shape, computing if rounds else kept, kept, "expert" if is_expert else "dense")
+        kind = "expert" if self._is_experts(param) else "dense"
+        return HeldParam(param.shard.shape, computing if rounds else kept, kept, kind)
+
+
+def _without_units_inside(unit: nn.Module) -> Iterator[nn.Module]:
+    yield unit
+    for child in unit.children():
+        if not hasattr(child, "checkpoint_source"):
+            yield from _without_units_inside(child)
 
 
 def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer | None:
@@ -229,7 +253,7 @@ def _axes(grid: RankGrid) -> tuple[Any, ...]:
 
 def _members(grid: RankGrid) -> list[int]:
     """Global ranks, ascending. Collective over the grid."""
-    ranks = [0] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
+    ranks = [own_rank()] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
     if grid.outer is None or grid.outer.size() == 1:
         return sorted(ranks)
     instances: list[list[int]] = [[]] * grid.outer.size()

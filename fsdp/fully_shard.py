@@ -4,15 +4,19 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ddp.dropped import forget_dropped
 from ..ddp.failure_report import FailureReporter
+from ..ddp.init_sync import check_same_experts
 from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
 from ..ddp.reduction import GradReduction
+from ..ddp.stock_clipping import guard_stock_clipping
+from ..ddp.wgrad_module import note_shard
 from ..ddp.wiring import OwnedParam, check_copy_engines
+from ..ddp.world import Ranks
 from .materialize import materialize, synchronize
 from .mixed_precision import MixedPrecisionPolicy
 from .module import make_unit
@@ -34,12 +38,17 @@ from .unit_plan import ShardAtoms, plan_unit, shard_degree
 
 __all__ = ["fully_shard"]
 
+_WHOSE_EXPERTS = (
+    "call fully_shard on the experts first, with a mesh of the ranks that do, maingrad.ddp.WORLD_OF_ONE where each has "
+    "its own; or give this call a mesh too, torch.distributed.group.WORLD, where all are to have the same"
+)
+
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def fully_shard(
     module: _Module,
-    mesh: dist.ProcessGroup | DeviceMesh | None = None,
+    mesh: Ranks = None,
     placements: str | Placements = "zero3",
     mixed_precision: MixedPrecisionPolicy | None = None,
     *,
@@ -67,8 +76,9 @@ def fully_shard(
         optimizer.step(); optimizer.zero_grad()
 
     module                   on any device, or on meta
-    mesh                     ranks to shard over: a group, a DeviceMesh of one dim, or of two: (outer, inner). None: the
-                             default group, or a world of one without ``torch.distributed``
+    mesh                     ranks to shard over: a group, a DeviceMesh of one dim, or of two: (outer, inner);
+                             ``maingrad.ddp.WORLD_OF_ONE``: this process alone. None: the default group, or a world of
+                             one where no launcher has started several ranks
     placements               a row of ``PLACEMENTS`` by name, or one of your own: what is whole and what is sharded at
                              rest, along both axes
     mixed_precision          dtypes of computation, of gradients and of their reduction
@@ -110,7 +120,7 @@ def fully_shard(
     own_params(module, ignored)  # refuses what it must before anything is moved
     materialize(inside, device, init_fn, ignored)
     owned = own_params(module, ignored)
-    buckets = _make_buckets(type(module).__name__, owned, inside, wanted, grid, device, ignored)
+    buckets = _make_buckets(type(module).__name__, owned, inside, wanted, grid, device, ignored, named=mesh is not None)
     unit = Unit(module, type(module).__name__, buckets, wanted.policy, grid, device, inside, reshard_after_forward)
     unit.copy_engines = copy_engine_gather
     _take_over(module, unit)
@@ -145,8 +155,15 @@ def _make_buckets(
     grid: RankGrid,
     device: torch.device,
     ignored: Collection[int],
+    *,
+    named: bool,
 ) -> list[ShardedBucket]:
-    """Plan the unit's buckets, compare the plan and then the values between ranks, and shard the parameters."""
+    """Plan the unit's buckets, compare the plan and then the values between ranks, and shard the parameters.
+
+    named  somebody said which ranks there are
+    """
+    for entry in owned:
+        forget_dropped(entry.param, [owner for owner, _ in entry.owners])
     failures = FailureReporter()
     degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
     plans = list(plan_unit(owned, wanted.policy, degree, wanted.shard_atoms, wanted.bucket_size))
@@ -154,6 +171,9 @@ def _make_buckets(
         dtypes = {entry.name: entry.param.dtype for entry in owned}
         said = [f"{option}={value}" for option, value in wanted._asdict().items()]
         compare_units(plans, dtypes, inside, said, grid, name)
+        if not named:
+            buffers = [entry for found in inside if wanted.init_sync for entry in found._buffers.items()]
+            check_same_experts([*((entry.name, entry.param) for entry in owned), *buffers], grid, _WHOSE_EXPERTS)
     if wanted.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(inside, grid, ignored)
@@ -181,10 +201,12 @@ def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> GradRed
 
 def _take_over(module: nn.Module, unit: Unit) -> None:
     """The module shows shards from here on, and optimizers are watched."""
+    guard_stock_clipping(unit)
     for bucket in unit.buckets:
         watch_steps(bucket)
         for pair in bucket.pairs:
             mark_replaced(pair.before, unit.label)
+            note_shard(pair.whole, pair.sharded)
     unit.registered.show_whole_to_foreign_delays()
     unit.registered.register_shards()
     make_unit(module, unit)

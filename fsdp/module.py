@@ -12,6 +12,7 @@ from ..ddp.timeline import Timeline, recorded_on
 from .checkpoint_source import ShardedSource
 from .norm_ranks import ranks_of_norms
 from .root import Root
+from .surroundings import refuse_torch_ddp
 from .unit import Unit
 from .uses import Passage
 
@@ -128,6 +129,11 @@ class FSDPModule(nn.Module):
         """How ``save_checkpoint`` and ``load_checkpoint`` see this module and the units in it. Collective the first
         time."""
         return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As any module has them. Raises ``ValueError`` where torch's ``DistributedDataParallel`` asks."""
+        refuse_torch_ddp(unit_of(self).pairs, unit_of(self).label)
+        return super().named_parameters(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for pair in unit_of(self).pairs:

@@ -173,7 +173,7 @@ class Root:
             return
         with torch._C.DisableTorchFunctionSubclass():  # no value is read: shards need not ask who asks them
             for unit in self.units:
-                unit.registered.check(unit.label)
+                unit.check()
         self._checked = trains
 
     # ---- Backward. ----

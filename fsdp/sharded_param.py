@@ -14,6 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..ddp.rank_grid import RankGrid
+from ..ddp.torch_fsdp import is_asking
 
 __all__ = ["ShardInfo", "ShardedParameter", "local_shape", "make_sharded"]
 
@@ -174,6 +175,11 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _disabled_torch_function_impl(func, types, args, kwargs)
     used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
     info = used.shard
+    if is_asking():
+        raise RuntimeError(
+            f"torch.distributed.fsdp.fully_shard over the parameter {info.name!r}, which maingrad.fsdp.fully_shard has "
+            f"sharded already: use one of both over the whole model"
+        )
     unit = f"its unit {info.unit!r}" if info.unit else "the outermost unit, which it belongs to,"
     raise RuntimeError(
         f"{_name_of(func)} uses the parameter {info.name!r} outside the forward of {unit} while it is sharded: this "

@@ -16,6 +16,7 @@ from ..ddp.rank_grid import RankGrid
 from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .registration import Registration
 from .sharded_bucket import ShardedBucket, ShardedPair
+from .surroundings import check_surroundings
 from .uses import Passage, Trace, Use
 
 __all__ = ["Unit"]
@@ -115,6 +116,11 @@ class Unit:
     def releasable(self) -> bool:
         """Whether whole parameters do not stay at rest."""
         return bool(self.buckets) and not self.buckets[0].keeps_params
+
+    def check(self) -> None:
+        """Raise ``RuntimeError`` for what has changed, within the unit or around it, since it was made."""
+        check_surroundings(self.pairs, self.grid, self.label)
+        self.registered.check(self.label)
 
     # ---- Forward. ----
 

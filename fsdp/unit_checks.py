@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
@@ -14,6 +13,7 @@ from ..ddp.main_grad import check_unattached
 from ..ddp.placements import PLACEMENTS, Placement, Placements
 from ..ddp.rank_grid import RankGrid
 from ..ddp.wiring import OwnedParam, compare_between_ranks, find_owned_params
+from ..ddp.world import Ranks
 from .module import FSDPModule, unit_of
 from .optimizer_watch import replaced_in
 from .sharded_param import ShardedParameter
@@ -170,7 +170,7 @@ def _check_param(name: str, param: nn.Parameter) -> None:
 
 def device_of(
     device: torch.device | str | None,
-    mesh: dist.ProcessGroup | DeviceMesh | None,
+    mesh: Ranks,
     grid: RankGrid,
     inside: Sequence[nn.Module],
     ignored: Collection[int],
@@ -189,7 +189,7 @@ def device_of(
 
 def _chosen_device(
     device: torch.device | str | None,
-    mesh: dist.ProcessGroup | DeviceMesh | None,
+    mesh: Ranks,
     inside: Sequence[nn.Module],
     ignored: Collection[int],
 ) -> torch.device | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ddp.demand import Demand, demand
+from ..ddp.torch_ddp import in_torch_ddp
 from ..ddp.wgrad_target import GroupedWgradTarget, Place, fresh_grouped_wgrads
 from ..kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
 from .fused_linear import refuse_split_backward, watch_prehooks
@@ -57,7 +58,9 @@ class GroupedUse:
             self.target = GroupedWgradTarget(weights, names, owner, packed=self.packed, fused=fused, queue=queue)
 
     def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
-        """Whether a forward with these may use this object again."""
+        """Whether a forward with these may use this object again: see ``LinearUse``."""
+        if queue is not None and in_torch_ddp():
+            return False
         return self.queue is queue and self.fused is fused and (self.target is None or self.target.refers_to(weights))
 
     def __reduce__(self) -> Any:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ddp.demand import Demand, demand
+from ..ddp.torch_ddp import in_torch_ddp
 from ..ddp.wgrad_target import Place, WgradTarget
 from .wgrad_queue import WgradQueue
 
@@ -48,9 +49,11 @@ class LinearUse:
         self.targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
 
     def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
-        """Whether a forward with these may use this object again."""
+        """Whether a forward with these may use this object again. Delayed gradients are checked anew in a wrapper of
+        torch's, which may have come since."""
         return (
             self.queue is queue
+            and not (queue is not None and in_torch_ddp())
             and self.fused is fused
             and len(self.targets) == len(weights)
             and all(map(WgradTarget.refers_to, self.targets, weights))

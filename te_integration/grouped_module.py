@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ddp.main_grad import check_delayable, is_fusable
+from ..ddp.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from .fused_grouped_linear import GroupedUse, fused_grouped_linear
 from .linear_module import InitMethod, LinearModule, reset_linear
 from .wgrad_queue import WgradQueue
@@ -123,6 +124,11 @@ class GroupedModule(LinearModule, nn.Module):
         self, layer: ExpertLayer, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool
     ) -> GroupedUse:
         """The same object as in the last forward, where nothing has changed."""
+        if queue is not None:
+            if torch.is_grad_enabled():
+                refuse_delay_in_recompute(self, self.describe)
+            else:
+                note_without_grad(self)
         fused = self.fuse_wgrad_accumulation
         if fused or queue is not None:
             needing = [weight for weight in weights if weight.requires_grad]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..ddp.delayed_wgrad import delay_blocks
 from ..ddp.main_grad import check_delayable, is_fusable
+from ..ddp.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from ..ddp.wgrad_module import DelayedWgradModule
 from .fused_linear import LinearUse, fused_linear, run_outside_graph
 from .wgrad_queue import WgradQueue
@@ -81,6 +82,8 @@ class LinearModule(DelayedWgradModule):
         It is where no weight needs a gradient, none is to be fused or delayed, or somebody has to see the gradient.
         """
         if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
+            if queue is not None:
+                note_without_grad(self)
             return None
         needing = [weight for weight in weights if weight.requires_grad]
         if not needing:
@@ -105,6 +108,8 @@ class LinearModule(DelayedWgradModule):
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:
         """The same object as in the last forward, where nothing has changed: making one costs as much as a product."""
+        if queue is not None:
+            refuse_delay_in_recompute(self, self.describe)
         uses: dict[tuple[int, bool], LinearUse | None] = self.__dict__.setdefault("_uses", {})
         key = id(weights[0]), only_save
         use = uses.get(key)

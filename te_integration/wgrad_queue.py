@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..ddp.delayed_wgrad import DelayedWgrad, delaying_into
+from ..ddp.wgrad_module import forms_of
 
 __all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 
@@ -100,7 +101,10 @@ class WgradQueue:
     def drain_module(self, module: nn.Module) -> None:
         """Compute those of ``module``'s weights, children's included, in the order in which they were queued."""
         mine = set(map(id, module.parameters()))
-        self._run(lambda entry: any(id(weight) in mine for weight in entry.weights()), key=lambda entry: 0)
+        self._run(
+            lambda entry: any(id(form) in mine for weight in entry.weights() for form in forms_of(weight)),
+            key=lambda entry: 0,
+        )
 
     def clear(self) -> None:
         """Give up everything that is pending, in an iteration that is abandoned."""

@@ -52,6 +52,7 @@ PUBLIC = {
         "wgrad_accumulate",
     },
     "maingrad.ddp": {
+        "WORLD_OF_ONE",
         "CollectiveError",
         "DistributedDataParallel",
         "DistributedDataParallelConfig",

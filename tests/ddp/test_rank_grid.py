@@ -33,7 +33,7 @@ def described(grid: RankGrid) -> tuple[Ranks | None, Ranks | None, int, int]:
 
 def test_without_torch_distributed_there_is_one_rank() -> None:
     grid = make_grid(None)
-    assert grid == RankGrid(None, None, None)
+    assert grid == RankGrid(None, None, None, assumed=True)
     assert (grid.size, grid.inner_size, grid.inner_rank, grid.outer_size, grid.outer_rank) == (1, 1, 0, 1, 0)
     assert list(grid.axes) == []
     assert grid.sum(torch.tensor(3.0)) == 3
@@ -225,13 +225,13 @@ def test_wrong_ranks_are_refused_by_name(wrong: str) -> None:
 
 @pytest.mark.parametrize("option", ["process_group", "expert_process_group"])
 def test_ranks_that_are_no_group_are_refused_by_name(option: str) -> None:
-    with pytest.raises(TypeError, match=rf"^{option} is a ProcessGroup, a DeviceMesh or None; got list"):
+    with pytest.raises(TypeError, match=rf"^{option} is a ProcessGroup, a DeviceMesh, .* or None; got list"):
         DistributedDataParallel(Mixed(), **{option: [0, 1]})
 
 
 def test_a_group_of_experts_without_experts_is_refused() -> None:
     def wrap_plain() -> None:
-        with pytest.raises(ValueError, match=r"expert_process_group has no effect: no trainable.*allreduce = False"):
+        with pytest.raises(ValueError, match=r"expert_process_group has no effect: no parameter.*allreduce = False"):
             DistributedDataParallel(make_net(), expert_process_group=groups_of_one())
 
     simulate(wrap_plain, 2)

@@ -19,7 +19,7 @@ from maingrad.launch.config import Config, ConfigError, OptimizerConfig
 from maingrad.launch.config_file import load_config, structure
 from maingrad.launch.metrics import read_metrics
 from maingrad.launch.pace import cosine_with_warmup
-from maingrad.launch.runtime import Runtime
+from maingrad.launch.runtime import Runtime, process_group_from_env
 from maingrad.launch.signals import StopRequest
 from maingrad.launch.train import TrainResult, train
 
@@ -334,3 +334,28 @@ def test_a_real_training_beats_the_bigram_model(tmp_path: Path):
     assert result.bigram_loss is not None
     assert 2.1 < result.bigram_loss < 2.7
     assert result.validation_loss < result.bigram_loss - 0.05
+
+
+ENVIRONMENTS = {
+    "a launcher of one": {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    "its size alone": {"WORLD_SIZE": "1"},
+    "several, and nobody says which this is": {"WORLD_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("said", ENVIRONMENTS)
+def test_what_a_launcher_says_of_ranks_is_heard(
+    said: str, parallel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, parallel=parallel, train={"steps": 3, "eval_every": 3})
+    expected = train(config).losses
+    for name, value in ENVIRONMENTS[said].items():
+        monkeypatch.setenv(name, value)
+    with process_group_from_env("cpu"):
+        assert dist.is_initialized() is ("RANK" in ENVIRONMENTS[said])
+        if ENVIRONMENTS[said]["WORLD_SIZE"] == "1":
+            assert train(config).losses == expected
+            return
+        with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*init_process_group.*unset WORLD_SIZE"):
+            train(config)

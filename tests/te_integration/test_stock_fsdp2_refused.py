@@ -99,7 +99,7 @@ def use_outside_its_unit() -> str:
         (delay_tied_to_plain, "RuntimeError: Linear.*delayed weight gradient under torch.distributed.fsdp.fully_shard"),
         (delay_into_slots, "RuntimeError: .*delayed weight gradient under torch.distributed.fsdp.fully_shard"),
         (wrap_sharded, "ValueError: parameter '0.weight' is a DTensor"),
-        (shard_wrapped, "RuntimeError: parameter '0.*was replaced after wrapping"),
+        (shard_wrapped, "RuntimeError: parameter '0.*was made a DTensor after wrapping"),
         (use_outside_its_unit, "RuntimeError: .* mixed torch.Tensor and DTensor"),
     ],
 )

@@ -1,0 +1,228 @@
+"""Experts that not all ranks have: trained, frozen or a buffer, they start as on the ranks that share them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+Ranks = Callable[[], Any]
+
+
+def of_my_parity() -> dist.ProcessGroup:
+    size = dist.get_world_size()
+    return dist.new_group(list(range(dist.get_rank() % 2, size, 2)), use_local_synchronization=True)
+
+
+class Mixture(nn.Module):
+    """A dense layer, an expert drawn by ``variant`` and a buffer of the expert's; all else is drawn by ``rank``."""
+
+    def __init__(self, variant: int, rank: int, *, frozen: bool, marked: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.dense = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.rand(3))
+        torch.manual_seed(100 + variant)
+        self.expert = nn.Linear(4, 4)
+        self.expert.register_buffer("load", torch.rand(2))
+        self.expert.requires_grad_(not frozen)
+        if marked:
+            for tensor in self.of_expert().values():
+                tensor.allreduce = False
+
+    def of_expert(self) -> dict[str, Tensor]:
+        return {**dict(self.expert.named_parameters()), **dict(self.expert.named_buffers())}
+
+    def of_all(self) -> list[Tensor]:
+        return [*self.dense.parameters(), self.seen]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(self.dense(x) * self.seen.sum()) * self.expert.load.sum()
+
+
+def values(tensors: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+CONFIGS = [{}, {"use_distributed_optimizer": True, "overlap_param_gather": True}]
+
+
+def wrapped_and_trained(config: dict[str, Any], ranks: Ranks, frozen: bool, explicit: bool) -> Any:
+    """What the expert and the rest are after wrapping; a step must leave frozen ones alone."""
+    rank = dist.get_rank()
+    model = Mixture(rank % 2, rank, frozen=frozen)
+    options = DistributedDataParallelConfig(**config)
+    ddp = DistributedDataParallel(model, options, expert_process_group=ranks(), init_sync=not explicit)
+    if explicit:
+        ddp.broadcast_params()
+    expert, rest = values(model.of_expert().values()), values(model.of_all())
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
+    ddp(torch.randn(2, 4)).sum().backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+    optimizer.finish_param_sync()
+    if frozen:
+        assert all(map(torch.equal, expert, model.of_expert().values()))
+    else:
+        assert not torch.equal(expert[0], model.expert.weight)
+    assert not torch.equal(rest[0], model.dense.weight)
+    return expert, rest
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["init_sync", "broadcast_params"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("config", CONFIGS, ids=["whole", "sharded"])
+@pytest.mark.parametrize(("size", "ranks"), [(4, of_my_parity), (2, lambda: WORLD_OF_ONE)], ids=["two by two", "alone"])
+def test_each_ranks_experts_stay_its_own(
+    size: int, ranks: Ranks, config: dict[str, Any], frozen: bool, explicit: bool
+) -> None:
+    found = simulate(wrapped_and_trained, size, config, ranks, frozen, explicit)
+    first_expert, first_rest = found[0]
+    for rank, (expert, rest) in enumerate(found):
+        drawn = values(Mixture(rank % 2, 0, frozen=frozen).of_expert().values())
+        assert all(map(torch.equal, expert, drawn))
+        assert all(map(torch.equal, rest, first_rest))
+    assert not torch.equal(found[1][0][0], first_expert[0])
+
+
+def only_a_buffer_is_marked() -> list[float]:
+    model = nn.Linear(2, 2)
+    model.register_buffer("load", torch.full((1,), float(dist.get_rank())))
+    model.load.allreduce = False
+    DistributedDataParallel(model, expert_process_group=WORLD_OF_ONE).unwrap()
+    return model.load.tolist()
+
+
+def test_a_marked_buffer_alone_is_an_experts() -> None:
+    assert simulate(only_a_buffer_is_marked, 2) == [[0.0], [1.0]]
+
+
+def shared_within(frozen: bool) -> list[Tensor]:
+    """Ranks 0 and 2 have drawn different ones, and share what the first has."""
+    rank = dist.get_rank()
+    model = Mixture(rank, rank, frozen=frozen)
+    ddp = DistributedDataParallel(model, expert_process_group=of_my_parity())
+    assert ddp.records
+    return values(model.of_expert().values())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ranks_that_share_experts_start_from_the_first_one_of_them(frozen: bool) -> None:
+    for rank, expert in enumerate(simulate(shared_within, 4, frozen)):
+        drawn = values(Mixture(rank % 2, 0, frozen=frozen).of_expert().values())
+        assert all(map(torch.equal, expert, drawn))
+
+
+# ---- Nobody says which ranks hold the same experts. ----
+
+
+def wraps_without_a_group(kind: str, variants: int, frozen: bool, init_sync: bool, ranks: Ranks) -> list[Tensor]:
+    rank = dist.get_rank()
+    model: Any = Mixture(rank % variants, rank if init_sync else 0, frozen=frozen)
+    if kind == "ddp":
+        ddp = DistributedDataParallel(model, expert_process_group=ranks(), init_sync=init_sync)
+        assert ddp.records
+        return values(model.of_expert().values())
+    fully_shard(model, ranks(), init_sync=init_sync)
+    with model.unsharded():
+        return values(model.of_expert().values())
+
+
+def refused_without_a_group(kind: str, frozen: bool, init_sync: bool) -> None:
+    remedy = "expert_process_group" if kind == "ddp" else "fully_shard on the experts first"
+    expected = rf"'(expert\.)?(weight|load)' is an expert's.* differs.*{remedy}.*WORLD_OF_ONE.*group.WORLD"
+    with pytest.raises(ValueError, match=expected):
+        wraps_without_a_group(kind, 2, frozen, init_sync, lambda: None)
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+@pytest.mark.parametrize(("kind", "frozen"), [("ddp", False), ("fully_shard", False), ("fully_shard", True)])
+def test_experts_that_differ_and_no_group_are_refused_on_all_ranks(kind: str, frozen: bool, init_sync: bool) -> None:
+    """They would get the first rank's values, or, without init_sync, the mean of different experts' gradients."""
+    simulate(refused_without_a_group, 2, kind, frozen, init_sync)
+
+
+def test_frozen_experts_may_differ_where_nothing_touches_them() -> None:
+    simulate(refused_without_a_group, 2, "ddp", True, True)
+    first, second = simulate(wraps_without_a_group, 2, "ddp", 2, True, False, lambda: None)
+    assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+def test_experts_that_are_the_same_need_no_group(kind: str) -> None:
+    first, second = simulate(wraps_without_a_group, 2, kind, 1, False, True, lambda: None)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+def test_experts_that_all_ranks_are_to_share_start_from_the_first(kind: str) -> None:
+    first, second = simulate(wraps_without_a_group, 2, kind, 2, False, True, lambda: dist.group.WORLD)
+    assert all(map(torch.equal, first, second))
+    assert torch.equal(first[0], Mixture(0, 0, frozen=False).expert.weight)
+
+
+# ---- Sharded. ----
+
+
+def frozen_experts_in_a_unit_of_their_own(path: str, ranks: Ranks) -> None:
+    rank = dist.get_rank()
+
+    def build(variant: int) -> Any:
+        model: Any = Mixture(variant, rank, frozen=True)
+        fully_shard(model.expert, mesh=ranks())
+        return fully_shard(model)
+
+    def seen(model: Any) -> list[Tensor]:
+        with model.unsharded():
+            return values(model.of_expert().values())
+
+    drawn = values(Mixture(rank % 2, 0, frozen=True).of_expert().values())
+    model = build(rank % 2)
+    model(torch.randn(2, 4)).sum().backward()
+    assert all(map(torch.equal, seen(model), drawn))
+    save_checkpoint(path, model)
+    read = build(10 + rank % 2)
+    load_checkpoint(path, read)
+    assert all(map(torch.equal, seen(read), drawn))
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(4, of_my_parity), (2, lambda: WORLD_OF_ONE)], ids=["two by two", "alone"])
+def test_a_unit_of_frozen_experts_keeps_each_ranks(size: int, ranks: Ranks, tmp_path: Path) -> None:
+    simulate(frozen_experts_in_a_unit_of_their_own, size, str(tmp_path / "step"), ranks)
+
+
+# ---- Checkpoints. ----
+
+
+def saved_and_read(path: str, frozen: bool) -> None:
+    rank = dist.get_rank()
+
+    def build(variant: int) -> Any:
+        model = Mixture(variant, rank, frozen=frozen)
+        return DistributedDataParallel(model, expert_process_group=of_my_parity())
+
+    saved = build(rank % 2)
+    save_checkpoint(path, saved)
+    read = build(10 + rank % 2)
+    load_checkpoint(path, read)
+    for name, tensor in saved.module.of_expert().items():
+        assert torch.equal(read.module.of_expert()[name], tensor), name
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_checkpoint_keeps_what_each_rank_has_of_experts(frozen: bool, tmp_path: Path) -> None:
+    simulate(saved_and_read, 4, str(tmp_path / "step"), frozen)
