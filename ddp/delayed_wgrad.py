@@ -125,10 +125,12 @@ class DelayedWgrad:
 class _DelayBlocks(threading.local):
     """Of the thread that asks."""
 
-    queue: Any = None
-    """That of the innermost block."""
-    num_entered = 0
-    """Blocks so far: whoever asks twice knows whether there was one in between."""
+    def __init__(self) -> None:
+        # Attributes of each thread's own: torch.compile guards no default that a class holds for all threads.
+        self.queue: Any = None
+        """That of the innermost block."""
+        self.num_entered = 0
+        """Blocks so far: whoever asks twice knows whether there was one in between."""
 
 
 delay_blocks = _DelayBlocks()
