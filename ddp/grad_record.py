@@ -44,6 +44,7 @@ class GradRecord:
         "pending",
         "ready",
         "shared",
+        "updater",
         "view",
         "written",
     )
@@ -60,6 +61,8 @@ class GradRecord:
         """Every owner is one of our modules, so that nobody adds behind our back: never zeroed, beta = 0 first."""
         self.shared = shared
         """More than one module owns it."""
+        self.updater: object | None = None
+        """Stands for the ``DistributedOptimizer`` that updates the parameter: the last that was built."""
         self.make_room: Callable[[], None] | None = None
         """A lazy provider's: called before a first write, when ``view`` has no memory, or has it in a collective."""
 
