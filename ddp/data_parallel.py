@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .agreement import alike
 from .attachment import attach_params, discard_grads
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
@@ -22,7 +23,7 @@ from .failure_report import FailureReporter
 from .grad_record import GradRecord
 from .iteration_checks import check_no_stranger, check_nothing_bypassed, check_nothing_pending, check_scalable
 from .launcher import BucketLauncher
-from .layout import BucketLayout
+from .layout import BucketLayout, GradPlan
 from .nan_check import NanCheck
 from .param_gather import ParamGather
 from .placements import placements_of
@@ -107,10 +108,13 @@ class DistributedDataParallel(nn.Module):
         self.failures.groups = all_groups(self.grids.values())
 
         # What there is to reduce, and where it will lie.
-        self.device = check_setup(trainable, config, self.grids.values())
-        shards = config.use_distributed_optimizer
-        degrees = {kind: grid.inner_size if shards else 1 for kind, grid in self.grids.items()}
-        self.plan = plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
+        def plan() -> tuple[torch.device, GradPlan]:
+            shards = config.use_distributed_optimizer
+            degrees = {kind: grid.inner_size if shards else 1 for kind, grid in self.grids.items()}
+            device = check_setup(trainable, config, self.grids.values())
+            return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
+
+        self.device, self.plan = alike(plan, self.grids["dense"].axes, self.failures, "the planning of gradients")
         with self.failures.watch("the comparison of models between ranks"):
             check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
             self.failures.look_around()
