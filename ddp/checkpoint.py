@@ -12,7 +12,6 @@ into its place (``checkpoint_folder.py``). A load goes backwards, and checks all
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,15 +19,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint_folder as folders
+from .agreement import saying
 from .checkpoint_boxes import Piece
 from .checkpoint_contents import ModelLoad, Notes, StoredNames, check_model, make_manifest, pieces_of_model
-from .checkpoint_manifest import Manifest, SavedOptimizer
+from .checkpoint_manifest import SavedOptimizer
 from .checkpoint_optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
-from .checkpoint_ranks import check_same_call, place_of_experts, saying
+from .checkpoint_ranks import check_same_call, place_of_experts
 from .checkpoint_wrapper_source import source_of
+from .failure_report import CollectiveError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+    from .checkpoint_storage import Stored
 
 # checkpoint_storage is imported where it is used: it needs a torch with torch.distributed, and importing this does not.
 
@@ -53,10 +54,9 @@ def save_checkpoint(
     """
     from .checkpoint_storage import check_written, write_pieces
 
-    target = Path(os.path.realpath(path))
     source = source_of(model)
     ranks = source.ranks
-    check_same_call(str(target), optimizer, ranks)
+    target = check_same_call(path, optimizer, ranks, "save_checkpoint")
     names = StoredNames(*place_of_experts(source.expert_axes, ranks))
 
     def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
@@ -73,9 +73,12 @@ def save_checkpoint(
             folders.begin(target)
         return parts, notes, saved
 
-    pieces, notes, saved = ranks.alike(prepare)
+    pieces, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
     staging = folders.incomplete(target)
-    all_notes = ranks.alike(lambda: write_pieces(staging, pieces, notes, ranks.group) if ranks.writes else [])
+    all_notes = ranks.alike(
+        lambda: write_pieces(staging, pieces, notes, ranks.group) if ranks.writes else [],
+        f"the writing of checkpoint '{target}'",
+    )
 
     def finish() -> None:
         if ranks.leads:
@@ -83,7 +86,7 @@ def save_checkpoint(
             make_manifest(all_notes, names, saved, extra).write(staging)
             folders.complete(target)
 
-    ranks.alike(finish)
+    ranks.alike(finish, f"the completion of checkpoint '{target}'")
 
 
 @torch.no_grad()
@@ -102,41 +105,41 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """
     from .checkpoint_storage import check_stored, open_checkpoint, read_pieces
 
-    folder = Path(os.path.realpath(path))
     source = source_of(model)
     ranks = source.ranks
-    check_same_call(str(folder), optimizer, ranks)
+    target = check_same_call(path, optimizer, ranks, "load_checkpoint")
     names = StoredNames(*place_of_experts(source.expert_axes, ranks))
 
     def prepare() -> "_Load":
         holding = source.hold(optimizer, saving=False)
-        manifest, metadata = open_checkpoint(folder, check_sizes=ranks.leads)
+        stored = open_checkpoint(target, check_sizes=ranks.leads)
+        manifest = stored.manifest
         check_model(manifest, holding, names)
         state = None
         if holding.optimizer is not None:
             state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)
         values = ModelLoad.plan(manifest, holding, names)
-        load = _Load(manifest, metadata, values, state)
-        check_stored(metadata, load.pieces)
+        load = _Load(stored, values, state)
+        check_stored(stored.metadata, load.pieces)
         return load
 
-    load = ranks.alike(prepare)
+    load = ranks.alike(prepare, f"the opening of checkpoint '{target}'")
     try:
-        ranks.alike(lambda: read_pieces(folder, load.metadata, load.pieces, ranks.group))
+        ranks.alike(lambda: read_pieces(load.stored, load.pieces, ranks.group), f"the reading of checkpoint '{target}'")
     except Exception as error:
-        raise saying(error, "; the model is partly overwritten, do not go on with it") from error
+        cause = error.__cause__ if isinstance(error, CollectiveError) else error
+        raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
     load.values.finish()
     if load.state is not None:
         load.state.finish()
     source.loaded(optimizer)
-    return load.manifest.extra
+    return load.stored.manifest.extra
 
 
 class _Load(NamedTuple):
     """A load that was checked and waits for the tensors."""
 
-    manifest: Manifest
-    metadata: "Metadata"
+    stored: "Stored"
     values: ModelLoad
     state: OptimizerLoad | None
 

@@ -4,16 +4,18 @@
     step-100/               complete
     step-100.replaced/      what was there before, for the moment between two renames
 
-So ``step-100`` is at no time a mixture or half a checkpoint. Only the first rank does what is here.
+A folder is complete when it has the manifest, which comes last and goes first. At no time is ``step-100`` a mixture or
+half a checkpoint, and at every time ``find`` has a complete one for it, once there was one: whatever moment a save dies
+at, the one before it can be loaded, or the new one. Only the first rank changes anything here.
 """
 
 import os
 import shutil
 from pathlib import Path
 
-from .checkpoint_manifest import MANIFEST_FILE, METADATA_FILE
+from .checkpoint_manifest import MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE
 
-__all__ = ["begin", "complete", "describe_missing", "incomplete"]
+__all__ = ["begin", "complete", "describe_missing", "find", "incomplete"]
 
 
 def incomplete(path: Path) -> Path:
@@ -26,20 +28,34 @@ def replaced(path: Path) -> Path:
     return path.with_name(f"{path.name}.replaced")
 
 
+def find(path: Path) -> Path:
+    """The folder to read for ``path``: itself, but for a save that died between writing and moving.
+
+    Then it is the newest complete one beside it. ``path``, too, where there is none.
+    """
+    if not _is_free(path):
+        return path
+    return next((folder for folder in (incomplete(path), replaced(path)) if _is_complete(folder)), path)
+
+
 def begin(path: Path) -> None:
-    """Make the empty folder to write into. What a save that died has left there is removed.
+    """Make the empty folder to write into. What a save that died has left there is put into its place, or removed.
 
     Raises ``FileExistsError`` where ``path``, or a folder beside it, holds something else than a checkpoint.
     """
-    if path.exists() and not _is_checkpoint(path):
+    if not (_is_free(path) or (_is_complete(path) and _is_leftover(path))):
         raise FileExistsError(
             f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
         )
     for folder in (incomplete(path), replaced(path)):
         if folder.exists() and not _is_leftover(folder):
             raise FileExistsError(f"'{folder}' is in the way and is no part of a checkpoint: move it")
-    if incomplete(path).exists():
-        shutil.rmtree(incomplete(path))
+    found = find(path)
+    if found != path:  # it is all there is until this save is complete
+        if path.exists():
+            path.rmdir()
+        found.rename(path)
+    _remove(incomplete(path))
     incomplete(path).mkdir(parents=True)
 
 
@@ -47,39 +63,42 @@ def complete(path: Path) -> None:
     """Move the finished folder into its place; the checkpoint that was there goes when the new one stands."""
     _sync_folder(incomplete(path))
     if path.exists():
-        if replaced(path).exists():
-            shutil.rmtree(replaced(path))
+        _remove(replaced(path))
         path.rename(replaced(path))
     incomplete(path).rename(path)
     _sync_folder(path.parent)
-    if replaced(path).exists():
-        shutil.rmtree(replaced(path))
+    _remove(replaced(path))
 
 
 def describe_missing(path: Path) -> str:
-    """Why there may be nothing at ``path``, and what to do."""
-    for folder in (incomplete(path), replaced(path)):
-        if (folder / MANIFEST_FILE).is_file():
-            return (
-                f"there is no checkpoint at '{path}', but a complete one at '{folder}': a save was interrupted between "
-                f"two renames; rename it"
-            )
+    """Why there is nothing at ``path``."""
     if incomplete(path).exists():
         return f"there is no checkpoint at '{path}': a save was interrupted, and '{incomplete(path)}' is not complete"
     return f"there is no checkpoint at '{path}'"
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Ours with nothing else in it, or an empty folder: nobody misses it when it is replaced."""
-    return _is_leftover(path) and ((path / MANIFEST_FILE).is_file() or not any(path.iterdir()))
+def _is_complete(folder: Path) -> bool:
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def _is_free(path: Path) -> bool:
+    """Nothing, or an empty folder, which nobody misses when it is replaced."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def _is_leftover(folder: Path) -> bool:
     """A folder with nothing in it but files that a save writes."""
-    ours = (MANIFEST_FILE, METADATA_FILE, f"{METADATA_FILE}.tmp")
+    ours = (MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp")
     return folder.is_dir() and all(
         entry.is_file() and (entry.name in ours or entry.suffix == ".distcp") for entry in folder.iterdir()
     )
+
+
+def _remove(folder: Path) -> None:
+    """Delete it; from the first moment on it is not complete."""
+    if folder.exists():
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 __all__ = [
     "MANIFEST_FILE",
+    "MANIFEST_STAGING",
     "METADATA_FILE",
     "Manifest",
     "SavedOptimizer",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 MANIFEST_FILE = "maingrad.json"
+MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
+"""It is written here: where there is a manifest it is whole."""
 METADATA_FILE = ".metadata"
 """Torch's own, beside it."""
 FORMAT = "maingrad.checkpoint"
@@ -83,12 +86,14 @@ class Manifest:
     extra: Any
 
     def write(self, folder: Path) -> None:
-        """Write the file, and have its bytes on the disk."""
+        """Write the file, and have its bytes on the disk before it has its name."""
         content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **dataclasses.asdict(self)}
-        with (folder / MANIFEST_FILE).open("w") as file:
+        staging = folder / MANIFEST_STAGING
+        with staging.open("w") as file:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        staging.replace(folder / MANIFEST_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":

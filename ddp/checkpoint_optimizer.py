@@ -113,6 +113,11 @@ class OptimizerLoad(NamedTuple):
                 flat = state[updated][key].view(-1)[part.offset : part.offset + numel]
                 path = ("optimizer", "state", stored, key)
                 pieces.append(Piece(path, entry.shape, part.start, part.end, flat))
+        for group in optimizer.groups:  # what has no element is saved nowhere, and stepped with the others
+            like = next((updated for updated in group["params"] if updated in first), None)
+            for updated in group["params"]:
+                if updated.numel() == 0 and updated.requires_grad and updated not in state:
+                    state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
         _check_frozen(manifest, holding, names)
         return cls(optimizer, pieces, state, {here: saved.groups[there] for here, there in groups.items()})
 

@@ -1,25 +1,19 @@
-"""What ranks say to each other around a checkpoint: errors are raised alike everywhere, so that nobody waits alone."""
+"""The ranks that save and load together, and what they compare before they do."""
 
+import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from .agreement import alike, gather
+from .failure_report import FailureReporter
 from .rank_grid import RankGrid
 
-__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts", "saying"]
+__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts"]
 
 T = TypeVar("T")
-
-_KINDS: tuple[type[Exception], ...] = (
-    FileNotFoundError,
-    FileExistsError,
-    OSError,
-    ValueError,
-    TypeError,
-    RuntimeError,
-)
-"""Errors that keep their class on the way to other ranks; any other becomes the last one."""
 
 
 class CheckpointRanks(NamedTuple):
@@ -33,51 +27,28 @@ class CheckpointRanks(NamedTuple):
     """Whether this rank is of the first instance: the others hold the same."""
     leads: bool
     """Whether this rank is the first of all."""
+    failures: FailureReporter | None
+    """Says which rank is gone, where one is."""
 
     @classmethod
-    def of_grid(cls, grid: RankGrid) -> "CheckpointRanks":
+    def alone(cls) -> "CheckpointRanks":
+        """This process, whatever others there are."""
+        return cls((), None, writes=True, leads=True, failures=None)
+
+    @classmethod
+    def of_grid(cls, grid: RankGrid, failures: FailureReporter) -> "CheckpointRanks":
         """Ranks whose instances hold the same: the first instance writes."""
         group = grid.inner if grid.inner_size > 1 else None
         first = grid.outer_rank == 0
-        return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0)
+        return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0, failures=failures)
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in one order everywhere."""
-        values = [value]
-        for group in self.axes:
-            parts: list[list[T]] = [[]] * group.size()
-            dist.all_gather_object(parts, values, group=group)
-            values = [each for part in parts for each in part]
-        return values
+    def gather(self, value: T, what: str) -> list[T]:
+        """Every rank's value, in one order everywhere; see ``agreement.gather``."""
+        return gather(value, self.axes, self.failures, what)
 
-    def alike(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank. Where it raises on any, all raise what the first of them raised."""
-        if not self.axes:
-            return action()
-        result: Any = None
-        cause: Exception | None = None
-        mine: tuple[int, str, int] | None = None
-        try:
-            result = action()
-        except Exception as error:
-            mine, cause = (_kind_of(error), str(error) or type(error).__name__, dist.get_rank()), error
-        answers = self.gather(mine)
-        failures = [answer for answer in answers if answer is not None]
-        if failures:
-            kind, text, rank = failures[0]
-            if len({answer and answer[1] for answer in answers}) > 1:
-                text += f" (on rank {rank})"
-            raise _KINDS[kind](text) from cause
-        return result  # type: ignore[no-any-return]
-
-
-def _kind_of(error: BaseException) -> int:
-    return next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
-
-
-def saying(error: BaseException, more: str) -> BaseException:
-    """An error of the same kind that says more. What is no ``Exception`` (Ctrl-C) stays as it is."""
-    return _KINDS[_kind_of(error)](f"{error}{more}") if isinstance(error, Exception) else error
+    def alike(self, action: Callable[[], T], what: str) -> T:
+        """Run ``action`` on every rank. Where it raises on any, all raise; see ``agreement.alike``."""
+        return alike(action, self.axes, self.failures, what)
 
 
 def place_of_experts(expert_axes: Sequence[dist.ProcessGroup] | None, ranks: CheckpointRanks) -> tuple[int, int]:
@@ -87,22 +58,26 @@ def place_of_experts(expert_axes: Sequence[dist.ProcessGroup] | None, ranks: Che
 
     Collective over ``ranks``.
     """
-    first = -1
-    if expert_axes is not None:
-        first = dist.get_rank()
-        for group in expert_axes:  # the smallest rank that holds these experts stands for them
-            firsts = [0] * group.size()
-            dist.all_gather_object(firsts, first, group=group)
-            first = min(firsts)
-    known = sorted(set(ranks.gather(first)) - {-1})
+    what, first = "the comparison of experts between ranks", -1
+    if expert_axes is not None:  # the smallest rank that holds these experts stands for them
+        first = min(gather(dist.get_rank(), expert_axes, ranks.failures, what))
+    known = sorted(set(ranks.gather(first, what)) - {-1})
     if len(known) <= 1:
         return 0, 1
     return known.index(first) if first >= 0 else -1, len(known)
 
 
-def check_same_call(path: str, optimizer: object, ranks: CheckpointRanks) -> None:
-    """Raise ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none. Collective."""
-    calls: Sequence[tuple[str, bool]] = ranks.gather((path, optimizer is not None))
+def check_same_call(path: str | os.PathLike[str], optimizer: object, ranks: CheckpointRanks, what: str) -> Path:
+    """The absolute path. Raises ``ValueError`` on all ranks unless they were given one, and all an optimizer or none.
+
+    what  the call, for errors
+
+    Collective.
+    """
+    target = ranks.alike(lambda: Path(os.path.realpath(path)), f"the beginning of {what}")
+    calls: Sequence[tuple[str, bool]] = ranks.gather(
+        (str(target), optimizer is not None), f"the comparison of calls of {what} between ranks"
+    )
     other = next((call for call in calls if call[0] != calls[0][0]), None)
     if other is not None:
         raise ValueError(
@@ -110,3 +85,4 @@ def check_same_call(path: str, optimizer: object, ranks: CheckpointRanks) -> Non
         )
     if len(set(calls)) > 1:
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
+    return target

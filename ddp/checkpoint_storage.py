@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -11,23 +11,33 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .agreement import saying
 from .checkpoint_boxes import Piece
-from .checkpoint_folder import describe_missing
+from .checkpoint_folder import describe_missing, find
 from .checkpoint_manifest import Manifest
 from .checkpoint_metadata import check_files, read_metadata
 from .checkpoint_planner import PieceReader, PiecesLoadPlanner, PiecesSavePlanner, PieceWriter
-from .checkpoint_ranks import saying
 
-__all__ = ["check_stored", "check_written", "open_checkpoint", "read_pieces", "write_pieces"]
+__all__ = ["Stored", "check_stored", "check_written", "open_checkpoint", "read_pieces", "write_pieces"]
 
 
-def open_checkpoint(folder: Path, *, check_sizes: bool = True) -> tuple[Manifest, Metadata]:
-    """What a checkpoint holds, without its tensors. No process group is needed.
+class Stored(NamedTuple):
+    """What a checkpoint holds, without its tensors."""
+
+    folder: Path
+    """Where it lies: beside its place where a save died before it was moved."""
+    manifest: Manifest
+    metadata: Metadata
+
+
+def open_checkpoint(path: Path, *, check_sizes: bool = True) -> Stored:
+    """What the checkpoint at ``path`` holds. No process group is needed.
 
     check_sizes  look at every data file's size
 
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint.
     """
+    folder = find(path)
     if not folder.exists():
         raise FileNotFoundError(describe_missing(folder))
     if not folder.is_dir():
@@ -35,7 +45,7 @@ def open_checkpoint(folder: Path, *, check_sizes: bool = True) -> tuple[Manifest
     manifest, metadata = Manifest.read(folder), read_metadata(folder)
     if check_sizes:
         check_files(folder, metadata)
-    return manifest, metadata
+    return Stored(folder, manifest, metadata)
 
 
 def write_pieces(folder: Path, pieces: Sequence[Piece], notes: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -67,12 +77,12 @@ def check_stored(metadata: Metadata, pieces: Sequence[Piece]) -> None:
             )
 
 
-def read_pieces(folder: Path, metadata: Metadata, pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> None:
+def read_pieces(stored: Stored, pieces: Sequence[Piece], group: dist.ProcessGroup | None) -> None:
     """Fill the pieces' memory. Collective over ``group``, whose ranks have pieces of their own; None: this one alone.
 
     Raises ``ValueError`` on all for a file that does not hold what the metadata says.
     """
-    planner, reader = PiecesLoadPlanner(pieces, metadata), PieceReader(folder, metadata)
+    planner, reader = PiecesLoadPlanner(pieces, stored.metadata), PieceReader(stored.folder, stored.metadata)
     _run(lambda **how: load({}, storage_reader=reader, planner=planner, **how), group)
 
 

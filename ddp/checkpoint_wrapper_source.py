@@ -39,11 +39,11 @@ class WrapperSource:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.ranks = CheckpointRanks((), None, writes=True, leads=True)
+        self.ranks = CheckpointRanks.alone()
         self.expert_axes: Sequence[dist.ProcessGroup] | None = None
         if isinstance(model, DistributedDataParallel):
             grid, experts = model.grids["dense"], model.grids["expert"]
-            self.ranks = CheckpointRanks.of_grid(grid)
+            self.ranks = CheckpointRanks.of_grid(grid, model.failures)
             self.expert_axes = None if experts is grid else tuple(experts.axes)
 
     @property
@@ -56,7 +56,7 @@ class WrapperSource:
         """Slices are the optimizer's: without it, and of frozen parameters, this rank holds all elements."""
         held = self._checked(optimizer)
         if held is not None:
-            held.finish_param_sync()
+            held.settle()
             if saving:
                 held.refresh_masters()
         tensors = self.tensors

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .agreement import alike
 from .compiled_modules import wait_before_compiled_code
 from .data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket, ParamSlice, Run, flatten_params, runs_of, slices_of
@@ -20,6 +21,7 @@ from .grad_norm import clip_coefficient, global_grad_norm
 from .param_gather import ParamGather
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .placements import placements_of
+from .skipped_steps import prepare_skippable_step, settle_first_step
 from .step_order import step_order
 
 __all__ = ["DistributedOptimizer"]
@@ -70,16 +72,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's gradients before clipping, a 0-dim tensor."""
 
-        # What this rank updates.
+        # Whatever may raise does so before parameters move: a DistributedOptimizer of before goes on then.
         groups = assign_groups(model.wired, param_groups)
+        if is_fused(optimizer_class) and not options.get("foreach"):
+            options.setdefault("fused", True)
+        check_options(optimizer_class, {"lr": lr, **options}, param_groups)
+
+        # What this rank updates.
         self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
         self._runs = runs_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
 
         # The optimizer that does the arithmetic; one list of groups and one state for both, so that schedulers and
         # state dicts act on what the step reads.
-        if is_fused(optimizer_class) and not options.get("foreach"):
-            options.setdefault("fused", True)
-        check_options(optimizer_class, {"lr": lr, **options}, param_groups)
         self._inner = optimizer_class(_inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
@@ -106,12 +110,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
         model.gather_before_compiled_code(self._gathers)
+        self._in_charge = object()
+        for wired in model.wired:
+            wired.record.updater = self._in_charge
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Clip, update the masters, round them into the parameters and gather these from all ranks."""
         if closure is not None:
             raise ValueError("DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration")
+        self._check_in_charge()
         self.model.check_started("optimizer.step()")
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
@@ -122,7 +130,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.model.is_reduced and (self.max_grad_norm is not None or not self.model.can_wait_by_bucket):
             self.model.finish_grad_sync()  # all gradients are needed at once
         self.finish_param_sync()
-        self._check_storage()
         self.refresh_masters()
         divisor = self._grad_divisor()
         for flats in self._passes(at_once=scaled):
@@ -152,6 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         In-place changes are seen by the tensor's version. Writing through ``param.data`` leaves none: change the
         parameter itself under ``torch.no_grad()``.
         """
+        self._check_storage()
         for index, piece in enumerate(self.slices):
             version = piece.wired.owned.param._version
             if version != self._versions[index]:
@@ -159,9 +167,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 same = piece.master.to(piece.param.dtype) == piece.param
                 piece.master.copy_(torch.where(same, piece.master, piece.param))
 
+    def settle(self) -> None:
+        """Before masters and state are read or written: no gather is under way, and nothing known to the device alone.
+
+        Raises ``RuntimeError`` where another ``DistributedOptimizer`` has replaced this one.
+        """
+        self._check_in_charge()
+        self.finish_param_sync()
+        self._check_storage()
+        settle_first_step(self._inner)
+
     @torch.no_grad()
     def mark_loaded(self) -> None:
         """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's."""
+        self._check_in_charge()
         self.finish_param_sync()
         self._round(self._flats)
         self._start_gathers(len(self._gathers))
@@ -175,6 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         The answer is fp32 on the device, 1 or 0, alike on all ranks; nothing waits for it. For ``GradScaler``.
         Gradients stay in ``main_grad`` and its dtype, so that norms and clipping find them unscaled.
         """
+        self._check_in_charge()
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
         found_inf = torch.zeros((), device=self.model.device)
@@ -197,20 +217,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``save_checkpoint`` writes what fits any.
         """
+        self.settle()
+        self.refresh_masters()
         state = super().state_dict()
         state["masters"] = [flat.master.detach() for flat in self._flats]
-        state["layout"] = self._layout_key()
+        state["layout"], state["shard"] = self._layout_key(), self._shard()
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave on the same rank of the same layout; parameters follow the masters."""
-        if state_dict.get("layout") != self._layout_key():
-            raise ValueError(
-                f"this optimizer state was saved with another bucket plan, rank or number of ranks, with other "
-                f"parameter groups or another class: it has layout {state_dict.get('layout')}, and this is "
-                f"{self._layout_key()}; save_checkpoint writes what fits any"
-            )
+        """Load what ``state_dict`` gave on the same rank of the same layout; parameters follow the masters.
+
+        Collective over the model's ranks. All raise ``ValueError`` where one was given what does not fit it.
+        """
+        axes = self.model.grids["dense"].axes
+        alike(lambda: self._check_loadable(state_dict), axes, self.model.failures, "the check of optimizer states")
         state = self.state
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         loaded, self.state = self.state, state  # slices refer to this one
@@ -264,6 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         found_inf = vars(self).get("found_inf")
         if self._runs_fused():
             self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
+            prepare_skippable_step(self._inner)
             self._inner.step()
             self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
         else:  # gradients are divided first, and the host asks once whether to skip
@@ -271,6 +293,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if divisor is not None and grads:  # with whole parameters this rank may have none
                 torch._foreach_div_(grads, divisor)
             if found_inf is None or not found_inf.item():
+                prepare_skippable_step(self._inner)
                 self._inner.step()
         for run in self._runs:
             run.master.grad = None
@@ -315,6 +338,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in self._runs]
         digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
         return f"{self.optimizer_class.__name__}/{self.model.plan.fingerprint[:16]}/{digest}"
+
+    def _shard(self) -> str:
+        grid = self.model.grids["dense"]
+        first, size = (grid.inner_rank, grid.inner_size) if placements_of(self.model.config).inner.gathers else (0, 1)
+        return f"{first + 1} of {size}"
+
+    def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
+        self.settle()
+        if state_dict.get("layout") == self._layout_key():
+            lengths = {"state": None, "param_groups": len(self.param_groups), "masters": len(self._flats)}
+            for key, length in lengths.items():
+                if key not in state_dict or length not in (None, len(state_dict[key])):
+                    raise ValueError(f"this optimizer state is not as it was saved: '{key}' is missing, or cut")
+            return
+        saved, here = state_dict.get("shard"), self._shard()
+        if saved != here and None not in (saved, state_dict.get("layout")):
+            raise ValueError(
+                f"this optimizer state is that of shard {saved}, and this rank has shard {here}: each rank loads what "
+                f"it saved itself, on as many ranks; save_checkpoint writes what fits any"
+            )
+        raise ValueError(
+            f"this optimizer state was saved with another bucket plan, rank or number of ranks, with other "
+            f"parameter groups or another class: it has layout {state_dict.get('layout')}, and this is "
+            f"{self._layout_key()}; save_checkpoint writes what fits any"
+        )
+
+    def _check_in_charge(self) -> None:
+        if self.model.wired[0].record.updater is not self._in_charge:
+            raise RuntimeError(
+                "this DistributedOptimizer was replaced: another one was built over its model, and has the parameters "
+                "and their masters in memory of its own; step, save and load that one alone"
+            )
 
     def _check_storage(self) -> None:
         for piece in self.slices:

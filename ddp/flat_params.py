@@ -158,6 +158,8 @@ def check_flattenable(model: DistributedDataParallel) -> None:
 def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], *, whole: bool) -> list[Run]:
     """Cut this rank's range of every bucket into runs; together they are all of it, padding included.
 
+    A range of padding alone has no run: no checkpoint has state of it, which it would lack after a load.
+
     group_of  index of a parameter's group
     whole     one run for each parameter, in its shape; padding belongs to none
     """
@@ -175,7 +177,8 @@ def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], 
             group = group_of(piece.wired)
             if not cuts or cuts[-1][1] != group:
                 cuts.append((piece.start if cuts else 0, group))
-        cuts = cuts or [(0, group_of(flat.wired[0]))]  # padding alone
+        if not cuts:
+            continue
         for (start, group), (end, _) in zip(cuts, [*cuts[1:], (flat.master.numel(), 0)], strict=True):
             runs.append(Run(flat, start, end, group, nn.Parameter(flat.master[start:end])))
     return runs

@@ -45,6 +45,7 @@ class GradRecord:
         "ready",
         "shared",
         "sum_in_grad",
+        "updater",
         "view",
         "written",
     )
@@ -61,6 +62,8 @@ class GradRecord:
         """Every owner is one of our modules, so that nobody adds behind our back: never zeroed, beta = 0 first."""
         self.shared = shared
         """More than one module owns it."""
+        self.updater: object | None = None
+        """Stands for the ``DistributedOptimizer`` that updates the parameter: the last that was built."""
         self.make_room: Callable[[], None] | None = None
         """A lazy provider's: called before a first write, when ``view`` has no memory, or has it in a collective."""
 

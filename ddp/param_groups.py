@@ -69,13 +69,14 @@ def is_of_torch(cls: type) -> bool:
 
 
 def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what the class's constructor raises for options that it does not take, for those of each group.
+    """Raise what the class's constructor raises for options that it does not take, its own and those of each group.
 
-    torch checks the constructor's own options alone: in a group, a misspelt or a negative one would pass.
+    torch checks the former alone: in a group, a misspelt or a negative one would pass.
     """
     own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     if any(given.get("differentiable") for given in (options, *own)):
         raise ValueError("differentiable=True: the step works on masters, which no graph leads to; leave it out")
+    cls([nn.Parameter(torch.zeros(1, 1))], **options)
     for index, given in enumerate(own):
         try:
             cls([nn.Parameter(torch.zeros(1, 1))], **{**options, **given})

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .grad_record import GradRecord
 from .main_grad import record_of
+from .skipped_steps import prepare_skippable_step
 
 __all__ = ["clear_exposed_grad", "expose_grad", "guard_stock_optimizers"]
 
@@ -66,6 +67,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     ours = _records_of(optimizer)
     for record in ours:
+        if record.updater is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): parameter '{record.name}' is updated by the DistributedOptimizer "
+                f"that was built over its model, and both would take a step with one gradient; step that one alone, "
+                f"or build none over this wrapper"
+            )
         if not record.exposed:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
@@ -74,6 +81,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
     if ours and "zero_grad" not in vars(optimizer):
         _check_zero_grad(optimizer)
+    if ours:
+        prepare_skippable_step(optimizer)
 
 
 def _check_zero_grad(optimizer: Optimizer) -> None:

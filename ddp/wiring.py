@@ -20,7 +20,7 @@ from .collectives import backend_of, group_or_default
 from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
-from .main_grad import is_delayed
+from .main_grad import check_unattached, is_delayed
 from .rank_grid import RankGrid, check_member
 from .torch_ddp import check_none_inside
 from .torch_fsdp import is_sharded_by_torch
@@ -150,6 +150,7 @@ def check_setup(
                 f"parameter '{name}' already has a .grad, which the first iteration would add to main_grad: call "
                 f"module.zero_grad() before wrapping"
             )
+        check_unattached(param, name)
     backends = {backend_of(group, device) for grid in grids for group in grid.axes}
     if config.average_in_collective and not all("nccl" in backend for backend in backends):
         raise ValueError(

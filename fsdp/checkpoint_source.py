@@ -20,7 +20,9 @@ from ..ddp.checkpoint_contents import model_tensors
 from ..ddp.checkpoint_ranks import CheckpointRanks
 from ..ddp.checkpoint_source import HeldOptimizer, HeldParam, Holding
 from ..ddp.collectives import group_or_default
-from ..ddp.rank_grid import RankGrid
+from ..ddp.failure_report import FailureReporter
+from ..ddp.rank_grid import RankGrid, all_groups
+from ..ddp.skipped_steps import settle_first_step
 from ..ddp.world import own_rank
 from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
 from .sharded_bucket import ShardedPair
@@ -97,6 +99,7 @@ class ShardedSource:
         checked = _checked(optimizer, tensors.parameters)
         if checked is not None:
             translate_state_dicts(checked)  # what it was given in DTensors is this rank's shards from here on
+            settle_first_step(checked)
         state: Mapping[Any, Any] = {} if checked is None else checked.state
         groups = {} if checked is None else _groups_of(checked)
         # A frozen parameter in a group is one without a group, as long as nothing is known of it.
@@ -228,22 +231,28 @@ def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
 def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
     if not grids:
-        return _Ranks(CheckpointRanks((), None, writes=True, leads=True), None)
+        return _Ranks(CheckpointRanks.alone(), None)
+    failures = FailureReporter()
+    failures.groups = all_groups(grids)
     dense = max(grids, key=lambda grid: grid.size)
-    members = {_axes(grid): _members(grid) for grid in grids}
+    with failures.watch("the comparison of meshes for checkpoints"):
+        members = {_axes(grid): _members(grid) for grid in grids}
+        failures.look_around()
     fewer = [grid for grid in grids if members[_axes(grid)] != members[_axes(dense)]]
     if len(fewer) > 1:
         sets = ", ".join(str(members[_axes(grid)]) for grid in (dense, *fewer))
         raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
     if repeats:
-        return _Ranks(CheckpointRanks.of_grid(dense), None)
+        return _Ranks(CheckpointRanks.of_grid(dense, failures), None)
     # Not every instance holds all of it.
     ranks = members[_axes(dense)]
     whole_world = len(ranks) == dist.get_world_size()
-    group = group_or_default(None) if whole_world else dist.new_group(ranks, use_local_synchronization=True)
+    with failures.watch("the making of a process group for checkpoints"):
+        group = group_or_default(None) if whole_world else dist.new_group(ranks, use_local_synchronization=True)
     assert group is not None, "this rank is one of them"
-    together = CheckpointRanks(tuple(dense.axes), group, writes=True, leads=group.rank() == 0)
+    failures.groups = [*failures.groups, group]
+    together = CheckpointRanks(tuple(dense.axes), group, writes=True, leads=group.rank() == 0, failures=failures)
     return _Ranks(together, fewer[0] if fewer else None)
 
 

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..ddp.agreement import alike
 from ..ddp.dropped import forget_dropped
 from ..ddp.failure_report import FailureReporter
 from ..ddp.init_sync import check_same_experts
+from ..ddp.layout import BucketLayout
 from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
 from ..ddp.reduction import GradReduction
@@ -108,20 +110,18 @@ def fully_shard(
     differs between ranks.
     """
     policy, when = mixed_precision or MixedPrecisionPolicy(), (reshard_after_forward, reduce_every_microbatch)
-    wanted = _Wanted(row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync)
-    check_module(module)
-    grid = make_grid(mesh, option="mesh")
-    inside = list(own_modules(module))
     ignored = {id(param) for param in ignored_params}
-    device = device_of(device, mesh, grid, inside, ignored)
-    wanted.check(grid, device)
-    if copy_engine_gather:
-        check_copy_engines([grid], device, "copy_engine_gather")
-    own_params(module, ignored)  # refuses what it must before anything is moved
-    materialize(inside, device, init_fn, ignored)
-    owned = own_params(module, ignored)
-    buckets = _make_buckets(type(module).__name__, owned, inside, wanted, grid, device, ignored, named=mesh is not None)
-    unit = Unit(module, type(module).__name__, buckets, wanted.policy, grid, device, inside, reshard_after_forward)
+    failures = FailureReporter()
+    grid = make_grid(mesh, option="mesh")
+
+    def prepare() -> _Prepared:
+        wanted = _Wanted(row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync)
+        return _prepare(module, wanted, grid, mesh, device, init_fn, ignored, copy_engines=copy_engine_gather)
+
+    name = type(module).__name__
+    prepared = alike(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
+    buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
+    unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
     unit.copy_engines = copy_engine_gather
     _take_over(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
@@ -147,26 +147,60 @@ class _Wanted(NamedTuple):
             check_offload(device)
 
 
-def _make_buckets(
-    name: str,
-    owned: Sequence[OwnedParam],
-    inside: Sequence[nn.Module],
+class _Prepared(NamedTuple):
+    """A module that was checked and waits to be compared between ranks and sharded."""
+
+    wanted: _Wanted
+    device: torch.device
+    inside: Sequence[nn.Module]
+    """Its modules but for units inside it."""
+    owned: Sequence[OwnedParam]
+    plans: Sequence[tuple[BucketLayout, bool]]
+    """Each bucket's layout, and whether its parameters are trained."""
+
+
+def _prepare(
+    module: nn.Module,
     wanted: _Wanted,
     grid: RankGrid,
-    device: torch.device,
+    mesh: Ranks,
+    device: torch.device | str | None,
+    init_fn: Callable[[nn.Module], None] | None,
     ignored: Collection[int],
+    *,
+    copy_engines: bool,
+) -> _Prepared:
+    """Check the module, materialise it and plan its buckets: all that may fail on one rank alone."""
+    check_module(module)
+    inside = list(own_modules(module))
+    on = device_of(device, mesh, grid, inside, ignored)
+    wanted.check(grid, on)
+    if copy_engines:
+        check_copy_engines([grid], on, "copy_engine_gather")
+    own_params(module, ignored)  # refuses what it must before anything is moved
+    materialize(inside, on, init_fn, ignored)
+    owned = own_params(module, ignored)
+    for entry in owned:
+        forget_dropped(entry.param, [owner for owner, _ in entry.owners])
+    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
+    plans = list(plan_unit(owned, wanted.policy, degree, wanted.shard_atoms, wanted.bucket_size))
+    return _Prepared(wanted, on, inside, owned, plans)
+
+
+def _make_buckets(
+    name: str,
+    prepared: _Prepared,
+    grid: RankGrid,
+    ignored: Collection[int],
+    failures: FailureReporter,
     *,
     named: bool,
 ) -> list[ShardedBucket]:
-    """Plan the unit's buckets, compare the plan and then the values between ranks, and shard the parameters.
+    """Compare the plan and then the values between ranks, and shard the parameters.
 
     named  somebody said which ranks there are
     """
-    for entry in owned:
-        forget_dropped(entry.param, [owner for owner, _ in entry.owners])
-    failures = FailureReporter()
-    degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)
-    plans = list(plan_unit(owned, wanted.policy, degree, wanted.shard_atoms, wanted.bucket_size))
+    wanted, device, inside, owned, plans = prepared
     with failures.watch("the comparison of models between ranks"):
         dtypes = {entry.name: entry.param.dtype for entry in owned}
         said = [f"{option}={value}" for option, value in wanted._asdict().items()]

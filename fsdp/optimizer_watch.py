@@ -3,12 +3,16 @@
 A step over gradients that are still being reduced would read half of them, and one over the parameters of before
 ``fully_shard`` would update memory that nobody uses: both raise. After a step the units gather anew what it changed;
 fused optimizers do not raise the version of what they write.
+
+State dicts speak of whole parameters, from the optimizer's first one on: Adagrad has state before its first step. torch
+lets hooks of theirs be registered on an optimizer that one has, and nobody tells of those that are made: two methods of
+its base class are replaced by ones that register them.
 """
 
 import functools
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..ddp.skipped_steps import prepare_skippable_step
 from .optimizer_state import translate_state_dicts
 
 if TYPE_CHECKING:
@@ -49,6 +54,20 @@ def replaced_in(param: Tensor) -> str | None:
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    for verb in ("state_dict", "load_state_dict"):
+        setattr(Optimizer, verb, _translating(getattr(Optimizer, verb)))
+
+
+def _translating(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """``verb`` of an optimizer that is known to be over shards, where it is."""
+
+    @functools.wraps(verb)
+    def translating(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if any(_BUCKET in param.__dict__ for param in _params_of(optimizer)):
+            translate_state_dicts(optimizer)
+        return verb(optimizer, *args, **kwargs)
+
+    return translating
 
 
 def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -82,6 +101,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
     if buckets:
         translate_state_dicts(optimizer)
+        prepare_skippable_step(optimizer)
 
 
 def _check_class(optimizer: Optimizer) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .exchange import Range, device_of, exchange, rows_of_rank
 from .sharded_param import ShardedParameter, ShardInfo, local_shape
+from .state_agreement import disagreement
 
 __all__ = ["Translation", "install_state_dict_hooks", "translation_of"]
 
@@ -76,19 +77,39 @@ class Translation:
         # That moves to the mesh's device what was offloaded.
         return dtensor if local.device.type == mesh.device_type else dtensor.to(local.device)
 
+    def describe(self, info: ShardInfo, value: Tensor) -> str:
+        """Which way ``to_shard`` takes, in words: the same on all ranks, or some wait for others."""
+        from torch.distributed.tensor import DTensor
+
+        if not isinstance(value, DTensor):
+            return "a whole tensor"
+        return "a DTensor of these ranks" if self._is_ours(value, info) else "a DTensor of other ranks"
+
+    def objection(self, info: ShardInfo, value: Any) -> str | None:
+        """Why ``to_shard`` cannot take it: another shape, or elements that are another rank's; None: it can."""
+        if tuple(value.shape) != info.shape:
+            return f"a tensor of shape {list(value.shape)}, and the whole parameter is {list(info.shape)}"
+        if not self._is_ours(value, info) or info.grid.inner is None:
+            return None
+        saved, here = value.device_mesh.get_coordinate(), self._mesh_of(value, info.grid.inner).get_coordinate()
+        if saved == here:
+            return None
+        return (
+            f"the DTensor has the elements of the rank at {saved} of its mesh, and this rank is at {here}: each rank "
+            f"loads the file that it saved itself; torch.distributed.checkpoint and save_checkpoint write what fits any"
+        )
+
     def to_shard(self, info: ShardInfo, value: Tensor) -> Tensor:
         """This rank's elements of ``value``, a DTensor of any ranks or a whole tensor, in the shape of a shard.
 
-        Collective for a DTensor. Raises ``ValueError`` for another shape.
+        Collective for a DTensor. ``objection`` comes before.
         """
         from torch.distributed.tensor import DTensor
 
         first = 0
-        if tuple(value.shape) != info.shape:
-            raise ValueError(f"a tensor of shape {list(value.shape)}, and the whole parameter is {list(info.shape)}")
         if isinstance(value, DTensor):
             group = info.grid.inner
-            if group is None or not self._is_ours(value, info):
+            if not self._is_ours(value, info):
                 value = value.full_tensor()
             elif not info.shape:
                 value = value.to_local()
@@ -99,8 +120,11 @@ class Translation:
         return value.reshape(-1)[info.start - first : info.end - first].view(local_shape(info))
 
     def _is_ours(self, value: Any, info: ShardInfo) -> bool:
+        from torch.distributed.tensor import DTensor
+
         group = info.grid.inner
-        assert group is not None
+        if group is None or not isinstance(value, DTensor):
+            return False
         mesh = self._mesh_of(value.to_local(), group)
         return bool(value.device_mesh == mesh and list(value.placements) == _placements(info, mesh))
 
@@ -140,21 +164,27 @@ def _before_loading(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Replace DTensors and whole tensors by shards before a module copies them into its parameters."""
-    for name, param in module._parameters.items():
-        key = prefix + name
-        if not isinstance(param, ShardedParameter) or not isinstance(state_dict.get(key), Tensor):
-            continue
-        if metadata.get("assign_to_params_buffers"):
-            raise ValueError(
-                f"load_state_dict(assign=True): parameter '{key}' is a view of this rank's shard, which the optimizer "
-                f"updates: load without assign, which copies into it"
-            )
-        try:
-            state_dict[key] = translation_of(param).to_shard(param.shard, state_dict[key])
-        except ValueError as error:
-            error_msgs.append(f"size mismatch for {key}: {error}")
-            state_dict[key] = param.detach()
+    """Replace DTensors and whole tensors by shards before a module copies them into its parameters. Collective."""
+    own = {prefix + name: param for name, param in module._parameters.items() if isinstance(param, ShardedParameter)}
+    given = {key: state_dict[key] for key in own if isinstance(state_dict.get(key), Tensor)}
+    if given and metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            f"load_state_dict(assign=True): parameter '{next(iter(given))}' is a view of this rank's shard, which the "
+            f"optimizer updates: load without assign, which copies into it"
+        )
+    said, objections = dict.fromkeys(own.values(), "nothing"), []
+    for key, value in given.items():
+        translation, info = translation_of(own[key]), own[key].shard
+        said[own[key]] = translation.describe(info, value)
+        why = translation.objection(info, value)
+        if why is not None:
+            objections.append(f"size mismatch for {key}: {why}" if value.shape != info.shape else f"{key}: {why}")
+    trouble = disagreement(said, "\n\t".join(objections) or None)
+    if trouble is not None:
+        error_msgs.append(trouble)
+    for key, value in given.items():
+        param = own[key]
+        state_dict[key] = param.detach() if trouble else translation_of(param).to_shard(param.shard, value)
 
 
 def _outer(info: ShardInfo) -> dist.ProcessGroup | None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..ddp.checkpoint import load_checkpoint, save_checkpoint
+from ..ddp.checkpoint_folder import find
 from .config import Config, ConfigError
 from .config_file import config_to_dict, flat
 from .pace import Pace
@@ -49,7 +50,9 @@ def where_to_resume(config: Config) -> Path | None:
     Raises ``ConfigError`` for a folder that is not there, and for a new run among an earlier one's checkpoints.
     """
     wanted = config.train.resume
-    found = sorted(path for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*") if path.suffix == "")
+    # One that lies beside its place, since a save died before it was moved, counts as well.
+    places = {path.with_suffix("") for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*")}
+    found = sorted(path for path in places if find(path).is_dir())
     if wanted is None:
         if found and config.train.save_every is not None:
             raise ConfigError(
@@ -59,7 +62,7 @@ def where_to_resume(config: Config) -> Path | None:
         return None
     if wanted == "auto":
         return found[-1] if found else None
-    if not Path(wanted).is_dir():
+    if not find(Path(wanted)).is_dir():
         raise ConfigError(f"train.resume = {wanted!r}: there is no such folder; name a checkpoint, or set 'auto'")
     return Path(wanted)
 

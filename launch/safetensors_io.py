@@ -39,8 +39,8 @@ def export_safetensors(
 
     Raises ``FileNotFoundError`` and ``ValueError`` as ``load_checkpoint`` does.
     """
-    folder = Path(checkpoint)
-    manifest, metadata = open_checkpoint(folder)
+    stored = open_checkpoint(Path(checkpoint))
+    manifest = stored.manifest
     _check_one_model(manifest.num_expert_sets)
     pieces, by_name = [], {}
     for name, entry in {**manifest.parameters, **manifest.buffers}.items():
@@ -48,8 +48,8 @@ def export_safetensors(
         data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype))
         pieces.append(Piece(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
         by_name[name] = data
-    check_stored(metadata, pieces)
-    read_pieces(folder, metadata, pieces, None)
+    check_stored(stored.metadata, pieces)
+    read_pieces(stored, pieces, None)
     for name in manifest.parameters:
         by_name[name] = _rounded(by_name[name], dtype)
     _write(Path(target), by_name, manifest.tied)
@@ -74,12 +74,12 @@ def save_safetensors(
     """
     source = _whole_source_of(model)
     ranks, tensors = source.ranks, source.tensors
-    check_same_call(str(target), optimizer, ranks)
+    path = check_same_call(target, optimizer, ranks, "save_safetensors")
     _, num_expert_sets = place_of_experts(source.expert_axes, ranks)
-    ranks.alike(lambda: _check_one_model(num_expert_sets))
+    ranks.alike(lambda: _check_one_model(num_expert_sets), "the comparison of experts")
     found: dict[str, Tensor] = {}
     if optimizer is not None:
-        optimizer.finish_param_sync()
+        optimizer.settle()
         if dtype is not None and ranks.writes:
             optimizer.refresh_masters()
             found = {name: master.cpu() for name, master in _gather_masters(optimizer, ranks)}
@@ -89,9 +89,9 @@ def save_safetensors(
             # Parameters are whole on every rank.
             weights = {name: found.get(name, param.detach()) for name, param in tensors.parameters.items()}
             rounded = {name: _rounded(weight, dtype).cpu() for name, weight in weights.items()}
-            _write(Path(target), {**rounded, **tensors.buffers}, tensors.tied)
+            _write(path, {**rounded, **tensors.buffers}, tensors.tied)
 
-    ranks.alike(write)
+    ranks.alike(write, f"the writing of '{path}'")
 
 
 @torch.no_grad()
@@ -108,14 +108,13 @@ def load_safetensors(
     A tied tensor may be in the file under any of its names. Raises ``ValueError``, alike on all ranks and before the
     model has changed, for a file that is damaged, tensors that are missing, unknown or of another shape.
     """
-    path = Path(source)
     whole = _whole_source_of(model)
     ranks, tensors = whole.ranks, whole.tensors
-    check_same_call(str(path), optimizer, ranks)
+    path = check_same_call(source, optimizer, ranks, "load_safetensors")
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
-    stored_as = ranks.alike(lambda: _match(path, tensors, present))
+    stored_as = ranks.alike(lambda: _match(path, tensors, present), f"the opening of '{path}'")
     if optimizer is not None:
-        optimizer.finish_param_sync()
+        optimizer.settle()
     slices = {} if optimizer is None else {part.name: part for part in optimizer.slices}
 
     def read() -> None:
@@ -127,7 +126,7 @@ def load_safetensors(
                 elif part.start < part.end:
                     part.master.copy_(file.get_tensor(stored_as[name]).flatten()[part.start : part.end])
 
-    ranks.alike(read)
+    ranks.alike(read, f"the reading of '{path}'")
     if optimizer is not None:
         optimizer.mark_loaded()
 

@@ -390,8 +390,8 @@ def test_between_the_two_renames_both_checkpoints_are_whole(tmp_path: Path, monk
         patch.setattr(Path, "rename", die_at_the_second)
         with pytest.raises(Interrupted):
             save_checkpoint(path, Everything(seed=2), extra=2)
-    with pytest.raises(FileNotFoundError, match=r"a complete one at '.*c\.incomplete': .* rename it"):
-        load_checkpoint(path, Everything())
+    assert not path.exists()
+    assert load_checkpoint(path, Everything()) == 2
     assert load_checkpoint(tmp_path / "c.replaced", Everything()) == 1
     assert load_checkpoint(tmp_path / "c.incomplete", Everything()) == 2
     save_checkpoint(path, Everything(seed=3), extra=3)

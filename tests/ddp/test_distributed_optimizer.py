@@ -338,17 +338,21 @@ def saved_state(sharded: bool, bucket_size: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "ranks, bucket_size, key",
-    [(2, None, 0), (1, 1, 0), (2, 64, 1)],
+    "ranks, bucket_size, key, message",
+    [
+        (2, None, 0, r"that of shard 1 of 2, and this rank has shard 1 of 1"),
+        (1, 1, 0, r"saved with another bucket plan, rank or number of ranks"),
+        (2, 64, 1, r"that of shard 2 of 2, and this rank has shard 1 of 2: each rank loads what it saved itself"),
+    ],
     ids=["other_number_of_ranks", "other_buckets", "other_rank"],
 )
-def test_a_state_of_another_layout_is_refused(ranks: int, bucket_size: int | None, key: int) -> None:
+def test_a_state_of_another_layout_is_refused(ranks: int, bucket_size: int | None, key: int, message: str) -> None:
     states = simulate(saved_state, ranks, True, bucket_size)
 
     def load() -> None:
         rank = torch.distributed.get_rank()
         ddp = wrap(make_model(), use_distributed_optimizer=True, bucket_size=64)
-        with pytest.raises(ValueError, match=r"saved with another bucket plan, rank or number of ranks"):
+        with pytest.raises(ValueError, match=message):
             DistributedOptimizer(ddp).load_state_dict(states[(rank + key) % ranks])
 
     simulate(load, 2 if key else 1)

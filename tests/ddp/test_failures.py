@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ending_ranks import Ended, Store, run_to_the_end
+from ending_ranks import Store, assert_gone, run_to_the_end, the_report
 from loops import FEATURES, ddp_backward, loss_of, make_batches, make_model, wrap
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,33 +113,11 @@ def known_buckets() -> dict[str, int]:
     return {bucket.name: len(bucket.records) for bucket in wrap(make_trapped(), bucket_size=BUCKET_SIZE).buckets}
 
 
-REPORT = re.compile(
-    r"^maingrad\.ddp\.failure_report\.CollectiveError: rank (?P<rank>\d+) waited (?P<seconds>\d+\.\d\d) s for "
-    r"(?P<what>.*), which failed: (?P<why>.*)\n(?P<fates>(?:  .*\n)*)",
-    re.MULTILINE,
-)
-
-
-def the_report(rank: int, ended: Ended) -> re.Match[str]:
-    """The one report of a survivor, by which its process ended."""
-    assert ended.exit_code == 1, f"rank {rank}: {ended.output}"
-    reports = list(REPORT.finditer(ended.output))
-    assert len(reports) == 1, ended.output
-    assert ended.output.endswith(reports[0].group()), "it is the last word"
-    assert int(reports[0]["rank"]) == rank
-    return reports[0]
-
-
 def assert_names_a_bucket(what: str) -> None:
     found = re.fullmatch(r"(\w+) of (bucket \d+ \(.*\)), (\d+) parameters?", what)
     assert found, what
     assert found[1] in ("all_reduce", "reduce_scatter", "all_gather")
     assert known_buckets()[found[2]] == int(found[3])
-
-
-def assert_gone(report: re.Match[str], victim: int, all_ended: list[Ended]) -> None:
-    pid = all_ended[victim].pid
-    assert re.match(rf"  gone: rank {victim} \(process {pid} on \S+ has ended\)\n", report["fates"]), report.group()
 
 
 # ---- A rank that dies. ----
@@ -333,7 +311,12 @@ def test_ranks_that_take_other_numbers_of_steps_end(config: str, then: str, tmp_
         report = the_report(rank, all_ended[rank])
         assert_names_a_bucket(report["what"])
         assert float(report["seconds"]) < 5.0
-        if then == "lingers":
+        if then == "checkpoint":
+            assert (
+                "failed elsewhere: rank 1 in word from all ranks after the beginning of save_checkpoint\n"
+                in (report["fates"])
+            )
+        elif then == "lingers":
             assert f"silent for 3 s: rank 1 (process {early.pid} on " in report["fates"]
             assert "it waits elsewhere, or takes another number of steps" in report["fates"]
         else:

@@ -6,6 +6,7 @@ The processes are forked from one that has imported torch already: a run takes a
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import time
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from gloo import load_module
 
-__all__ = ["Ended", "run_to_the_end"]
+__all__ = ["Ended", "assert_gone", "run_to_the_end", "the_report"]
 
 _PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "maingrad.ddp", "maingrad.te_integration"]
 
@@ -80,6 +81,33 @@ def run_to_the_end(
         texts = "\n".join(f"rank {rank}:\n{one.output}" for rank, one in enumerate(ended))
         raise TimeoutError(f"ranks {ran_on} of {fn.__name__} did not end within {limit:g} s\n{texts}")
     return ended
+
+
+# ---- What survivors say. ----
+
+REPORT = re.compile(
+    r"^maingrad\.ddp\.failure_report\.CollectiveError: rank (?P<rank>\d+) waited (?P<seconds>\d+\.\d\d) s for "
+    r"(?P<what>.*), which failed: (?P<why>.*)\n(?P<fates>(?:  .*\n)*)",
+    re.MULTILINE,
+)
+
+
+def the_report(rank: int, ended: Ended) -> re.Match[str]:
+    """The one report of a survivor, by which its process ended."""
+    assert ended.exit_code == 1, f"rank {rank}: {ended.output}"
+    reports = list(REPORT.finditer(ended.output))
+    assert len(reports) == 1, ended.output
+    assert ended.output.endswith(reports[0].group()), "it is the last word"
+    assert int(reports[0]["rank"]) == rank
+    return reports[0]
+
+
+def assert_gone(report: re.Match[str], victim: int, all_ended: list[Ended]) -> None:
+    pid = all_ended[victim].pid
+    assert re.match(rf"  gone: rank {victim} \(process {pid} on \S+ has ended\)\n", report["fates"]), report.group()
+
+
+# ---- Processes. ----
 
 
 def _wait(processes: list[ForkServerProcess], deadline: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""Memory of the pool that holds NaN until somebody writes it."""
+"""Memory that holds NaN until somebody writes it: every ``torch.empty``, and the pool's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,17 @@ import torch
 
 from maingrad.fsdp.memory import ReleasableBuffer
 
-__all__ = ["stale_memory"]
+__all__ = ["stale_empty", "stale_memory"]
+
+
+@contextmanager
+def stale_empty() -> Iterator[None]:
+    """Every ``torch.empty`` holds NaN."""
+    torch.use_deterministic_algorithms(True)  # which fills uninitialised memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
@@ -24,9 +34,8 @@ def stale_memory() -> Iterator[list[int]]:
             self.data.data.fill_(torch.nan)
 
     ReleasableBuffer.take = take_stale  # type: ignore[method-assign]
-    torch.use_deterministic_algorithms(True)  # which fills uninitialised memory
     try:
-        yield taken
+        with stale_empty():
+            yield taken
     finally:
-        torch.use_deterministic_algorithms(False)
         ReleasableBuffer.take = take  # type: ignore[method-assign]

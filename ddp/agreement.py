@@ -1,0 +1,80 @@
+"""What ranks say to each other before they go on together: errors are raised alike, so that nobody waits alone.
+
+A check may fail on some ranks only: another rank's file, a parameter that is not as the others'. Those that pass it
+would go into the next collective and wait for the others there.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .failure_report import CollectiveError, FailureReporter
+
+__all__ = ["alike", "gather", "saying"]
+
+T = TypeVar("T")
+
+_KINDS: tuple[type[Exception], ...] = (
+    FileNotFoundError,
+    FileExistsError,
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+)
+"""Errors that keep their class on the way to other ranks; any other becomes the last one."""
+
+
+def gather(value: T, axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> list[T]:
+    """Every rank's value, in one order everywhere. Raises ``CollectiveError`` where a rank is gone.
+
+    axes      groups that join the ranks: inside an instance, then across
+    failures  says which rank it is
+    what      the value, for that error
+    """
+    values = [value]
+    with failures.watch(what) if failures is not None else nullcontext():
+        for group in axes:
+            parts: list[list[T]] = [[]] * group.size()
+            dist.all_gather_object(parts, values, group=group)
+            values = [each for part in parts for each in part]
+    return values
+
+
+def alike(action: Callable[[], T], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> T:
+    """Run ``action`` on every rank. Where it raises on any, all raise what the first of them raised.
+
+    what  the action, for the ``CollectiveError`` of ranks that hear nothing from another one; the rest as in ``gather``
+    """
+    axes = list(axes)
+    if not axes:
+        return action()
+    result: Any = None
+    cause: Exception | None = None
+    mine: tuple[int, str, int] | None = None
+    try:
+        result = action()
+    except Exception as error:
+        mine, cause = (_kind_of(error), str(error) or type(error).__name__, dist.get_rank()), error
+    answers = gather(mine, axes, failures, f"word from all ranks after {what}")
+    raised = [answer for answer in answers if answer is not None]
+    if raised:
+        kind, text, rank = raised[0]
+        if len({answer and answer[1] for answer in answers}) > 1:
+            text += f" (on rank {rank})"
+        raise _KINDS[kind](text) from cause
+    return result  # type: ignore[no-any-return]
+
+
+def _kind_of(error: BaseException) -> int:
+    return next((index for index, kind in enumerate(_KINDS) if isinstance(error, kind)), len(_KINDS) - 1)
+
+
+def saying(error: BaseException, more: str) -> BaseException:
+    """An error of the same kind that says more. What is no ``Exception`` (Ctrl-C) stays as it is."""
+    if isinstance(error, CollectiveError):
+        report = f"{error}\n  {more.lstrip('; ')}"
+        return CollectiveError(report, rank=error.rank, gone=error.gone, silent=error.silent)
+    return _KINDS[_kind_of(error)](f"{error}{more}") if isinstance(error, Exception) else error

@@ -1,0 +1,332 @@
+"""A process that is killed while it saves, at any moment: what there was can be loaded, or the new one; others say why.
+
+Kills come between two operations on files, and before collectives: a process's audit events tell of both.
+"""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Everything, build, take_steps
+from ending_ranks import assert_gone, run_to_the_end, the_report
+from loops import assert_same
+from torch import nn
+
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.fsdp import fully_shard
+from maingrad.launch.safetensors_io import export_safetensors
+
+FILES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+GATHERS = ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list")
+
+
+class Trap:
+    """Ends this process by SIGKILL right before an operation on the folder, or a collective of objects."""
+
+    def __init__(self, folder: Path, springs: Callable[[int, str], bool]) -> None:
+        self.events: list[str] = []
+        self._folder = folder
+        self._springs = springs
+
+    def arm(self) -> None:
+        sys.addaudithook(self._audit)
+        os.fsync = self._before("fsync", os.fsync)
+        for name in GATHERS:
+            found = self._before(name, getattr(dist, name))
+            setattr(dist, name, found)
+            setattr(dist.distributed_c10d, name, found)
+
+    def _audit(self, name: str, args: tuple[Any, ...]) -> None:
+        if name in FILES and (name != "open" or args[2] & WRITING):
+            path = Path(os.fsdecode(args[0])) if isinstance(args[0], str | bytes | os.PathLike) else None
+            if path is not None and (not path.is_absolute() or path.is_relative_to(self._folder)):
+                self._happens(f"{name} {path.name}")
+
+    def _before(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._happens(name)
+            return fn(*args, **kwargs)
+
+        return called
+
+    def _happens(self, event: str) -> None:
+        self.events.append(event)
+        if self._springs(len(self.events), event):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- One process, killed at every moment. ----
+
+
+def make(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(3, 2)
+
+
+def saved_by_a_child(folder: Path, extra: int, at: int) -> bool:
+    """Save; whether the child was killed at its ``at``-th event on the way."""
+    child = os.fork()
+    if child == 0:
+        Trap(folder, lambda count, event: count == at).arm()
+        save_checkpoint(folder / "c", make(extra), extra=extra)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def loaded(path: Path) -> int:
+    """Which it was; its weights are that one's."""
+    model = make(0)
+    extra: int = load_checkpoint(path, model)
+    assert_same(model.state_dict(), make(extra).state_dict())
+    return extra
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def an_empty_folder(folder: Path) -> None:
+    (folder / "c").mkdir()
+
+
+def one_before(folder: Path) -> None:
+    save_checkpoint(folder / "c", make(1), extra=1)
+
+
+def two_between_renames(folder: Path) -> None:
+    """As a save leaves them that dies there."""
+    one_before(folder)
+    (folder / "c").rename(folder / "c.replaced")
+    save_checkpoint(folder / "d", make(2), extra=2)
+    (folder / "d").rename(folder / "c.incomplete")
+
+
+def one_that_was_never_moved(folder: Path) -> None:
+    """As a first save leaves it that dies before it is moved."""
+    one_before(folder)
+    (folder / "c").rename(folder / "c.incomplete")
+
+
+def one_that_was_put_away(folder: Path) -> None:
+    """As a save leaves it that dies between the renames, if what it wrote is lost."""
+    one_before(folder)
+    (folder / "c").rename(folder / "c.replaced")
+
+
+def half_a_leftover(folder: Path) -> None:
+    """As a save leaves it that dies while it deletes what was there before."""
+    one_before(folder)
+    save_checkpoint(folder / "d", make(2), extra=2)
+    (folder / "d").rename(folder / "c.replaced")
+    (folder / "c.replaced" / "maingrad.json").unlink()
+
+
+BEFORE: dict[str, tuple[Callable[[Path], None], int | None]] = {
+    "nothing": (nothing, None),
+    "an empty folder": (an_empty_folder, None),
+    "one": (one_before, 1),
+    "two between renames": (two_between_renames, 2),
+    "one that was never moved": (one_that_was_never_moved, 1),
+    "one that was put away": (one_that_was_put_away, 1),
+    "half a leftover": (half_a_leftover, 1),
+}
+
+
+def at_every_moment(folder: Path, before: str) -> list[tuple[int | None, int, list[str]]]:
+    """For each: what can be loaded then; what after the next save, and what that leaves."""
+    prepare, _ = BEFORE[before]
+    found, at, killed = [], 0, True
+    while killed:
+        at += 1
+        place = folder / f"{before}-{at}"
+        place.mkdir()
+        prepare(place)
+        killed = saved_by_a_child(place, 7, at)
+        try:
+            there = loaded(place / "c")
+        except (FileNotFoundError, ValueError):  # nothing, or an empty folder
+            there = None
+        save_checkpoint(place / "c", make(8), extra=8)
+        found.append((there, loaded(place / "c"), sorted(path.name for path in place.iterdir())))
+    return found
+
+
+@pytest.mark.parametrize(
+    "before",
+    [pytest.param(name, marks=() if name in ("one", "two between renames") else pytest.mark.slow) for name in BEFORE],
+)
+def test_whatever_the_moment_there_is_one_to_load(before: str, tmp_path: Path) -> None:
+    (ended,) = run_to_the_end(at_every_moment, 1, tmp_path, before, limit=120.0)
+    assert ended.exit_code == 0, ended.output
+    moments = [there for there, _, _ in ended.returned]
+    first = BEFORE[before][1]
+    assert len(moments) > 10, "nothing was killed"
+    assert moments[-1] == 7, "the last one was not killed"
+    assert set(moments) == {first, 7}
+    assert moments == sorted(moments, key=lambda there: there == 7), "and stays the one"
+    for _, after, left in ended.returned:
+        assert (after, left) == (8, ["c"])
+
+
+def test_tools_find_the_one_beside_its_place_too(tmp_path: Path) -> None:
+    two_between_renames(tmp_path)
+    export_safetensors(tmp_path / "c", tmp_path / "weights.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.incomplete", "c.replaced", "weights.safetensors"]
+
+
+def test_what_is_not_complete_is_not_loaded(tmp_path: Path) -> None:
+    two_between_renames(tmp_path)
+    for name in ("c.incomplete", "c.replaced"):
+        (tmp_path / name / "maingrad.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at '\S+/c': a save was interrupted, and '"):
+        load_checkpoint(tmp_path / "c", make(0))
+
+
+# ---- One of several ranks. ----
+
+
+def sharded() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def replicated(**config: Any) -> tuple[Any, Any]:
+    ddp, optimizer = build(**config)
+    take_steps(ddp, optimizer, range(1), dist.get_rank())
+    return ddp, optimizer
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "all-reduced": replicated,
+    "ZeRO-1": lambda: replicated(use_distributed_optimizer=True, bucket_size=300),
+    "hybrid": lambda: replicated(use_distributed_optimizer=True, num_distributed_optimizer_instances=2),
+    "fully sharded": sharded,
+}
+
+
+def one_is_killed(folder: Path, kind: str, verb: str, victim: int, at: int, event: str) -> list[str]:
+    """Before the ``at``-th event of this name in its second save, or its load."""
+    model, optimizer = MODELS[kind]()
+    save_checkpoint(folder / "c", model, optimizer, extra=1)
+    if kind != "fully sharded":
+        take_steps(model, optimizer, range(1, 2), dist.get_rank())
+    left = [at]
+
+    def springs(count: int, name: str) -> bool:
+        left[0] -= event in name
+        return left[0] == 0 and event in name
+
+    trap = Trap(folder, springs if dist.get_rank() == victim else lambda count, name: False)
+    trap.arm()
+    if verb == "load":
+        load_checkpoint(folder / "c", model, optimizer)
+    else:
+        save_checkpoint(folder / "c", model, optimizer, extra=2)
+    return trap.events
+
+
+def weights_alone(path: Path, kind: str) -> int:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) if kind == "fully sharded" else Everything()
+    extra: int = load_checkpoint(path, model)
+    save_checkpoint(path, model, extra=3)
+    assert load_checkpoint(path, model) == 3
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    return extra
+
+
+KILLS = [
+    # (kind, ranks, victim, at which event, what can be loaded)
+    ("ZeRO-1", 2, 0, (1, "all_gather_object"), 1),
+    ("ZeRO-1", 3, 1, (4, "all_gather_object"), 1),
+    ("ZeRO-1", 3, 1, (1, "gather_object"), 1),
+    ("ZeRO-1", 2, 1, (1, ".distcp"), 1),
+    ("ZeRO-1", 2, 0, (1, ".metadata"), 1),
+    ("ZeRO-1", 3, 0, (1, "open maingrad.json.tmp"), 1),
+    ("ZeRO-1", 2, 0, (1, "os.rename maingrad.json.tmp"), 1),
+    ("ZeRO-1", 2, 0, (1, "os.rename c"), 1),
+    ("ZeRO-1", 3, 0, (1, "os.rename c.incomplete"), 2),
+    ("ZeRO-1", 2, 0, (1, "os.remove maingrad.json"), 2),
+    ("ZeRO-1", 2, 1, (6, "all_gather_object"), 2),
+    ("all-reduced", 2, 1, (2, "all_gather_object"), 1),
+    ("hybrid", 4, 3, (1, ".distcp"), None),
+    ("hybrid", 4, 2, (5, "all_gather_object"), 1),
+    ("hybrid", 4, 0, (1, ".distcp"), 1),
+    ("fully sharded", 3, 2, (1, "scatter_object_list"), 1),
+    ("fully sharded", 3, 0, (1, "os.rename c.incomplete"), 2),
+]
+
+
+@pytest.mark.parametrize("kind, ranks, victim, at, there", KILLS)
+def test_a_rank_that_is_killed_in_a_save_is_named(
+    kind: str, ranks: int, victim: int, at: tuple[int, str], there: int | None, tmp_path: Path
+) -> None:
+    all_ended = run_to_the_end(one_is_killed, ranks, tmp_path, kind, "save", victim, *at, collective_timeout=60.0)
+    if there is None:  # this rank writes nothing
+        assert [ended.exit_code for ended in all_ended] == [0] * ranks
+        assert weights_alone(tmp_path / "c", kind) == 2
+        return
+    assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
+    for rank, ended in enumerate(all_ended):
+        if rank != victim:
+            report = the_report(rank, ended)
+            assert (
+                "save_checkpoint" in report["what"]
+                or f"checkpoint '{tmp_path}/c'" in report["what"]
+                or (report["what"] == "the comparison of experts between ranks")
+            )
+            assert_gone(report, victim, all_ended)
+    assert weights_alone(tmp_path / "c", kind) == there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, ranks", [("ZeRO-1", 2), ("fully sharded", 3)])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp_path: Path) -> None:
+    whole = run_to_the_end(one_is_killed, ranks, tmp_path / "whole", kind, "save", -1, 0, "")
+    events = whole[victim].returned
+    assert len(events) > 10
+    for at in range(1, len(events) + 1):
+        place = tmp_path / str(at)
+        all_ended = run_to_the_end(one_is_killed, ranks, place, kind, "save", victim, at, "", collective_timeout=60.0)
+        assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
+        for rank, ended in enumerate(all_ended):
+            if rank != victim:
+                assert_gone(the_report(rank, ended), victim, all_ended)
+        moved = events.index("os.rename c.incomplete") + 1 if victim == 0 else len(events)
+        assert weights_alone(place / "c", kind) == (2 if at >= moved else 1), events[at - 1]
+
+
+@pytest.mark.parametrize(
+    "kind, victim, at",
+    [
+        ("ZeRO-1", 1, (2, "all_gather_object")),
+        ("ZeRO-1", 0, (4, "all_gather_object")),
+        ("ZeRO-1", 0, (1, "gather_object")),
+        ("fully sharded", 1, (1, "scatter_object_list")),
+    ],
+)
+def test_a_rank_that_is_killed_in_a_load_is_named(kind: str, victim: int, at: tuple[int, str], tmp_path: Path) -> None:
+    all_ended = run_to_the_end(one_is_killed, 2, tmp_path, kind, "load", victim, *at, collective_timeout=60.0)
+    assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
+    report = the_report(1 - victim, all_ended[1 - victim])
+    assert re.search(r"load_checkpoint|the (opening|reading) of checkpoint '", report["what"]), report["what"]
+    assert_gone(report, victim, all_ended)
+    overwritten = "the reading of" in report["what"]
+    assert ("the model is partly overwritten, do not go on with it\n" in report["fates"]) == overwritten

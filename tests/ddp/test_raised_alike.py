@@ -1,0 +1,189 @@
+"""A check that fails on one rank alone: all ranks raise, and nobody waits in the collective behind it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from loops import assert_same, ddp_backward, make_batches, make_model, weights, wrap
+from torch import nn
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from maingrad.launch import simulate
+from maingrad.launch.safetensors_io import load_safetensors, save_safetensors
+
+ZERO1 = DistributedDataParallelConfig(use_distributed_optimizer=True)
+OFFENDER = 1
+
+
+def offends() -> bool:
+    return dist.get_rank() == OFFENDER
+
+
+def outcome(fn: Callable[..., Any], *args: Any) -> str:
+    try:
+        fn(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def check(errors: list[str], message: str) -> None:
+    """One error on all ranks, which says where it comes from."""
+    assert len(set(errors)) == 1, errors
+    assert message in errors[0], errors[0]
+    assert f"(on rank {OFFENDER})" in errors[0]
+
+
+# ---- The state that one rank saved, loaded on every rank. ----
+
+
+def build(**config: Any) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    ddp = wrap(make_model(), **config)
+    return ddp, DistributedOptimizer(ddp, lr=0.1)
+
+
+def load_rank_0s_everywhere(folder: Path, config: dict[str, Any]) -> tuple[str, str]:
+    """What that raises, and what the remedy does that it names."""
+    ddp, optimizer = build(**config)
+    ddp_backward(ddp, make_batches(1))
+    optimizer.step()
+    ddp.zero_grad_buffer()
+    torch.save(optimizer.state_dict(), folder / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    expected = weights(ddp)
+    ddp, optimizer = build(**config)
+    before = weights(ddp)
+    error = outcome(lambda: optimizer.load_state_dict(torch.load(folder / "rank0.pt")))
+    assert_same(weights(ddp), before)
+    assert not optimizer.state
+    mine = outcome(lambda: optimizer.load_state_dict(torch.load(folder / f"rank{dist.get_rank()}.pt")))
+    assert_same(weights(ddp), expected)
+    return error, mine
+
+
+@pytest.mark.parametrize("run", [simulate, run_ranks])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_state_of_rank_0_is_refused_on_all_ranks(run: Any, overlap: bool, tmp_path: Path) -> None:
+    found = run(
+        load_rank_0s_everywhere, 2, tmp_path, {"use_distributed_optimizer": True, "overlap_param_gather": overlap}
+    )
+    check([error for error, _ in found], "that of shard 1 of 2, and this rank has shard 2 of 2: each rank loads what")
+    assert [remedy for _, remedy in found] == ["nothing was raised"] * 2
+
+
+def test_where_ranks_hold_the_same_it_is_taken(tmp_path: Path) -> None:
+    """All ranks of plain data parallelism, and those at the same place of other instances."""
+
+    def load_one() -> str:
+        ddp, optimizer = build()
+        ddp_backward(ddp, make_batches(1))
+        optimizer.step()
+        states = [optimizer.state_dict()]
+        dist.broadcast_object_list(states, 0)
+        ddp, optimizer = build()
+        return outcome(lambda: optimizer.load_state_dict(states[0]))
+
+    assert simulate(load_one, 2) == ["nothing was raised"] * 2
+
+
+SPOILT: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "masters": (
+        lambda state: state.pop("masters"),
+        "this optimizer state is not as it was saved: 'masters'",
+    ),
+    "groups": (lambda state: state["param_groups"].clear(), "not as it was saved: 'param_groups' is missing, or cut"),
+    "all of it": (lambda state: state.clear(), "with another bucket plan, rank or number of ranks"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_state_that_is_spoilt_on_one_rank_is_refused_on_all(what: str) -> None:
+    def load() -> str:
+        _, optimizer = build(use_distributed_optimizer=True)
+        state = optimizer.state_dict()
+        if offends():
+            SPOILT[what][0](state)
+        return outcome(optimizer.load_state_dict, state)
+
+    check(simulate(load, 3), SPOILT[what][1])
+
+
+# ---- Wrapping. ----
+
+
+def with_grad(model: nn.Module) -> None:
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+
+
+def on_meta(model: nn.Module) -> None:
+    model.to("meta")
+
+
+def frozen(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
+def wrapped_before(model: nn.Module) -> None:
+    own = dist.new_group([OFFENDER], use_local_synchronization=True)
+    model.kept = [DistributedDataParallel(model, process_group=own)]  # in a list, so that it is no submodule
+
+
+MODELS: dict[str, tuple[Callable[[nn.Module], None], str]] = {
+    "a gradient": (with_grad, "parameter '0.weight' already has a .grad"),
+    "meta": (on_meta, "parameter '0.weight' is on the meta device"),
+    "frozen": (frozen, "the model has no parameter that requires a gradient"),
+    "wrapped": (wrapped_before, "parameter '0.weight' already has a main_grad"),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_model_that_one_rank_cannot_wrap_is_refused_on_all(what: str) -> None:
+    def wrap_it() -> str:
+        model = make_model()
+        if offends():
+            MODELS[what][0](model)
+        return outcome(DistributedDataParallel, model, ZERO1)
+
+    check(simulate(wrap_it, 3), MODELS[what][1])
+
+
+def test_a_backward_order_that_is_wrong_on_one_rank() -> None:
+    def wrap_it() -> str:
+        model = make_model()
+        names = [name for name, _ in model.named_parameters()]
+        order = names[1:] if offends() else names[::-1]
+        return outcome(lambda: DistributedDataParallel(model, ZERO1, backward_order=order))
+
+    check(simulate(wrap_it, 3), "backward_order must name each trainable parameter once; missing ['0.weight']")
+
+
+# ---- Paths. ----
+
+VERBS: dict[str, Callable[[Any, DistributedDataParallel, DistributedOptimizer], Any]] = {
+    "save_checkpoint": save_checkpoint,
+    "load_checkpoint": load_checkpoint,
+    "save_safetensors": save_safetensors,
+    "load_safetensors": load_safetensors,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_path_that_only_the_other_ranks_have(verb: str, tmp_path: Path) -> None:
+    """As from a broadcast that was forgotten."""
+
+    def call() -> str:
+        ddp, optimizer = build(use_distributed_optimizer=True)
+        return outcome(VERBS[verb], None if offends() else tmp_path / "c", ddp, optimizer)
+
+    check(simulate(call, 3), "TypeError: expected str, bytes or os.PathLike object, not NoneType")
+    assert not list(tmp_path.iterdir())
