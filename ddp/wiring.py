@@ -22,6 +22,7 @@ from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .main_grad import is_delayed
 from .rank_grid import RankGrid, check_member
+from .waiting_modules import registered_params
 from .wgrad_module import DelayedWgradModule, FusedWgradModule
 
 __all__ = [
@@ -73,7 +74,7 @@ class WiredParam(NamedTuple):
         """Raise if the parameter is no longer the tensor that was wrapped."""
         name, param, owners = self.owned
         module, local = owners[0]
-        if module._parameters.get(local) is not param:
+        if registered_params(module).get(local) is not param:
             raise RuntimeError(
                 f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), a new nn.Parameter): "
                 f"its gradient would never be reduced; load with assign=False, or wrap again"

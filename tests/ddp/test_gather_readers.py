@@ -53,7 +53,7 @@ def train_one(ddp: DistributedDataParallel, step: int) -> float:
 
 
 def in_flight(ddp: DistributedDataParallel) -> bool:
-    return any(type(param) is not nn.Parameter for param in ddp.module.parameters())
+    return any(type(wired.owned.param) is not nn.Parameter for wired in ddp.wired)
 
 
 def same_with_and_without_overlap(fn: Callable[..., Any], *args: Any) -> None:
