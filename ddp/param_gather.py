@@ -8,7 +8,7 @@ parameters and modules are plain again.
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,11 +62,13 @@ class ParamGather:
         self._params = [TensorWeakRef(param) for param in params]  # which refer to this while they wait
         self._grid = grid
         self._failures = failures
-        self._threads = threads or ReaderThreads()
+        self.threads = threads or ReaderThreads()
+        self.threads.gathers.add(self)
         self._flight: _Flight | None = None
         self.guards = False
         """Parameters and modules wait for it, or are still asked whether they have to."""
-        self._traced = False
+        self._has_guarded = False
+        self._traced = False  # code that reads these parameters was compiled while they waited: its guards want plain ones
         self.modules: list[weakref.ref[nn.Module]] = []
         """Those among them."""
         self._event: torch.cuda.Event | None = None  # the last one's end
@@ -125,11 +127,15 @@ class ParamGather:
         params = list(self.live_params())
         if self._traced or not all(map(can_wait, set(map(type, params)))):
             return False
-        self.guards = True
         self.modules = []
-        for param in params:
-            have_wait(param, self)
+        self._have_wait(params)
         return True
+
+    def keep_on(self) -> None:
+        """Parameters that ever waited are asked from now on whether they have to. The caller holds the threads' lock."""
+        params = list(self.live_params())
+        if self._has_guarded and all(map(can_wait, set(map(type, params)))):
+            self._have_wait(params)
 
     def arrive(self) -> None:
         """Order the current stream (CUDA) or this thread (CPU) behind the gather; nothing waits for it any more.
@@ -137,14 +143,14 @@ class ParamGather:
         Any number of threads may call it at a time. None returns before the gather has arrived for it.
         """
         if self.guards:
-            self._threads.note()
+            self.threads.note()
             self._traced = self._traced or torch._guards.CompileContext.try_get() is not None
         while (flight := self._flight) is not None:
             self._wait_for(flight)
-            with self._threads.lock:
+            with self.threads.lock:
                 if self._flight is flight:  # and not the next one, while this thread has waited
                     self._flight = None
-        if self._event is not None:
+        if self._event is not None and not torch.cuda.is_current_stream_capturing():
             self._order_stream(self._event)
         if self.guards:
             self._take_off()
@@ -154,6 +160,11 @@ class ParamGather:
         self.arrive()
         if self.guards:
             self._take_off(at_once=True)
+
+    def _have_wait(self, params: Iterable[Tensor]) -> None:
+        self.guards = self._has_guarded = True
+        for param in params:
+            have_wait(param, self, self.threads)
 
     def _wait_for(self, flight: _Flight) -> None:
         if flight.home is None:
@@ -172,13 +183,13 @@ class ParamGather:
     def _order_stream(self, event: torch.cuda.Event) -> None:
         """Once for each stream: one that no longer finds the parameters waiting was not behind the gather for that."""
         raw = torch._C._cuda_getCurrentRawStream(self.flat.device.index)
-        if raw not in self._streams and not torch.cuda.is_current_stream_capturing():
+        if raw not in self._streams:
             current_stream(self.flat.device).wait_event(event)
             self._streams.add(raw)
 
     def _take_off(self, *, at_once: bool = False) -> None:
-        with self._threads.lock:
-            if self._flight is not None or not (at_once or self._threads.alone()):
+        with self.threads.lock:
+            if not self.guards or self._flight is not None or not (at_once or self.threads.alone()):
                 return
             self.guards = False
             for param in self.live_params():

@@ -8,12 +8,15 @@ parameter's class in the same way.
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from .reader_threads import ReaderThreads
 
 __all__ = ["Gather", "can_wait", "gathers_of", "have_wait", "let_go", "waited_for"]
 
@@ -34,14 +37,17 @@ class Gather(Protocol):
 def can_wait(cls: type) -> bool:
     """Whether this class of parameters can be put off and on: not one of a fixed shape, or that has a
     ``__torch_function__`` itself."""
-    return _waiting_class(cls) is not None
+    return issubclass(cls, _WaitsForGather) or _can_be_put_off_and_on(cls)
 
 
-def have_wait(param: Tensor, gather: Gather) -> None:
-    """Have ``param`` wait for ``gather`` at each use, until ``let_go``."""
+def have_wait(param: Tensor, gather: Gather, threads: ReaderThreads) -> None:
+    """Have ``param`` wait for ``gather`` at each use, until ``let_go``.
+
+    threads  hear of each one that looks
+    """
     param.__dict__[_GATHER] = gather  # before the class, which looks for it
     if not isinstance(param, _WaitsForGather):
-        param.__class__ = _waiting_class(type(param))
+        param.__class__ = _waiting_class(type(param), threads)
 
 
 def let_go(param: Tensor) -> None:
@@ -71,28 +77,42 @@ def waited_for(value: Any) -> Any:
     return value
 
 
+class _Look:
+    """``__torch_function__`` of parameters that wait: torch looks it up before each of its functions sees one."""
+
+    def __init__(self, threads: ReaderThreads) -> None:
+        self._threads = weakref.ref(threads)
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
+        threads = self._threads()
+        if threads is not None:
+            threads.note()
+        return _asked
+
+
+def _asked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What torch calls instead of ``func``."""
+    kwargs = kwargs or {}
+    if func not in _metadata():
+        params = list(_waiting_among((args, kwargs)))
+        for param in params or tree_leaves((args, kwargs)):
+            waited_for(param)
+        if params and not any(isinstance(param, _WaitsForGather) for param in params):
+            return func(*args, **kwargs)
+    # Nothing was read, or the class stays on for other threads' sake: go on as if their own class were asked.
+    others = tuple(each for each in types if not issubclass(each, _WaitsForGather))
+    for other in others:
+        result = other.__torch_function__(func, others, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if others:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
 class _WaitsForGather:
     """Mixed in front of a parameter's own class while its gather is in flight."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _metadata():
-            params = list(_waiting_among((args, kwargs)))
-            for param in params or tree_leaves((args, kwargs)):
-                waited_for(param)
-            if params and not any(isinstance(param, _WaitsForGather) for param in params):
-                return func(*args, **kwargs)
-        # Some still wait: nothing was read, or other threads read as well. As if their own class were asked.
-        others = tuple(each for each in types if not issubclass(each, _WaitsForGather))
-        for other in others:
-            result = other.__torch_function__(func, others, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        if others:
-            return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
 
     # Python functions that build a tensor of type(self), and so must not see this class.
 
@@ -129,20 +149,25 @@ def _in_own_class(param: Any) -> Any:
 
 
 @functools.cache
-def _waiting_class(cls: type) -> Any:
-    """``cls`` with the wait before it; None for classes that cannot be put on and off."""
-    if issubclass(cls, _WaitsForGather):
-        return cls
+def _can_be_put_off_and_on(cls: Any) -> bool:
     if cls.__torch_function__ is not torch._C._disabled_torch_function_impl:  # type: ignore[attr-defined]
-        return None  # it has something to say itself
-    # The wait comes first in the order of lookup, and cls first among the bases, where let_go() finds it again.
-    members = {name: value for name, value in vars(_WaitsForGather).items() if name not in ("__dict__", "__weakref__")}
+        return False  # it has something to say itself
     try:
-        waiting = type(f"Gathering{cls.__name__}", (cls, _WaitsForGather), members)
-        probe: Any = torch.Tensor._make_subclass(cls, torch.empty(0))
-        probe.__class__ = waiting
+        probe: Any = Tensor._make_subclass(cls, torch.empty(0))
+        probe.__class__ = type(cls.__name__, (cls, _WaitsForGather), {})
     except TypeError:
-        return None
+        return False
+    return True
+
+
+def _waiting_class(cls: type, threads: ReaderThreads) -> Any:
+    """``cls`` with the wait before it."""
+    waiting = threads.classes.get(cls)
+    if waiting is None:
+        # The wait comes first in the order of lookup, and cls first among the bases, where let_go() finds it again.
+        members = {name: getattr(_WaitsForGather, name) for name in ("__deepcopy__", "__reduce_ex__")}
+        members["__torch_function__"] = _Look(threads)
+        waiting = threads.classes[cls] = type(f"Gathering{cls.__name__}", (cls, _WaitsForGather), members)
     return waiting
 
 
