@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .bucket import Phase
 from .grad_record import GradRecord
 from .main_grad import record_of
-from .waiting_modules import modules_below, registered_params
+from .waiting_modules import registered_params
 from .wiring import WiredParam
 
 __all__ = ["check_no_stranger", "check_nothing_bypassed", "check_nothing_pending", "check_scalable"]
@@ -15,15 +15,14 @@ __all__ = ["check_no_stranger", "check_nothing_bypassed", "check_nothing_pending
 
 def check_no_stranger(module: nn.Module) -> None:
     """Every parameter that requires a gradient was there when the model was wrapped."""
-    for each in modules_below(module):
-        for local, param in registered_params(each).items():
-            if param is None or not param.requires_grad or record_of(param) is not None:
-                continue
-            prefix = next(prefix for prefix, found in module.named_modules() if found is each)
-            raise RuntimeError(
-                f"parameter '{f'{prefix}.{local}' if prefix else local}' requires a gradient, and was frozen or not there when the model was wrapped: "
-                f"it has no main_grad and would never be reduced; unfreeze or add it before wrapping, or wrap again"
-            )
+    for prefix, owner in module.named_modules():
+        for local, param in registered_params(owner).items():
+            if param is not None and param.requires_grad and record_of(param) is None:
+                raise RuntimeError(
+                    f"parameter '{f'{prefix}.{local}' if prefix else local}' requires a gradient, and was frozen or "
+                    f"not there when the model was wrapped: it has no main_grad and would never be reduced; unfreeze "
+                    f"or add it before wrapping, or wrap again"
+                )
 
 
 def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:

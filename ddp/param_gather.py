@@ -68,7 +68,9 @@ class ParamGather:
         self.guards = False
         """Parameters and modules wait for it, or are still asked whether they have to."""
         self._has_guarded = False
-        self._traced = False  # code that reads these parameters was compiled while they waited: its guards want plain ones
+        self._traced = (
+            False  # code that reads these parameters was compiled while they waited: its guards want plain ones
+        )
         self.modules: list[weakref.ref[nn.Module]] = []
         """Those among them."""
         self._event: torch.cuda.Event | None = None  # the last one's end
@@ -132,7 +134,7 @@ class ParamGather:
         return True
 
     def keep_on(self) -> None:
-        """Parameters that ever waited are asked from now on whether they have to. The caller holds the threads' lock."""
+        """Parameters that ever waited are asked whether they have to. The caller holds the threads' lock."""
         params = list(self.live_params())
         if self._has_guarded and all(map(can_wait, set(map(type, params)))):
             self._have_wait(params)

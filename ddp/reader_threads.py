@@ -1,10 +1,10 @@
 """Which threads read a model's parameters while gathers are under way.
 
-torch looks at a parameter's class twice in each of its functions that are written in Python: first whether somebody is to
-be asked, then who. A class that another thread takes off between the two looks makes torch raise ``TypeError``. So the
-class that makes parameters wait is taken off by the thread that steps alone, and only while no other thread reads. Any
-other one is known from its first look on, and counts for as long as it lives; meanwhile the class stays on, and each
-function that is given a parameter is asked, about two microseconds.
+torch looks at a parameter's class twice in each of its functions that are written in Python: first whether somebody is
+to be asked, then who. A class that another thread takes off between the two looks makes torch raise ``TypeError``. So
+the class that makes parameters wait is taken off by the thread that steps alone, and only while no other thread reads.
+Any other one is known from its first look on, and counts for as long as it lives; meanwhile the class stays on, and
+torch asks before each function that is given a parameter, which takes about two microseconds.
 """
 
 import threading

@@ -6,8 +6,8 @@ parameters
 
 - keep them in a dict whose readings wait. ``nn.Module`` looks every ``module.weight`` up there, whoever asks, and
   ``module.parameters()`` goes through it.
-- have a forward pre-hook that waits, for what they keep elsewhere as well (``self.weights = [...]``). Modules of torch's
-  own do not need it: they give parameters to torch's functions alone.
+- have a forward pre-hook that waits, for what they keep elsewhere as well (``self.weights = [...]``). torch's own do
+  without: they give parameters to torch's functions alone, and some look whether anybody has hooked them.
 
 When the gather has arrived both are taken back, and the module is what it was.
 """
@@ -86,7 +86,8 @@ def let_module_go(module: nn.Module) -> None:
 
 def kept_params(module: nn.Module) -> Iterator[Tensor]:
     """Tensors in attributes of ``module``, and in lists, tuples and dicts there, that are registered nowhere in it."""
-    if _is_of_torch(type(module)):
+    cls: Any = type(module)
+    if _is_of_torch(cls):
         return
     own = vars(module)
     registered = set(map(id, own.get("_parameters", {}).values()))
@@ -103,7 +104,7 @@ def kept_params(module: nn.Module) -> Iterator[Tensor]:
             stack.extend(value.values() if isinstance(value, dict) else value)
 
 
-def _asks_through_torch(own: dict[str, Any], cls: type) -> bool:
+def _asks_through_torch(own: dict[str, Any], cls: Any) -> bool:
     """Whether the forward of a module with these attributes gives parameters to torch's functions alone."""
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
         return False  # a user's function runs with it
@@ -111,8 +112,8 @@ def _asks_through_torch(own: dict[str, Any], cls: type) -> bool:
 
 
 @functools.cache
-def _is_of_torch(cls: type) -> bool:
-    return cls.__module__.startswith("torch.nn.")
+def _is_of_torch(cls: Any) -> bool:
+    return str(cls.__module__).startswith("torch.nn.")
 
 
 def _wait_before_forward(module: nn.Module, _: Any) -> None:
@@ -190,8 +191,9 @@ class _WaitingParameters(dict[str, Any]):
         super().__delitem__(name)
 
     def popitem(self) -> tuple[str, Any]:
-        name = next(reversed(self))
-        return name, self.pop(name)
+        for name in reversed(self):
+            return name, self.pop(name)
+        raise KeyError("popitem(): dictionary is empty")
 
     def __ior__(self, other: Any) -> Any:
         self.update(other)

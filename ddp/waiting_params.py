@@ -34,7 +34,7 @@ class Gather(Protocol):
         ...
 
 
-def can_wait(cls: type) -> bool:
+def can_wait(cls: Any) -> bool:
     """Whether this class of parameters can be put off and on: not one of a fixed shape, or that has a
     ``__torch_function__`` itself."""
     return issubclass(cls, _WaitsForGather) or _can_be_put_off_and_on(cls)
@@ -117,19 +117,17 @@ class _WaitsForGather:
     # Python functions that build a tensor of type(self), and so must not see this class.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        waited_for(self)
-        return copy.deepcopy(_in_own_class(self), memo)
+        return copy.deepcopy(_in_own_class(waited_for(self)), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        waited_for(self)
-        return _in_own_class(self).__reduce_ex__(protocol)
+        return _in_own_class(waited_for(self)).__reduce_ex__(protocol)
 
 
-def _waiting_among(value: Any) -> Iterator[Tensor]:
+def _waiting_among(value: Any) -> Iterator[Any]:
     """Parameters that wait, in what a torch function is given. ``tree_leaves`` finds them everywhere, but takes ten
     times as long."""
     if isinstance(value, _WaitsForGather):
-        yield value  # type: ignore[misc]
+        yield value
     elif isinstance(value, tuple | list):
         for each in value:
             yield from _waiting_among(each)
@@ -142,15 +140,16 @@ def _in_own_class(param: Any) -> Any:
     """``param`` itself where its class was given back; else another one of its own class over the same memory."""
     if not isinstance(param, _WaitsForGather):
         return param
+    waiting: Any = param
     with torch._C.DisableTorchFunctionSubclass():
-        twin: Any = Tensor._make_subclass(type(param).__bases__[0], param.data, param.requires_grad)
-    twin.__dict__.update((name, value) for name, value in param.__dict__.items() if name != _GATHER)
+        twin: Any = Tensor._make_subclass(type(waiting).__bases__[0], waiting.data, waiting.requires_grad)
+    twin.__dict__.update((name, value) for name, value in waiting.__dict__.items() if name != _GATHER)
     return twin
 
 
 @functools.cache
 def _can_be_put_off_and_on(cls: Any) -> bool:
-    if cls.__torch_function__ is not torch._C._disabled_torch_function_impl:  # type: ignore[attr-defined]
+    if cls.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return False  # it has something to say itself
     try:
         probe: Any = Tensor._make_subclass(cls, torch.empty(0))

@@ -79,6 +79,8 @@ MODULES: dict[str, Callable[[], Wrapped]] = {
         nn.Linear(WIDTH, WIDTH), lambda m, x: torch.func.functional_call(m, dict(m.named_parameters()), (x,))
     ),
     "recompute": lambda: Wrapped(nn.Linear(WIDTH, WIDTH), lambda m, x: checkpoint(m, x, use_reentrant=False)),
+    # In evaluation it goes its own way, unless it finds a hook or a __torch_function__ in it.
+    "encoder": lambda: Wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), lambda m, x: m(x)),
     "autocast": lambda: Wrapped(nn.Linear(WIDTH, WIDTH), _under_autocast),
 }
 
