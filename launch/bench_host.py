@@ -152,8 +152,8 @@ def write_host_report(
         "",
         "## Host time of one module whose parameters are gathered under the forward",
         "",
-        "A chain of 240 modules of 64 x 64 on 16 rows, without gradients; no rank is waited for. The step has parameters "
-        "and modules wait, and the first forward after it takes that back, once for each bucket.",
+        "A chain of 240 modules of 64 x 64 on 16 rows, without gradients; no rank is waited for. The step has "
+        "parameters and modules wait, and the first forward after it takes that back, once for each bucket.",
         "",
         *markdown_table(gathers, GATHER_COLUMNS),
         "",
