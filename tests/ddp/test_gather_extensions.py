@@ -184,7 +184,7 @@ class Scripts(nn.Module):
 
 
 class Scripted(nn.Module):
-    """Behind a layer of torch's own, whose gather is under way as usual."""
+    """Beside a layer of torch's own, whose gather is under way as usual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Scripted(nn.Module):
         self.scripted = torch.jit.script(Scripts())
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scripted(self.first(x)) + self.scripted.backwards(x)  # type: ignore[no-any-return]
+        return self.scripted.backwards(x) + self.scripted(x) + self.first(x)  # type: ignore[no-any-return]
 
 
 class Traced(Scripted):
@@ -201,7 +201,7 @@ class Traced(Scripted):
         self.scripted = torch.jit.trace(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.rand(2, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scripted(self.first(x))  # type: ignore[no-any-return]
+        return self.scripted(x) + self.first(x)  # type: ignore[no-any-return]
 
 
 def output(model: nn.Module, kept: Sequence[nn.Parameter]) -> Seen:

@@ -255,7 +255,6 @@ def i_read_between_anothers_looks() -> bool:
         assert go.wait(20)
 
     def read() -> Tensor:
-        torch.sum(trained.kept[-1])  # not its first read
         with between_two_looks(pause):
             return rectify(trained)
 
