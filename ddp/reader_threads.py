@@ -8,6 +8,7 @@ torch asks before each function that is given a parameter, which takes about two
 """
 
 import threading
+import weakref
 from typing import Protocol
 from weakref import WeakSet
 
@@ -31,25 +32,27 @@ class ReaderThreads:
         """All of the model's, for the moment when another thread comes."""
         self.classes: dict[type, type] = {}
         """The class that makes parameters of each class wait, and tells of each thread that looks."""
-        self._home = threading.current_thread()
+        self._home = weakref.ref(threading.current_thread())  # a thread refers to what it runs
+        self._home_ident = threading.get_ident()
         self._others: WeakSet[threading.Thread] = WeakSet()
 
     def come_home(self) -> None:
         """This thread steps."""
-        thread = threading.current_thread()
-        if thread is self._home:
+        thread, left = threading.current_thread(), self._home()
+        if thread is left:
             return
         with self.lock:
+            if left is not None and left.is_alive():
+                self._others.add(left)
             self._others.discard(thread)
-            if self._home.is_alive():
-                self._others.add(self._home)
-            self._home = thread
+            self._home, self._home_ident = weakref.ref(thread), threading.get_ident()
 
     def note(self) -> None:
         """This thread reads. Threads of autograd's are passed over: the thread that steps waits for those."""
-        if threading.get_ident() == self._home.ident or torch._C._current_graph_task_id() != -1:
+        if threading.get_ident() == self._home_ident or torch._C._current_graph_task_id() != -1:
             return
-        if not self._home.is_alive():
+        home = self._home()
+        if home is None or not home.is_alive():
             self.come_home()
             return
         thread = threading.current_thread()
@@ -62,6 +65,6 @@ class ReaderThreads:
     def alone(self) -> bool:
         """Whether this is the thread that steps, and no other one that has come to read is alive. For who holds the
         lock."""
-        if threading.get_ident() != self._home.ident:
+        if threading.get_ident() != self._home_ident:
             return False
         return not (self._others and any(thread.is_alive() for thread in self._others))
