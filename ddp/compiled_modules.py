@@ -6,21 +6,22 @@ for all of them first.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from .param_gather import ParamGather
+from .waiting_modules import modules_below, registered_params
 
 __all__ = ["wait_before_compiled_code"]
 
 _WAITS = "_maingrad_waits"
 
 
-def wait_before_compiled_code(root: nn.Module, gathers: Sequence[ParamGather]) -> None:
-    """Have every compiled module in ``root`` wait for its gathers; a quick no-op where that is seen to already."""
-    for module in root.modules():
+def wait_before_compiled_code(modules: Iterable[nn.Module], gathers: Sequence[ParamGather]) -> None:
+    """Have every compiled one of ``modules`` wait for its gathers; a quick no-op where that is seen to already."""
+    for module in modules:
         compiled = module.__dict__.get("_compiled_call_impl")
         if compiled is not None:
             if not hasattr(compiled, _WAITS):
@@ -33,14 +34,14 @@ def wait_before_compiled_code(root: nn.Module, gathers: Sequence[ParamGather]) -
 
 def _waiter(module: nn.Module, gathers: Sequence[ParamGather]) -> Callable[[], None]:
     """Waits for the gathers that hold parameters of ``module``. It keeps none of them alive."""
-    params = set(map(id, module.parameters()))
+    params = {id(param) for each in modules_below(module) for param in registered_params(each).values()}
     mine = [weakref.ref(gather) for gather in gathers if gather.holds(params)]
 
     def wait() -> None:
         for reference in mine:
             gather = reference()
             if gather is not None:
-                gather.arrive()
+                gather.settle()
 
     return wait
 

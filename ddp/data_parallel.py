@@ -383,7 +383,7 @@ class DistributedDataParallel(nn.Module):
     @torch.compiler.disable
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
-            gather.arrive()
+            gather.settle()
 
     @torch.compiler.disable
     def _before_forward(self) -> None:

@@ -17,12 +17,15 @@ from .agreement import alike
 from .compiled_modules import wait_before_compiled_code
 from .data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket, ParamSlice, Run, flatten_params, runs_of, slices_of
+from .gather_guard import find_keepers, guard_reads
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_gather import ParamGather
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .placements import placements_of
+from .reader_threads import ReaderThreads
 from .skipped_steps import prepare_skippable_step, settle_first_step
 from .step_order import step_order
+from .waiting_modules import modules_below
 
 __all__ = ["DistributedOptimizer"]
 
@@ -101,14 +104,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._versions = [piece.wired.owned.param._version for piece in self.slices]
 
         # Gathers, first what the forward reads first.
+        self._threads = ReaderThreads()
         self._gathers = [
             ParamGather(
-                flat.bucket.name, flat.params, [w.owned.param for w in flat.wired], model.grids[group], model.failures
+                flat.bucket.name,
+                flat.params,
+                [wired.owned.param for wired in flat.wired],
+                model.grids[group],
+                model.failures,
+                self._threads,
             )
             for flat in reversed(self._flats)
             if placements_of(model.config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
+        self._keepers = find_keepers(model.module, self._gathers)
         model.gather_before_compiled_code(self._gathers)
         self._in_charge = object()
         for wired in model.wired:
@@ -127,18 +137,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "torch.amp.GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, "
                 "and ranks would skip different steps; use maingrad.ddp.GradScaler"
             )
+        self._threads.come_home()
         if not self.model.is_reduced and (self.max_grad_norm is not None or not self.model.can_wait_by_bucket):
             self.model.finish_grad_sync()  # all gradients are needed at once
         self.finish_param_sync()
         self.refresh_masters()
         divisor = self._grad_divisor()
+        early = [gather for gather in self._gathers if gather.flat is self._flats[-1].params]
         for flats in self._passes(at_once=scaled):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
             self._update(flats, divisor)
             self._round(flats)
             if flats[-1] is self._flats[-1]:  # what the next forward reads first is gathered first
-                self._start_gathers(1)
-        self._start_gathers(len(self._gathers))
+                self._start_gathers(early)
+        self._start_gathers([gather for gather in self._gathers if gather not in early])
         self._let_parameters_wait()
 
     def finish_param_sync(self) -> None:
@@ -181,9 +193,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def mark_loaded(self) -> None:
         """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's."""
         self._check_in_charge()
+        self._threads.come_home()
         self.finish_param_sync()
         self._round(self._flats)
-        self._start_gathers(len(self._gathers))
+        self._start_gathers(self._gathers)
         self.finish_param_sync()
         self._versions = [piece.wired.owned.param._version for piece in self.slices]
 
@@ -319,20 +332,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if rounded:
             torch._foreach_copy_([flat.mine for flat in rounded], [flat.master for flat in rounded])
 
-    def _start_gathers(self, count: int) -> None:
-        """Issue the first so many gathers, as far as they are not under way."""
-        for gather in self._gathers[:count]:
-            if not gather.under_way:
-                gather.start(self._stream, self.model.timeline)
+    def _start_gathers(self, gathers: Sequence[ParamGather]) -> None:
+        for gather in gathers:
+            gather.start(self._stream, self.model.timeline)
 
     def _let_parameters_wait(self) -> None:
         """From here on whoever reads a parameter waits for its gather; without overlap everybody waits now."""
         if not self.model.config.overlap_param_gather:
             self.finish_param_sync()
             return
-        wait_before_compiled_code(self.model.module, self._gathers)
-        for gather in self._gathers:
-            gather.guard()
+        modules = modules_below(self.model.module)
+        wait_before_compiled_code(modules, self._gathers)
+        guard_reads(modules, self._gathers, self._keepers, self._threads)
 
     def _layout_key(self) -> str:
         cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in self._runs]

@@ -9,6 +9,7 @@ from .bucket import Phase
 from .grad_record import GradRecord
 from .main_grad import record_of
 from .torch_ddp import is_taken
+from .waiting_modules import registered_params
 from .wiring import WiredParam
 
 __all__ = ["check_nothing_bypassed", "check_nothing_pending", "check_scalable", "check_wiring"]
@@ -23,12 +24,14 @@ def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
 
 
 def _check_no_stranger(module: nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if param.requires_grad and record_of(param) is None:
-            raise RuntimeError(
-                f"parameter '{name}' requires a gradient, and was frozen or not there when the model was wrapped: "
-                f"it has no main_grad and would never be reduced; unfreeze or add it before wrapping, or wrap again"
-            )
+    for prefix, owner in module.named_modules():
+        for local, param in registered_params(owner).items():
+            if param is not None and param.requires_grad and record_of(param) is None:
+                raise RuntimeError(
+                    f"parameter '{f'{prefix}.{local}' if prefix else local}' requires a gradient, and was frozen or "
+                    f"not there when the model was wrapped: it has no main_grad and would never be reduced; unfreeze "
+                    f"or add it before wrapping, or wrap again"
+                )
 
 
 def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:

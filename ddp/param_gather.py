@@ -1,35 +1,40 @@
-"""All-gathers of updated parameters that run under whatever comes next, and parameters that wait for their own.
+"""All-gathers of updated parameters that run under whatever comes next.
 
-While a bucket's gather is in flight its parameters belong to a subclass of their class whose only addition is
-``__torch_function__``: torch calls it before any of its functions sees the parameter, wherever that happens (a module's
-forward, another module that reads the weight, ``state_dict``, an average over a list of parameters that somebody kept).
-It makes the current stream wait for that bucket's gather, gives the bucket's parameters their own class back, and goes
-on. So nobody can read an old weight, no module needs a hook, the order in which forward reads the buckets need not be
-known, and a bucket costs one such call a step. torch's lazy modules change a parameter's class in the same way.
-
-Gathers are issued in the reverse of the order in which backward fills the buckets, which is the forward's.
+Gathers are issued in the reverse of the order in which backward fills the buckets, which is the forward's. Nothing is
+assumed about that order: while a gather is in flight, its parameters (``waiting_params.py``) and the modules that
+register them (``waiting_modules.py``) wait for it by themselves. A bucket costs one such wait a step; then all of its
+parameters and modules are plain again.
 """
 
-import copy
-import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
 from .collectives import InFlight, all_gather_shards
 from .failure_report import FailureReporter, Watch
 from .rank_grid import RankGrid
+from .reader_threads import ReaderThreads
 from .streams import OnStream, current_stream
 from .timeline import Timeline
+from .waiting_modules import let_module_go
+from .waiting_params import can_wait, have_wait, let_go
 
 __all__ = ["ParamGather"]
 
-_GATHER = "_maingrad_gather"
+
+class _Flight(NamedTuple):
+    """One gather under way."""
+
+    collective: InFlight
+    home: torch.cuda.Stream | None
+    """CUDA: the stream that it was issued from."""
+    timeline: Timeline | None
+    """Recording since it was launched."""
 
 
 class ParamGather:
@@ -40,21 +45,36 @@ class ParamGather:
     params    those whose storage lies in ``flat``
     grid      the ranks
     failures  reports a gather that fails; its parameters raise for ever then
+    threads   those that read the model; one object for all of its gathers that are guarded
     """
 
     def __init__(
-        self, name: str, flat: Tensor, params: Sequence[nn.Parameter], grid: RankGrid, failures: FailureReporter
+        self,
+        name: str,
+        flat: Tensor,
+        params: Sequence[nn.Parameter],
+        grid: RankGrid,
+        failures: FailureReporter,
+        threads: ReaderThreads | None = None,
     ) -> None:
         self.name = name
         self.flat = flat
         self._params = [TensorWeakRef(param) for param in params]  # which refer to this while they wait
         self._grid = grid
         self._failures = failures
-        self._flight: InFlight | None = None
-        self._timeline: Timeline | None = None  # recording since this gather was launched
-        self._guards = False
+        self.threads = threads or ReaderThreads()
+        self.threads.gathers.add(self)
+        self._flight: _Flight | None = None
+        self.guards = False
+        """Parameters and modules wait for it, or are still asked whether they have to."""
+        self._has_guarded = False
+        self._traced = (
+            False  # code that reads these parameters was compiled while they waited: its guards want plain ones
+        )
+        self.modules: list[weakref.ref[nn.Module]] = []
+        """Those among them."""
         self._event: torch.cuda.Event | None = None  # the last one's end
-        self._home: Any = None  # the stream that the last one was issued from, until it has waited
+        self._streams: set[int] = set()  # which are behind it
 
     def start(
         self,
@@ -72,151 +92,134 @@ class ParamGather:
         if stream is None:
             if fill is not None:
                 fill()
-            self._flight = self._launch(timeline)
+            self._flight = _Flight(self._launch(timeline), None, timeline)
             return
-        self._home = current_stream(self.flat.device)
+        home = current_stream(self.flat.device)
         if not ordered:
-            stream.wait_stream(self._home)
+            stream.wait_stream(home)
         with OnStream(stream), self._watch():
             if fill is not None:
                 fill()
-            self._flight = self._launch(timeline)
-            self._flight.wait()
+            collective = self._launch(timeline)
+            collective.wait()
             if self._event is None:
                 self._event = torch.cuda.Event()
             self._event.record(stream)
+        self._streams = set()
+        self._flight = _Flight(collective, home, timeline)
 
     def __del__(self) -> None:
         # Let go while it runs: freed memory returns to the stream it came from, which must not overtake the gather.
-        if vars(self).get("_home") is not None and not sys.is_finalizing():
-            self._home.wait_event(self._event)
+        flight = vars(self).get("_flight")
+        if flight is not None and flight.home is not None and not sys.is_finalizing():
+            flight.home.wait_event(self._event)
 
     @property
     def under_way(self) -> bool:
         """Started, and nobody has waited for it."""
         return self._flight is not None
 
-    def guard(self) -> None:
-        """Have every parameter wait at its first use from now on."""
-        if self._flight is None or self._flight.work is None:
-            return
-        self._guards = True
-        for param in self._live_params():
-            waiting = _waiting_class(type(param))
-            if waiting is None:  # a class of fixed shape: wait now
-                self.arrive()
-                return
-            param.__dict__[_GATHER] = self
-            param.__class__ = waiting
+    def guard(self) -> bool:
+        """Have every parameter wait at its first use from now on. The caller holds the threads' lock.
+
+        False where somebody has to wait for it now.
+        """
+        if self._flight is None or self._flight.collective.work is None:
+            return True
+        params = list(self.live_params())
+        if self._traced or not all(map(can_wait, set(map(type, params)))):
+            return False
+        self.modules = []
+        self._have_wait(params)
+        return True
+
+    def keep_on(self) -> None:
+        """Parameters that ever waited are asked whether they have to. The caller holds the threads' lock."""
+        params = list(self.live_params())
+        if self._has_guarded and all(map(can_wait, set(map(type, params)))):
+            self._have_wait(params)
 
     def arrive(self) -> None:
-        """Order the current stream (CUDA) or this thread (CPU) behind the gather; nothing waits for it any more."""
-        flight = self._flight
-        if flight is None:
-            return
-        if self._home is None:
+        """Order the current stream (CUDA) or this thread (CPU) behind the gather; nothing waits for it any more.
+
+        Any number of threads may call it at a time. None returns before the gather has arrived for it.
+        """
+        if self.guards:
+            self.threads.note()
+            self._traced = self._traced or torch._guards.CompileContext.try_get() is not None
+        while (flight := self._flight) is not None:
+            self._wait_for(flight)
+            with self.threads.lock:
+                if self._flight is flight:  # and not the next one, while this thread has waited
+                    self._flight = None
+        if self._event is not None and not torch.cuda.is_current_stream_capturing():
+            self._order_stream(self._event)
+        if self.guards:
+            self._take_off()
+
+    def settle(self) -> None:
+        """``arrive``, and make parameters and modules plain even where other threads read them."""
+        self.arrive()
+        if self.guards:
+            self._take_off(at_once=True)
+
+    def _have_wait(self, params: Iterable[Tensor]) -> None:
+        self.guards = self._has_guarded = True
+        for param in params:
+            have_wait(param, self, self.threads)
+
+    def _wait_for(self, flight: _Flight) -> None:
+        if flight.home is None:
             with self._watch():
-                flight.wait()
-        else:
-            assert self._event is not None, "recorded when the gather was issued"
-            current = current_stream(self.flat.device)
-            waits_from = None if self._timeline is None else self._timeline.mark()
-            current.wait_event(self._event)
-            if self._timeline is not None and waits_from is not None:
-                self._timeline.note_wait(self.name, "all_gather", waits_from)
-            if current != self._home:  # used on a side stream first; from here on the main one may use it unasked
-                self._home.wait_event(self._event)
-            self._home = None
-        self._flight = None
-        if not self._guards:
+                flight.collective.wait()
             return
-        self._guards = False
-        for param in self._live_params():
-            if param.__dict__.pop(_GATHER, None) is not None:
-                param.__class__ = type(param).__bases__[0]
+        assert self._event is not None, "recorded when the gather was issued"
+        current = current_stream(self.flat.device)
+        waits_from = None if flight.timeline is None else flight.timeline.mark()
+        self._order_stream(self._event)
+        if flight.timeline is not None and waits_from is not None:
+            flight.timeline.note_wait(self.name, "all_gather", waits_from)
+        if current != flight.home:  # used on a side stream first; from here on the main one may use it unasked
+            flight.home.wait_event(self._event)
+
+    def _order_stream(self, event: torch.cuda.Event) -> None:
+        """Once for each stream: one that no longer finds the parameters waiting was not behind the gather for that."""
+        raw = torch._C._cuda_getCurrentRawStream(self.flat.device.index)
+        if raw not in self._streams:
+            current_stream(self.flat.device).wait_event(event)
+            self._streams.add(raw)
+
+    def _take_off(self, *, at_once: bool = False) -> None:
+        with self.threads.lock:
+            if not self.guards or self._flight is not None or not (at_once or self.threads.alone()):
+                return
+            self.guards = False
+            for param in self.live_params():
+                let_go(param)
+            modules, self.modules = self.modules, []
+            for reference in modules:
+                module = reference()
+                if module is not None:
+                    let_module_go(module)
 
     def holds(self, params: set[int]) -> bool:
         """Whether one of these, by ``id``, waits for it."""
-        return any(id(param) in params for param in self._live_params())
+        return any(id(param) in params for param in self.live_params())
 
-    def _watch(self) -> Watch:
-        return self._failures.watch("all_gather", self.name, len(self._params))
-
-    def _live_params(self) -> Iterator[Tensor]:
+    def live_params(self) -> Iterator[Tensor]:
+        """Those of its parameters that somebody still has."""
         for reference in self._params:
             param = reference()
             if param is not None:
                 yield param
 
+    def _watch(self) -> Watch:
+        return self._failures.watch("all_gather", self.name, len(self._params))
+
     def _launch(self, timeline: Timeline | None) -> InFlight:
-        self._timeline = timeline
         if timeline is None:
             return all_gather_shards(self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
         ready = timeline.mark()
         nbytes = self.flat.numel() * self.flat.element_size()
         flight = all_gather_shards(self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
         return timeline.watch(self.name, "all_gather", nbytes, ready, ready, flight)
-
-
-class _WaitsForGather:
-    """Mixed in front of a parameter's own class while its gather is in flight."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _metadata():
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        gathers = list(_gathers(args, kwargs))
-        assert gathers, "torch asks for the sake of an argument, or of one in a list of them"
-        for gather in gathers:
-            gather.arrive()
-        return func(*args, **kwargs)
-
-    # Python functions that build a tensor of type(self), and so must not see this class.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.__dict__[_GATHER].arrive()
-        return copy.deepcopy(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.__dict__[_GATHER].arrive()
-        return self.__reduce_ex__(protocol)
-
-
-def _gathers(args: Any, kwargs: Any) -> Iterator[ParamGather]:
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, _WaitsForGather) and _GATHER in leaf.__dict__:  # not one that an earlier one has freed
-            yield leaf.__dict__[_GATHER]
-
-
-@functools.cache
-def _waiting_class(cls: type) -> Any:
-    """``cls`` with the wait before it; None for classes that cannot be put on and off."""
-    if "__torch_function__" in vars(cls) and cls is not nn.Parameter:
-        return None  # it has something to say itself
-    # The wait comes first in the order of lookup, and cls first among the bases, where arrive() finds it again.
-    members = {name: value for name, value in vars(_WaitsForGather).items() if name not in ("__dict__", "__weakref__")}
-    try:
-        waiting = type(f"Gathering{cls.__name__}", (cls, _WaitsForGather), members)
-        probe: Any = torch.Tensor._make_subclass(cls, torch.empty(0))
-        probe.__class__ = waiting
-    except TypeError:
-        return None
-    return waiting
-
-
-@functools.cache
-def _metadata() -> frozenset[Any]:
-    """What torch may be asked about a parameter without waiting for its values."""
-    properties = """
-        shape dtype device layout ndim requires_grad grad grad_fn grad_dtype is_leaf _version is_cuda is_cpu is_meta
-        is_sparse is_quantized output_nr names _backward_hooks _post_accumulate_grad_hooks
-    """
-    methods = """
-        size stride numel nelement dim element_size storage_offset is_contiguous is_floating_point is_complex get_device
-        requires_grad_ register_hook register_post_accumulate_grad_hook
-    """
-    found = [getattr(torch.Tensor, name) for name in properties.split() if hasattr(torch.Tensor, name)]
-    accessors = [access for entry in found for access in (entry.__get__, entry.__set__)]
-    return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in methods.split())])

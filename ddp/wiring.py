@@ -24,6 +24,7 @@ from .main_grad import check_unattached, is_delayed
 from .rank_grid import RankGrid, check_member
 from .torch_ddp import check_none_inside
 from .torch_fsdp import is_sharded_by_torch
+from .waiting_modules import registered_params
 from .wgrad_module import DelayedWgradModule, FusedWgradModule
 from .world import Ranks
 
@@ -76,7 +77,7 @@ class WiredParam(NamedTuple):
         """Raise if the parameter is no longer the tensor that was wrapped."""
         name, param, owners = self.owned
         module, local = owners[0]
-        found = module._parameters.get(local)
+        found = registered_params(module).get(local)
         if found is not param and found is not None and is_sharded_by_torch(found):
             raise RuntimeError(
                 f"parameter '{name}' was made a DTensor after wrapping (torch.distributed.fsdp.fully_shard, or tensor "

@@ -174,12 +174,14 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
 
     on_cuda = torch.cuda.is_available()
     if known.what == "host":
+        from .bench_gathers import bench_gathers
         from .bench_hooks import bench_hooks
         from .bench_host import bench_host, write_host_report
         from .bench_units import bench_units
 
         here = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-        print(write_host_report(bench_host(here), bench_hooks(here), bench_units(here), known.out_dir))
+        tables = bench_host(here), bench_hooks(here), bench_gathers(here), bench_units(here)
+        print(write_host_report(*tables, known.out_dir))
         return 0
     if known.what in ("kernels", "tune"):
         return _bench_kernels(known, overrides, log)

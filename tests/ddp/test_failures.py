@@ -236,13 +236,17 @@ def reads_on(victim: int) -> list[str]:
     """Read parameters again and again after their gather has failed."""
     model = wrap(make_model(), bucket_size=BUCKET_SIZE, **ZERO1)
     optimizer = DistributedOptimizer(model)
+    layer = model.module[3]
+    last: Tensor = layer.weight  # in another bucket
     ddp_backward(model, make_batches(2))
     if dist.get_rank() == victim:
         end_by("os._exit")
     optimizer.step()
     errors = []
-    last: Tensor = model.module[3].weight  # in another bucket
-    for read in (model.state_dict, model.state_dict, last.sum, last.clone, lambda: loss_of(model, make_batches(1)[0])):
+    for read in (
+        model.state_dict, model.state_dict, last.sum, last.clone, lambda: layer.weight, lambda: layer(torch.ones(1)),
+        lambda: loss_of(model, make_batches(1)[0]),
+    ):  # fmt: skip
         with pytest.raises(RuntimeError) as raised:
             read()
         errors.append(f"{type(raised.value).__name__} {raised.value}")
@@ -253,7 +257,7 @@ def test_parameters_whose_gather_failed_never_show_old_values() -> None:
     all_ended = run_to_the_end(reads_on, 2, 1)
     assert [ended.exit_code for ended in all_ended] == [0, 7], all_ended[0].output
     errors = all_ended[0].returned
-    assert len(errors) == 5
+    assert len(errors) == 7
     for error in errors:
         assert re.match(
             r"CollectiveError rank 0 waited \d.\d\d s for all_gather of bucket \d .*\n  gone: rank 1 ", error

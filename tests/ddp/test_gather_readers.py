@@ -53,7 +53,7 @@ def train_one(ddp: DistributedDataParallel, step: int) -> float:
 
 
 def in_flight(ddp: DistributedDataParallel) -> bool:
-    return any(type(param) is not nn.Parameter for param in ddp.module.parameters())
+    return any(type(wired.owned.param) is not nn.Parameter for wired in ddp.wired)
 
 
 def same_with_and_without_overlap(fn: Callable[..., Any], *args: Any) -> None:
@@ -79,6 +79,8 @@ MODULES: dict[str, Callable[[], Wrapped]] = {
         nn.Linear(WIDTH, WIDTH), lambda m, x: torch.func.functional_call(m, dict(m.named_parameters()), (x,))
     ),
     "recompute": lambda: Wrapped(nn.Linear(WIDTH, WIDTH), lambda m, x: checkpoint(m, x, use_reentrant=False)),
+    # In evaluation it goes its own way, unless it finds a hook or a __torch_function__ in it.
+    "encoder": lambda: Wrapped(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True), lambda m, x: m(x)),
     "autocast": lambda: Wrapped(nn.Linear(WIDTH, WIDTH), _under_autocast),
 }
 

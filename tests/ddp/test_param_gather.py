@@ -64,8 +64,8 @@ def trainer(
 
 
 def in_flight(ddp: DistributedDataParallel) -> list[str]:
-    """Names of the parameters whose gather nobody has waited for."""
-    return [name for name, param in ddp.module.named_parameters() if type(param) is not nn.Parameter]
+    """Names of the parameters whose gather nobody has waited for. Asking the model for them would wait."""
+    return [wired.owned.name for wired in ddp.wired if type(wired.owned.param) is not nn.Parameter]
 
 
 def weights_after(steps: int, overlap: bool) -> list[Tensor]:
@@ -154,9 +154,11 @@ def test_saving_one_module_waits_for_its_buckets_alone() -> None:
 
 def asks_about_parameters() -> int:
     ddp, _, step = trainer(overlap=True)
+    kept = dict(ddp.module.named_parameters())
     step()
     before = len(in_flight(ddp))
-    for name, param in ddp.module.named_parameters():
+    assert list(ddp.module._parameters) == ["scale"] and "scale" in ddp.module._parameters
+    for name, param in kept.items():
         assert isinstance(param, nn.Parameter)
         facts = (param.shape, param.dtype, param.device, param.requires_grad, param.grad, param.numel(), param.size())
         assert facts[-1] == param.main_grad.shape, name
@@ -209,10 +211,14 @@ class Opinionated(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Inherits(Opinionated):
+    """One that has such a class for a base."""
+
+
 def with_parameters_of(cls: type[nn.Parameter]) -> tuple[bool, bool, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].weight = cls(model[0].weight.detach().clone())
+    weight = model[0].weight = cls(model[0].weight.detach().clone())
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True)
     ddp = DistributedDataParallel(model, config)
     optimizer = DistributedOptimizer(ddp)
@@ -221,19 +227,19 @@ def with_parameters_of(cls: type[nn.Parameter]) -> tuple[bool, bool, Tensor]:
         ddp.finish_grad_sync()
         optimizer.step()
         ddp.zero_grad_buffer()
-    waits = type(model[0].weight) is not cls
+    waits = type(weight) is not cls
     ddp(torch.ones(1, 8))
     return waits, type(model[0].weight) is cls, model[0].weight.detach().clone()
 
 
 def test_classes_of_parameters_come_back_and_those_with_an_opinion_are_waited_for_at_once() -> None:
-    plain, named, opinionated = (
-        simulate(with_parameters_of, RANKS, cls)[0] for cls in (nn.Parameter, Named, Opinionated)
+    plain, named, opinionated, inherits = (
+        simulate(with_parameters_of, RANKS, cls)[0] for cls in (nn.Parameter, Named, Opinionated, Inherits)
     )
     assert plain[:2] == named[:2] == (True, True)
-    assert opinionated[:2] == (False, True)
-    assert torch.equal(plain[2], named[2].as_subclass(Tensor))
-    assert torch.equal(plain[2], opinionated[2].as_subclass(Tensor))
+    assert opinionated[:2] == inherits[:2] == (False, True)
+    for other in (named, opinionated, inherits):
+        assert torch.equal(plain[2], other[2].as_subclass(Tensor))
 
 
 def compiled(what: str) -> tuple[list[float], list[float]]:
@@ -257,3 +263,83 @@ def test_compiled_modules_see_the_new_weights(what: str) -> None:
     """One simulated rank at a time compiles: Dynamo's state is the process's."""
     for with_compile, without in simulate(compiled, RANKS, what):
         assert with_compile == without
+
+
+def compiled_anew(what: str) -> tuple[list[int], list[int], list[float]]:
+    """After each step: graphs compiled so far by all ranks, and parameters whose gather is under way; the losses."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True, bucket_size=64)
+    ddp = DistributedDataParallel(model, config)
+    optimizer = DistributedOptimizer(ddp, lr=0.05)
+
+    def call_the_model(x: Tensor) -> Tensor:
+        return model(x).sin()
+
+    forward: Callable[[Tensor], Tensor] = ddp if what == "blocks" else call_the_model
+    if what == "blocks":
+        for block in model:
+            block.compile(backend=counting)
+    elif what == "a function that calls the model":
+        forward = torch.compile(call_the_model, backend=counting)
+    compiled, waiting, losses = [], [], []
+    for _ in range(8):
+        loss = forward(torch.ones(2, 8)).square().sum()
+        loss.backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        ddp.zero_grad_buffer()
+        compiled.append(len(graphs))
+        waiting.append(len(in_flight(ddp)))
+        losses.append(float(loss.detach()))
+    return compiled, waiting, losses
+
+
+def test_compiled_blocks_are_compiled_once_and_their_gathers_overlap() -> None:
+    for compiled, waiting, _ in simulate(compiled_anew, RANKS, "blocks"):
+        assert compiled[1:] == compiled[1:2] * 7
+        assert waiting == [6] * 8
+
+
+def test_a_compiled_function_that_calls_the_model_is_soon_compiled_no_more() -> None:
+    for (compiled, _, losses), (_, _, expected) in zip(
+        simulate(compiled_anew, RANKS, "a function that calls the model"),
+        simulate(compiled_anew, RANKS, "nothing"),
+        strict=True,
+    ):
+        assert losses == expected
+        assert compiled[3:] == compiled[3:4] * 5
+
+
+def experts_first(overlap: bool) -> list[Tensor]:
+    """What the forward reads first is an expert of this rank alone: its bucket is not gathered."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    for param in model[0].parameters():
+        param.allreduce = False
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=overlap, bucket_size=64
+    )
+    ddp = DistributedDataParallel(model, config, expert_process_group=groups[dist.get_rank()])
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        ddp(x).square().sum().backward()
+        ddp.start_grad_sync()
+        optimizer.step()
+        ddp.zero_grad_buffer()
+    optimizer.finish_param_sync()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_23_no_bucket_is_gathered_before_it_is_updated() -> None:
+    for late, early in zip(simulate(experts_first, RANKS, True), simulate(experts_first, RANKS, False), strict=True):
+        assert all(map(torch.equal, late, early))

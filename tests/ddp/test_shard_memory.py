@@ -4,6 +4,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -367,7 +368,7 @@ def test_memory_that_a_gather_still_writes_is_not_reused_before_it_ends() -> Non
     ddp = wrap(make_net())
     gather = ParamGather("bucket 0", torch.zeros(8), [], ddp.grids["dense"], ddp.failures)
     stream, event = _Stream(), object()
-    gather._home, gather._event = stream, event
+    gather._flight, gather._event = SimpleNamespace(home=stream), event
     del gather
     assert stream.waited_for == [event]
 

@@ -197,6 +197,41 @@ def test_a_reader_on_a_side_stream_waits_too() -> None:
     assert all(run_ranks(reads_on_streams, 2, timeout=120.0))
 
 
+def reads_late_on_a_stream() -> bool:
+    """The same after the forward has read them: the side stream was ordered with the step before that."""
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    averages = []
+    for overlap in (True, False):
+        model = Model().cuda()
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=overlap)
+        ddp = DistributedDataParallel(model, config, process_group=group)
+        optimizer, kept = DistributedOptimizer(ddp, lr=0.1), list(model.parameters())
+        side, average = torch.cuda.Stream(), [torch.zeros_like(p) for p in model.parameters()]
+        with delayed("gather", rank):
+            for step in range(8):
+                tokens = batch(step, 0, rank).cuda()
+                nn.functional.cross_entropy(ddp(tokens).flatten(0, 1), tokens.flatten()).backward()
+                ddp.finish_grad_sync()
+                optimizer.step()
+                ddp.zero_grad_buffer()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.no_grad():
+                    model(tokens)
+                with torch.cuda.stream(side), torch.no_grad():
+                    optimizer.finish_param_sync()
+                    torch._foreach_lerp_(average, kept, 0.5)
+                torch.cuda.current_stream().wait_stream(side)
+        averages.append([value.cpu() for value in average])
+    return all(torch.equal(one, other) for one, other in zip(*averages, strict=True))
+
+
+@pytest.mark.gpu(2)
+def test_finish_param_sync_holds_for_the_stream_that_calls_it() -> None:
+    assert all(run_ranks(reads_late_on_a_stream, 2, timeout=120.0))
+
+
 def steps_without_a_host_wait() -> bool:
     torch.cuda.set_device(dist.get_rank())
     group = dist.new_group(backend="nccl")

@@ -50,6 +50,15 @@ def test_bench_host_has_a_row_for_each_layer(tmp_path: Path, capsys: pytest.Capt
         assert 0.1 < float(ours["final_us"]) < 200
         assert float(ours["backward_us"]) > 0
         assert ("Megatron-core", parameters) in hooks
+    with (tmp_path / "host_gathers.csv").open() as file:
+        gathers = list(csv.DictReader(file))
+    assert [row["name"] for row in gathers] == ["nn.Linear", "nn.Linear", "a user's module", "a user's module"]
+    for row in gathers:
+        # Between steps a module is as plain as one that was never gathered: no more than noise apart.
+        assert float(row["idle_us"]) < 3 * float(row["bare_us"])
+        # Some lines of Python, at the one step and at the first forward after it.
+        assert 0.1 < float(row["guard_us"]) < 200
+        assert 0 < float(row["in_flight_us"]) < 2000
     with (tmp_path / "host_units.csv").open() as file:
         units = {row["name"]: row for row in csv.DictReader(file)}
     assert len(units) == 4

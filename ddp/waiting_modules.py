@@ -1,0 +1,205 @@
+"""Modules that wait when somebody takes a parameter from them whose gather is in flight.
+
+An extension in C++ that is given a parameter asks no ``__torch_function__``, nor does ``autograd.Function.apply``. But
+somebody took the parameter from a module before. So while a gather is in flight, the modules that register its
+parameters
+
+- keep them in a dict whose readings wait. ``nn.Module`` looks every ``module.weight`` up there, whoever asks, and
+  ``module.parameters()`` goes through it.
+- have a forward pre-hook that waits, for what they keep elsewhere as well (``self.weights = [...]``). torch's own do
+  without: they give parameters to torch's functions alone, and some look whether anybody has hooked them.
+
+When the gather has arrived both are taken back, and the module is what it was.
+"""
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .waiting_params import Gather, gathers_of, waited_for
+
+__all__ = ["have_module_wait", "kept_params", "let_module_go", "modules_below", "registered_params"]
+
+_HOOK = "maingrad gather"
+"""Key among a module's hooks, whose own are numbers."""
+
+
+def modules_below(root: nn.Module) -> list[nn.Module]:
+    """``root`` and all modules in it, each once. ``root.modules()`` takes several times as long."""
+    found: dict[int, nn.Module] = {}
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            stack.extend(child for child in module._modules.values() if child is not None)
+    return list(found.values())
+
+
+def registered_params(module: nn.Module) -> Mapping[str, Tensor | None]:
+    """The parameters that ``module`` itself registers, waiting for none."""
+    params: Any = module._parameters
+    if isinstance(params, _WaitingParameters):
+        return params.plain
+    return params if isinstance(params, dict) else dict(params.items())  # TorchScript's is a dict by name only
+
+
+def have_module_wait(module: nn.Module, kept: Sequence[Gather] = ()) -> list[Any]:
+    """Have ``module`` wait for the gathers in flight of its parameters, and for ``kept``; returns all of them.
+
+    kept  those of parameters that it keeps without registering them
+    """
+    own = module.__dict__
+    params = own.get("_parameters")
+    if params is None:
+        return []
+    if isinstance(params, _WaitingParameters):
+        params = params.plain
+    gathers = gathers_of(params.values())
+    gathers += [gather for gather in kept if gather not in gathers]
+    if not gathers:
+        return gathers
+    waiting = _WaitingParameters(params)
+    waiting.plain, waiting.kept = params, kept
+    own["_parameters"] = waiting
+    if kept or not _asks_through_torch(own, type(module)):
+        hooks = own["_forward_pre_hooks"]
+        hooks[_HOOK] = _wait_before_forward
+        if len(hooks) > 1:
+            hooks.move_to_end(_HOOK, last=False)
+    return gathers
+
+
+def let_module_go(module: nn.Module) -> None:
+    """Make ``module`` what it was, unless it waits for other gathers, too."""
+    own = module.__dict__
+    params = own.get("_parameters")
+    if isinstance(params, _WaitingParameters):
+        if gathers_of(params.plain.values()) or any(gather.guards for gather in params.kept):
+            return
+        own["_parameters"] = params.plain
+    own["_forward_pre_hooks"].pop(_HOOK, None)
+
+
+def kept_params(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors in attributes of ``module``, and in lists, tuples and dicts there, that are registered nowhere in it."""
+    cls: Any = type(module)
+    if _is_of_torch(cls):
+        return
+    own = vars(module)
+    registered = set(map(id, own.get("_parameters", {}).values()))
+    passed_by = ("_parameters", "_buffers", "_modules")
+    stack = [value for name, value in own.items() if name not in passed_by]
+    seen: set[int] = set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            if id(value) not in registered:
+                yield value
+        elif isinstance(value, list | tuple | set | dict) and id(value) not in seen:
+            seen.add(id(value))
+            stack.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _asks_through_torch(own: dict[str, Any], cls: Any) -> bool:
+    """Whether the forward of a module with these attributes gives parameters to torch's functions alone."""
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+        return False  # a user's function runs with it
+    return _is_of_torch(cls)
+
+
+@functools.cache
+def _is_of_torch(cls: Any) -> bool:
+    return str(cls.__module__).startswith("torch.nn.")
+
+
+def _wait_before_forward(module: nn.Module, _: Any) -> None:
+    params = module.__dict__.get("_parameters")
+    if isinstance(params, _WaitingParameters):
+        params.wait()
+
+
+class _WaitingParameters(dict[str, Any]):
+    """A module's dict of parameters while some of their gathers are in flight: what is read has arrived.
+
+    Its contents are those of ``plain``, for what reads dicts in C.
+    """
+
+    __slots__ = ("kept", "plain")
+
+    plain: dict[str, Any]
+    """The module's own dict, which sees every change."""
+    kept: Sequence[Gather]
+    """Of parameters that the module keeps elsewhere."""
+
+    def wait(self) -> None:
+        """For all of them."""
+        for param in list(self.plain.values()):
+            waited_for(param)
+        for gather in self.kept:
+            gather.arrive()
+
+    # What is read waits: one parameter by its name, all of them where all are read.
+
+    def __getitem__(self, name: str) -> Any:
+        return waited_for(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return waited_for(super().get(name, default))
+
+    def values(self) -> Any:
+        self.wait()
+        return super().values()
+
+    def items(self) -> Any:
+        self.wait()
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # a method in Python keeps dict(self) and {**self} from copying past __getitem__
+
+    def copy(self) -> dict[str, Any]:
+        self.wait()
+        return self.plain.copy()
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.wait()
+        return copy.deepcopy(self.plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+    # What is written goes to both.
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.plain[name] = value
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        del self.plain[name]
+        super().__delitem__(name)
+
+    def popitem(self) -> tuple[str, Any]:
+        for name in reversed(self):
+            return name, self.pop(name)
+        raise KeyError("popitem(): dictionary is empty")
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    pop = MutableMapping.pop
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
+    clear = MutableMapping.clear
