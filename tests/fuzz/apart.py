@@ -96,13 +96,13 @@ def run_apart(task: Callable[[], Any], limit: float) -> Any:
     return next(result for _, result in finished(children))
 
 
-def shrink_apart(program: Program, kind: str, limit: float, tries: int) -> tuple[Program, Outcome]:
+def shrink_apart(program: Program, kind: str, limit: float, seconds: float) -> tuple[Program, Outcome]:
     """The simplest program of the same kind of finding, and what comes of it; each try in a process of its own."""
 
     def same(candidate: Program) -> bool:
         return run_apart(lambda: run_program(candidate), limit).kind == kind
 
-    small = shrink(program, same, tries=tries)
+    small = shrink(program, same, seconds=seconds)
     return small, run_apart(lambda: run_program(small), limit)
 
 

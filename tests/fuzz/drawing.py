@@ -7,13 +7,14 @@ not go with. The log counts its values by itself.
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from extras import AFTER, DURING
 from layers import KINDS, all_paths
 from microbatches import PATTERNS
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
-from valid import valid
+from valid import valid, valid_model
 
 T = TypeVar("T")
 
@@ -36,8 +37,9 @@ class Dice(random.Random):
 def draw(seed: int) -> Program:
     """The program of a seed."""
     dice = Dice(seed)
-    dtype = dice.one_of({"float64": 10, "float32": 1, "bfloat16": 1.5})
+    dtype = dice.one_of({"float64": 10, "float32": 0.7, "bfloat16": 1, "autocast": 0.5})
     model = _model(dice)
+    model = valid_model(model, dtype)  # units are drawn of the modules that there are
     phases = tuple(_phase(dice, model) for _ in range(dice.one_of({1: 8, 2: 2.5, 3: 0.5})))
     return valid(Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000)))
 
@@ -46,11 +48,16 @@ def draw(seed: int) -> Program:
 
 
 def _model(dice: Dice) -> Model:
+    tie = dice.one_of({"no": 8, "blocks": 2, "embedding": 1})
+    blocks = [_block(dice) for _ in range(dice.one_of({1: 2, 2: 3, 3: 3, 4: 1}))]
+    if tie == "blocks":
+        blocks = [replace(_block(dice), kind="linear") for _ in range(2)] + blocks[:2]
+        dice.shuffle(blocks)
     return Model(
-        blocks=tuple(_block(dice) for _ in range(dice.one_of({1: 2, 2: 3, 3: 3, 4: 1}))),
+        blocks=tuple(blocks),
         width=dice.one_of({3: 1, 4: 1, 5: 2, 7: 2}),
         stem=dice.one_of({"linear": 8, "lookup": 1}),
-        tie=dice.one_of({"no": 6, "blocks": 2, "embedding": 1}),
+        tie=tie,
         staged=dice.chance(0.2),
         repeats=dice.one_of({0: 8, 1: 1, 2: 1}),
         same_twice=dice.chance(0.1),
@@ -58,6 +65,7 @@ def _model(dice: Dice) -> Model:
         frozen_stem=dice.chance(0.08),
         converted=dice.chance(0.2),
         variants=dice.one_of({2: 3, 3: 1}),
+        hooked=dice.chance(0.15),
     )
 
 
@@ -158,6 +166,7 @@ def _ddp(dice: Dice) -> Ddp:
         init_sync=dice.chance(0.3),
         recorded_order=dice.chance(0.1),
         max_grad_norm=dice.chance(0.5),
+        clips=dice.one_of({"torch": 6, "library": 3, "too early": 0.3}),
         zero=dice.one_of({"model.zero_grad_buffer()": 3, "model.zero_grad()": 1, "optimizer.zero_grad()": 1}),
     )
 
@@ -203,6 +212,7 @@ def _iteration(dice: Dice, ranks: int) -> Iteration:
         drain=dice.one_of({"each": 1, "end": 1}),
         finish=dice.one_of({"finish": 3, "start": 1, "start, finish": 1, "nothing": 3}),
         see=tuple(what for what in ("grads", "weights") if dice.chance(0.5)),
+        scaled=dice.chance(0.1),
         overflow=dice.some(ranks) if dice.chance(0.3) else (),
     )
 
@@ -220,7 +230,7 @@ def _micro(dice: Dice, ranks: int) -> Micro:
 
 
 def _extra(dice: Dice, ranks: int, count: int) -> Extra:
-    kinds = dict.fromkeys([*DURING, *AFTER], 1.0) | {"gc.freeze": 0.3, "state_dict": 1.5, "load_state_dict": 1.5}
+    kinds = dict.fromkeys([*DURING, *AFTER], 1.0) | {"gc.freeze": 0.3, "state_dict": 1.5, "load_state_dict": 1.5, "rollback": 3.0}
     return Extra(
         kind=dice.one_of(kinds),
         at=dice.randrange(count + 2),

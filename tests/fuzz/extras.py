@@ -6,6 +6,7 @@ each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, and ch
 
 from collections.abc import Callable
 
+from layers import num_members
 from pen import Pen
 from programs import Extra
 from wrappers import write_zero
@@ -41,7 +42,7 @@ def _kept_forward(pen: Pen, extra: Extra, name: str, step: int) -> None:
 def _failed_forward(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """It raises on all ranks; some keep the exception, and with it the frames of the forward."""
     with pen.inside("try:"):
-        pen(pen.forward(_data(step), f"fail_in={extra.where}"))
+        pen(pen.forward(_data(step), str(extra.where)))
     with pen.inside("except BadBatch as error:"):
         _keep(pen, extra, "error")
 
@@ -90,6 +91,13 @@ def _log_norms(pen: Pen, extra: Extra, name: str, step: int) -> None:
         pen("log.append(max(norms))")
 
 
+def _whole_norms(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Norms of whole parameters, by all ranks."""
+    with pen.inside("with torch.no_grad():"):
+        with pen.inside("with model.unsharded():" if pen.fsdp else None):
+            pen.see(f"norms {name}", "[float(param.norm()) for param in model.parameters()]")
+
+
 def _state_dict(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """To be loaded later, or never."""
     pen("state = {name: value.clone() for name, value in model.state_dict().items()}")
@@ -109,7 +117,7 @@ def _copy_of_the_model(pen: Pen, extra: Extra, name: str, step: int) -> None:
 def _mean_loss(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """A collective of the user's own, over the default group."""
     if pen.plain:
-        pen.see(f"mean of {name}", "float(loss)")
+        pen.see(f"mean of {name}", "loss.item()")
         pen.means.append(f"mean of {name}")
         return
     pen("mean = loss.detach().clone()", "dist.all_reduce(mean)")
@@ -127,6 +135,7 @@ DURING: dict[str, Writer] = {
     "gc.freeze": _freezing,
     "forgetting": _forgetting,
     "norms logged": _log_norms,
+    "whole norms": _whole_norms,
     "state_dict": _state_dict,
     "deepcopy": _copy_of_the_model,
     "mean loss": _mean_loss,
@@ -139,8 +148,34 @@ DURING: dict[str, Writer] = {
 def _load_state_dict(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """Back to where ``state`` was taken."""
     pen("model.load_state_dict(state)")
-    if pen.plain and pen.half:
-        pen("masters = Masters(model)")
+
+
+def _snapshot(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Model and optimizer, in memory."""
+    pen("snapshot = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
+
+
+def _rollback(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Back to it."""
+    pen("model.load_state_dict(snapshot[0])")
+    pen("optimizer.load_state_dict(copy.deepcopy(snapshot[1]))")
+
+
+def _layer_dropped(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """From here on no rank runs one of the blocks; nothing is dropped where there is only one."""
+    members = num_members(pen.program.model)
+    order = tuple(index for index in range(members) if index != extra.where) or (0,)
+    if pen.plain and pen.program.model.variants > 1:
+        with pen.inside("for each in models:"):
+            pen(f"each.order = {order}")
+    else:
+        pen(f"model.{'module.' if pen.ddp else ''}order = {order}")
+
+
+def _kept_gathered(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """The user's mind has changed."""
+    if pen.fsdp:
+        pen("model.set_reshard_after_forward(False)")
 
 
 def _average(pen: Pen, extra: Extra, name: str, step: int) -> None:
@@ -172,13 +207,6 @@ def _write_back(pen: Pen, extra: Extra, name: str, step: int) -> None:
         _rescale(pen, extra, name, step)
 
 
-def _whole_norms(pen: Pen, extra: Extra, name: str, step: int) -> None:
-    """Norms of whole parameters, by all ranks."""
-    with pen.inside("with torch.no_grad():"):
-        with pen.inside("with model.unsharded():" if pen.fsdp else None):
-            pen.see_on_all(f"norms {name}", "[float(param.norm()) for param in model.parameters()]")
-
-
 def _zero_again(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """Once more than needed, or of gradients that were to stay."""
     write_zero(pen)
@@ -186,10 +214,13 @@ def _zero_again(pen: Pen, extra: Extra, name: str, step: int) -> None:
 
 AFTER: dict[str, Writer] = {
     "load_state_dict": _load_state_dict,
+    "snapshot": _snapshot,
+    "rollback": _rollback,
+    "layer dropped": _layer_dropped,
+    "kept gathered": _kept_gathered,
     "average": _average,
     "rescaled": _rescale,
     "written back": _write_back,
-    "whole norms": _whole_norms,
     "zeroed again": _zero_again,
 }
 

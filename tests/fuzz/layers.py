@@ -122,9 +122,10 @@ def layer(block: Block, width: int, plain: bool) -> str:
     return f"Cast({made}, torch.float32)" if block.single else made
 
 
-def _block(block: Block, width: int, plain: bool) -> str:
+def _block(block: Block, width: int, plain: bool, prefix: str) -> str:
     options = "" if block.recompute == "no" else f', recompute="{block.recompute}"'
-    return f"{'Penalised' if block.penalty else 'Residual'}({layer(block, width, plain)}{options})"
+    options += ", penalty=True" if block.penalty else ""
+    return f"{prefix}Residual({layer(block, width, plain)}{options})"
 
 
 def paths(model: Model) -> list[str]:
@@ -164,16 +165,21 @@ def attribute(path: str) -> str:
     return found
 
 
-def lines_of_model(model: Model, plain: bool) -> Iterator[str]:
-    """The body of the function that makes it, without ``return``."""
-    blocks = [_block(block, model.width, plain) for block in model.blocks]
+def lines_of_model(model: Model, plain: bool, fails: bool) -> Iterator[str]:
+    """The body of the function that makes it, without ``return``.
+
+    fails  it can be made to raise
+    """
+    full = fails or model.recompute != "no" or any(block.recompute != "no" or block.penalty for block in model.blocks)
+    prefix = "Full" if full else ""
+    blocks = [_block(block, model.width, plain, prefix) for block in model.blocks]
     if model.staged:
-        blocks[-2:] = [f"Stage({blocks[-2]}, {blocks[-1]})"]
+        blocks[-2:] = [f"{prefix}Stage({blocks[-2]}, {blocks[-1]})"]
     stem = _call("nn.Linear", IN_FEATURES, model.width)
     if model.stem == "lookup":
         stem = _call("Lookup", IN_FEATURES, model.width)
     outs = IN_FEATURES if model.tie == "embedding" else OUT_FEATURES
-    yield "model = Net("
+    yield f"model = {prefix}Net("
     yield f"    stem={stem},"
     yield "    blocks=["
     yield from (f"        {block}," for block in blocks)
@@ -190,6 +196,10 @@ def lines_of_model(model: Model, plain: bool) -> Iterator[str]:
     for first, second in tied_paths(model):
         yield f"{attribute(second)}.weight = {attribute(first)}.weight"
     yield from _frozen(model)
+    if model.hooked:
+        yield f"for param in {attribute(paths(model)[0])}.parameters():"
+        yield "    if param.requires_grad:"
+        yield "        param.register_hook(doubled)"
     if model.converted and not plain:
         yield "convert_linears(model)"
 

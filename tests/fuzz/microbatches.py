@@ -36,6 +36,13 @@ def _named_output(pen: Pen, place: Place) -> None:
     pen.backward("loss", hold=place.hold)
 
 
+def _offloaded(pen: Pen, place: Place) -> None:
+    """What forward saves is copied, and backward gets other tensors."""
+    with pen.inside("with torch.autograd.graph.save_on_cpu():"):
+        pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
 def _two_forwards(pen: Pen, place: Place) -> None:
     """One backward of a sum of two losses."""
     first, second = (pen.loss(pen.forward(data)) for data in (place.data, place.other))
@@ -90,6 +97,7 @@ def _penalty(pen: Pen, place: Place) -> None:
 PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
     "plain": _plain,
     "named output": _named_output,
+    "offloaded": _offloaded,
     "two forwards": _two_forwards,
     "two backwards": _two_backwards,
     "retained": _retained,
@@ -140,7 +148,7 @@ def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
 def write_failing(pen: Pen, step: int, keepers: tuple[int, ...]) -> None:
     """A microbatch whose backward raises on all ranks."""
     with pen.inside("try:"):
-        call = pen.forward(f"batch(rank, {step}, 90)", "fail_in=0", 'when="backward"')
+        call = pen.forward(f"batch(rank, {step}, 90)", "0", '"backward"')
         pen(f"loss = {pen.loss(call)}")
         pen.backward("loss")
     with pen.inside("except BadBatch as error:"), pen.inside(pen.on(keepers)):

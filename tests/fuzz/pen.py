@@ -80,6 +80,8 @@ class Pen:
         """An expression that calls the model."""
         if self.half and (self.plain or self.ddp):
             data = f"{data}.bfloat16()"
+        if self.program.dtype == "autocast":
+            return f"autocast(model, {', '.join([data, *more])})"
         return f"model({', '.join([data, *more])})"
 
     def loss(self, outputs: str) -> str:

@@ -61,6 +61,8 @@ class Model:
     """By ``convert_linears``."""
     variants: int = 1
     """Of the experts, which ranks take in turn."""
+    hooked: bool = False
+    """A hook doubles the gradients of the first block."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class Ddp:
     recorded_order: bool = False
     max_grad_norm: bool = False
     """Clipping is the optimizer's business."""
+    clips: str = "torch"
+    """Who clips exposed gradients: "torch"; the "library", before; or torch "too early", before they are exposed."""
     zero: str = "model.zero_grad_buffer()"
 
 
@@ -174,6 +178,8 @@ class Iteration:
     """Or "start": ``start_grad_sync`` alone; "start, finish"; "nothing"."""
     see: tuple[str, ...] = ()
     """"grads", "weights"."""
+    scaled: bool = False
+    """Somebody halves the gradients before the step."""
     overflow: Ranks = ()
     """Whose loss is infinite, under a ``GradScaler``."""
 

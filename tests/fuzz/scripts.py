@@ -65,7 +65,7 @@ def script(program: Program, title: str, *, compares: bool = True) -> str:
 
 def default_dtype(program: Program) -> str:
     """Of tensors that nobody says anything about; bf16 parameters are rounded from it."""
-    return "float32" if program.dtype == "bfloat16" else program.dtype
+    return "float32" if program.dtype in ("bfloat16", "autocast") else program.dtype
 
 
 def _uses(body: str, name: str) -> bool:

@@ -5,6 +5,7 @@ first that still shows the finding is taken, and all ways are tried again, until
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,22 +16,22 @@ from valid import valid
 Way = Callable[[Program], Iterator[Program]]
 
 
-def shrink(program: Program, same: Callable[[Program], bool], *, tries: int = 400) -> Program:
-    """The simplest program that was found for which ``same`` still holds, with so many calls of it."""
+def shrink(program: Program, same: Callable[[Program], bool], *, seconds: float = 60.0) -> Program:
+    """The simplest program that was found within the time for which ``same`` still holds."""
+    ends = time.monotonic() + seconds
     tried = {program}
     again = True
-    while again and tries > 0:
+    while again:
         again = False
         for candidate in simpler(program):
             candidate = valid(candidate)
             if candidate in tried or size_of(candidate) >= size_of(program):
                 continue
+            if time.monotonic() > ends:
+                break
             tried.add(candidate)
-            tries -= 1
             if same(candidate):
                 program, again = candidate, True
-                break
-            if tries <= 0:
                 break
     return program
 
@@ -57,8 +58,40 @@ def _size_of_field(value: Any, default: Any) -> float:
 
 def simpler(program: Program) -> Iterator[Program]:
     """Large steps first."""
-    for way in (_fewer_phases, _fewer_iterations, _fewer_micros, _fewer_extras, _fewer_ranks, _fewer_blocks, _defaults):
+    for way in (
+        _fewer_phases,
+        _fewer_iterations,
+        _much_simpler,
+        _fewer_micros,
+        _fewer_extras,
+        _fewer_blocks,
+        _fewer_ranks,
+        _defaults,
+    ):
         yield from way(program)
+
+
+def _much_simpler(program: Program) -> Iterator[Program]:
+    """Whole parts are what they are where nobody says anything."""
+    plain = tuple(Block(block.kind, library=block.library) for block in program.model.blocks)
+    yield replace(program, model=replace(Model(), blocks=plain, variants=program.model.variants), dtype="float64")
+    yield replace(program, optimizer=Optimizer("SGD", (("lr", 0.1),)))
+    for index, phase in enumerate(program.phases):
+        for wrapper in _simpler_wrappers(phase.wrapper):
+            yield _with_phase(program, index, replace(phase, wrapper=wrapper))
+        yield _with_phase(program, index, replace(phase, clip=None, queue=False, garbage="off"))
+    for phase, index, iteration in _iterations(program):
+        micros = tuple(Micro(pattern=micro.pattern) for micro in iteration.micros)
+        yield _with_iteration(program, phase, index, replace(Iteration(), micros=micros))
+        yield _with_iteration(program, phase, index, replace(iteration, extras=()))
+
+
+def _simpler_wrappers(wrapper: Ddp | Fsdp) -> Iterator[Ddp | Fsdp]:
+    if isinstance(wrapper, Ddp):
+        yield Ddp()
+        yield Ddp(sharded=True)
+    else:
+        yield replace(Fsdp(), units=tuple(UnitOf(unit.path) for unit in wrapper.units))
 
 
 def _without(parts: tuple[Any, ...], *, least: int = 1) -> Iterator[tuple[Any, ...]]:
@@ -153,8 +186,6 @@ def _simpler_phases(phase: Phase) -> Iterator[Phase]:
     wrapper = phase.wrapper
     yield from (replace(phase, wrapper=part) for part in _back_to_defaults(wrapper, type(wrapper)(), "units"))
     if isinstance(wrapper, Ddp):
-        yield replace(phase, wrapper=Ddp())
-        yield replace(phase, wrapper=Ddp(sharded=True))
         return
     for units in _without(wrapper.units):
         yield replace(phase, wrapper=replace(wrapper, units=units))
@@ -183,6 +214,3 @@ def _back_to_defaults(part: Any, default: Any, *but: str) -> Iterator[Any]:
         if field.name not in but and getattr(part, field.name) != wanted and not dataclasses.is_dataclass(wanted):
             if not (isinstance(wanted, tuple) and any(dataclasses.is_dataclass(each) for each in wanted)):
                 yield replace(part, **{field.name: wanted})
-
-
-__all__ = ["Fsdp", "shrink", "simpler", "size_of"]

@@ -7,7 +7,7 @@ from extras import DURING, write_extra
 from layers import expert_paths, lines_of_model
 from microbatches import write_failing, write_micro
 from pen import Pen
-from programs import Iteration, Program
+from programs import Ddp, Iteration, Program
 from wrappers import write_beside_optimizer, write_finish, write_plain_optimizer, write_step, write_wrapping, write_zero
 
 def program_source(program: Program) -> str:
@@ -19,11 +19,16 @@ def tolerance_of(program: Program) -> float:
     """How far a tensor may be from what plain PyTorch computes, relative to its norm.
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
-    gradient that is zero by 1 / eps, a thousand. fp32 has 7. In bf16 the library's products and plain ones are rounded
-    at other places, by 1 / 256 each; with a few steps behind them weights are another number's roundings here and there.
+    gradient that is zero by 1 / eps, a thousand. fp32 has 7. ``max_grad_norm`` rounds its coefficient to fp32, since
+    torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other places, by
+    1 / 256 each; with a few steps behind them weights are another number's roundings here and there.
     """
-    single = any(block.single for block in program.model.blocks)
-    return {"float64": 3e-5 if single else 1e-9, "float32": 3e-5, "bfloat16": 5e-2}[program.dtype]
+    if program.dtype in ("bfloat16", "autocast"):
+        return 5e-2
+    if program.dtype == "float32" or any(block.single for block in program.model.blocks):
+        return 3e-5
+    rounded = any(isinstance(phase.wrapper, Ddp) and phase.wrapper.max_grad_norm for phase in program.phases)
+    return 1e-6 if rounded else 1e-9
 
 
 # ---- Models. ----
@@ -32,9 +37,14 @@ def tolerance_of(program: Program) -> float:
 def _makers(program: Program) -> Iterator[str]:
     experts = expert_paths(program.model)
     variant = ", variant=0" if experts else ""
+    fails = any(
+        iteration.outcome == "fails" or any(extra.kind == "failed forward" for extra in iteration.extras)
+        for phase in program.phases
+        for iteration in phase.iterations
+    )
     for name, plain in (("make_model", False), ("make_plain", True)):
         yield f"def {name}(seed=0{variant}):"
-        yield from ("    " + line for line in lines_of_model(program.model, plain))
+        yield from ("    " + line for line in lines_of_model(program.model, plain, fails))
         more = f", variant, {tuple(experts)}" if experts else ""
         yield f"    initialise(model, seed{more})"
         yield f"    return model"
@@ -168,6 +178,8 @@ def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
                     pen("param.grad /= tokens")
         if "grads" in iteration.see:
             _write_values(pen, f"gradients {number}", "grads_of")
+    if iteration.scaled:
+        pen("model.scale_gradients(0.5)" if pen.ddp else f"scale_grads({pen.owner}, 0.5)")
     if outcome == "step":
         write_step(pen, str(number), see_norm=not iteration.overflow)
         if pen.plain and pen.half:

@@ -16,28 +16,37 @@ from layers import (
     all_paths,
     expert_paths,
     num_members,
-    paths,
     tied_paths,
 )
 from microbatches import ASKS_FOR_INPUTS
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
 
+ROUNDED = ("bfloat16", "autocast")
+"""Dtypes in which a choice by the largest feature may go another way."""
 INPUT_PATTERNS = (*ASKS_FOR_INPUTS, "input's gradient")
-NEEDS_ONE_MODEL = ("state_dict", "load_state_dict", "average", "whole norms")
+NEEDS_ONE_MODEL = ("state_dict", "load_state_dict", "snapshot", "rollback", "average")
 """Extras that speak of all parameters, which no rank has where experts differ."""
 
 
 def valid(program: Program) -> Program:
-    """The nearest program that users may write."""
-    program = replace(program, model=_model(program.model, program.dtype), optimizer=_optimizer(program))
+    """The nearest program that users may write, without what is known."""
+    program = _valid(program)
+    return _valid(known.without(program)) if known.SWITCHED_ON else program
+
+
+def _valid(program: Program) -> Program:
+    program = replace(program, model=valid_model(program.model, program.dtype), optimizer=_optimizer(program))
+    if any(isinstance(phase.wrapper, Fsdp) for phase in program.phases):  # which refuses hooks on parameters
+        program = replace(program, model=replace(program.model, hooked=False))
     phases = [_phase(program, phase) for phase in program.phases]
-    return known.without(replace(program, phases=tuple(_checkpoints(phases))))
+    return replace(program, phases=tuple(_checkpoints(phases)))
 
 
 # ---- Models. ----
 
 
-def _model(model: Model, dtype: str) -> Model:
+def valid_model(model: Model, dtype: str) -> Model:
+    """The nearest model that there can be in a program of this dtype."""
     blocks = [_block(block, dtype) for block in model.blocks]
     model = replace(model, blocks=tuple(blocks), staged=model.staged and len(blocks) > 1)
     if not expert_paths(model):
@@ -49,14 +58,21 @@ def _model(model: Model, dtype: str) -> Model:
         tie = "no"
     if tie == "blocks":
         blocks = [replace(block, single=False) if block.kind == "linear" else block for block in blocks]
+    if model.frozen_stem:  # what is recomputed by a nested backward has gradients only where its inputs have some
+        blocks = [replace(block, recompute=_not_nested(block.recompute)) for block in blocks]
+        model = replace(model, recompute=_not_nested(model.recompute))
     stem = "lookup" if tie == "embedding" else model.stem
-    if dtype == "bfloat16" and stem == "lookup":
+    if dtype in ROUNDED and stem == "lookup":
         stem, tie = "linear", "no" if tie == "embedding" else tie
     return replace(model, blocks=tuple(blocks), tie=tie, stem=stem)
 
 
+def _not_nested(recompute: str) -> str:
+    return "non-reentrant" if recompute == "reentrant" else recompute
+
+
 def _block(block: Block, dtype: str) -> Block:
-    if dtype == "bfloat16" and block.kind not in IN_HALF:
+    if dtype in ROUNDED and block.kind not in IN_HALF:
         block = replace(block, kind="mlp")
     kind, plain = block.kind, Block()
     if block.kind not in OURS:
@@ -78,7 +94,7 @@ def _block(block: Block, dtype: str) -> Block:
 
 def _optimizer(program: Program) -> Optimizer:
     optimizer = program.optimizer
-    if program.dtype == "bfloat16":
+    if program.dtype in ROUNDED:
         optimizer = replace(optimizer, scaled=False)
     if dict(optimizer.options).get("fused") and optimizer.name not in ("SGD", "Adam", "AdamW", "Adagrad"):
         optimizer = replace(optimizer, options=tuple(each for each in optimizer.options if each[0] != "fused"))
@@ -135,6 +151,8 @@ def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
         wrapper = replace(wrapper, per_token=False, check_nan=False)
     if wrapper.stock or phase.clip is None:
         wrapper = replace(wrapper, max_grad_norm=False)
+    if not wrapper.stock or phase.clip is None or program.optimizer.scaled:
+        wrapper = replace(wrapper, clips="torch")  # scaled gradients are unscaled where they are exposed
     if half or delays or program.model.variants > 1:
         wrapper = replace(wrapper, recorded_order=False)
     if wrapper.instances > 1 and wrapper.group == "group":
@@ -188,15 +206,14 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration) -> Iteratio
     outcome = iteration.outcome
     if (outcome == "accumulate" and ddp) or (outcome == "fails" and delays):
         outcome = "step"
-    if outcome == "given up" and not ddp and "False" in wrapper.zero:
-        outcome = "skip"
     no_sync = iteration.no_sync
     if no_sync == "forgotten" and ((ddp and wrapper.overlap) or outcome in ("given up", "fails")):
         no_sync = "backward"
     overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
+    scaled = iteration.scaled and outcome == "step" and not program.optimizer.scaled
     drain = iteration.drain if delays and outcome in ("step", "skip", "accumulate") else "each"
     iteration = replace(
-        iteration, micros=micros, outcome=outcome, no_sync=no_sync, drain=drain, overflow=overflow
+        iteration, micros=micros, outcome=outcome, no_sync=no_sync, drain=drain, scaled=scaled, overflow=overflow
     )
     iteration = replace(iteration, finish=_finish(program, phase, iteration))
     see = tuple(what for what in iteration.see if what != "grads" or _shows_grads(program, phase, iteration))
@@ -212,6 +229,7 @@ def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
         wrapper.stock
         or wrapper.per_token
         or program.optimizer.scaled
+        or iteration.scaled
         or (phase.clip is not None and not wrapper.max_grad_norm)
         or iteration.outcome != "step"
     ):
@@ -234,7 +252,7 @@ def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:
         pattern = "plain"
     kinds = {block.kind for block in model.blocks}
     if pattern == "penalty" and (
-        kinds & set(ONCE_DIFFERENTIABLE) or program.dtype == "bfloat16" or _delays(program, phase)
+        kinds & set(ONCE_DIFFERENTIABLE) or program.dtype in ROUNDED or _delays(program, phase)
     ):
         pattern = "plain"
     keepers = _some(micro.keepers, phase.ranks)
@@ -253,8 +271,10 @@ def _some(ranks: Ranks, size: int) -> Ranks:
 
 def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | None:
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
-    if kind == "deepcopy" and fsdp:
+    if kind == ("deepcopy" if fsdp else "kept gathered"):
         return None
+    if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
+        return None  # masters follow in a way of their own
     if kind in NEEDS_ONE_MODEL and program.model.variants > 1:
         return None
     if kind in AFTER:
@@ -266,22 +286,20 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | 
     ranks = _some(extra.ranks, phase.ranks) if kind in RANK_DEPENDENT else ()
     if kind in ("gc.collect", "forgetting") and not ranks:
         ranks = (0,)
-    where = min(extra.where, num_members(program.model) - 1) if kind == "failed forward" else 0
+    where = min(extra.where, num_members(program.model) - 1) if kind in ("failed forward", "layer dropped") else 0
     return replace(extra, at=at, ranks=ranks, where=where)
 
 
 def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:
-    """What is loaded was taken before."""
-    taken = False
+    """What is loaded was taken before: what comes too early is taken then."""
+    pairs = {"load_state_dict": "state_dict", "rollback": "snapshot"}
+    taken: set[str] = set()
     found = []
     for iteration in iterations:
         extras = []
         for extra in sorted(iteration.extras, key=lambda extra: extra.at):
-            taken = taken or extra.kind == "state_dict"
-            if extra.kind != "load_state_dict" or taken:
-                extras.append(extra)
+            wanted = pairs.get(extra.kind, extra.kind)
+            extras.append(extra if wanted == extra.kind or wanted in taken else replace(extra, kind=wanted))
+            taken.add(extras[-1].kind)
         found.append(replace(iteration, extras=tuple(extras)))
     return found
-
-
-__all__ = ["paths", "valid"]

@@ -29,12 +29,25 @@ class BadBatch(Exception):
 class Net(nn.Module):
     """A stem, blocks in an order of their own, and a head."""
 
-    def __init__(self, stem, blocks, head, order=None, recompute=None):
+    def __init__(self, stem, blocks, head, order=None):
         super().__init__()
         self.stem = stem
         self.blocks = nn.ModuleList(blocks)
         self.head = head
         self.order = range(len(blocks)) if order is None else order
+
+    def forward(self, x):
+        x = self.stem(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class FullNet(Net):
+    """One that does it all: blocks that are recomputed, that raise inside, and that have a part in the loss."""
+
+    def __init__(self, stem, blocks, head, order=None, recompute=None):
+        super().__init__(stem, blocks, head, order)
         self.recompute = recompute  # of whole blocks: "reentrant" or "non-reentrant"
 
     def forward(self, x, fail_in=None, when="forward"):
@@ -60,6 +73,15 @@ class Stage(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class FullStage(Stage):
+    """Likewise of those that do it all."""
+
     def forward(self, x, fails=None):
         penalties = []
         for block in self.blocks:
@@ -73,10 +95,22 @@ class Stage(nn.Module):
 class Residual(nn.Module):
     """A layer beside its input."""
 
-    def __init__(self, layer, recompute=None):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x))
+
+
+class FullResidual(nn.Module):
+    """One that does it all."""
+
+    def __init__(self, layer, recompute=None, penalty=False):
         super().__init__()
         self.layer = layer
         self.recompute = recompute  # of the layer
+        self.penalty = penalty
 
     def forward(self, x, fails=None):
         if self.recompute is not None and torch.is_grad_enabled():
@@ -85,18 +119,10 @@ class Residual(nn.Module):
             y = self.layer(x)
         if fails == "forward":
             raise BadBatch("in forward")
-        x = x + torch.tanh(y)
-        if fails == "backward" and x.requires_grad:
-            x.register_hook(fail_in_backward)
-        return x
-
-
-class Penalised(Residual):
-    """One whose loss has a part of its own."""
-
-    def forward(self, x, fails=None):
-        y = super().forward(x, fails)
-        return y, (y - x).square().mean()
+        y = x + torch.tanh(y)
+        if fails == "backward" and y.requires_grad:
+            y.register_hook(fail_in_backward)
+        return (y, (y - x).square().mean()) if self.penalty else y
 
 
 class Cast(nn.Module):
@@ -317,6 +343,10 @@ def initialise(model, seed=0, variant=0, experts=()):
     return model
 
 
+def doubled(gradient):
+    return gradient * 2
+
+
 def fail_in_backward(gradient):
     raise BadBatch("in backward")
 
@@ -347,6 +377,20 @@ def groups_of(model, **options):
     small = [param for param in model.parameters() if param.ndim < 2]
     large = [param for param in model.parameters() if param.ndim >= 2]
     return [{"params": small, **options}, {"params": large}]
+
+
+def autocast(model, *arguments):
+    """A forward in bf16, as far as autocast goes."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(*arguments)
+
+
+def scale_grads(model, factor):
+    """In place."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
 
 
 def drain(model):
@@ -481,6 +525,6 @@ def compare_piece(what, piece, whole, tolerance):
         if torch.isfinite(values).all():
             raise Differs(f"{what}: {values.tolist()} where {wanted.tolist()} was expected")
         return
-    error = float((values - wanted).norm())
-    if not error <= tolerance * max(float(all_of_it.norm()), 1e-3):
-        raise Differs(f"{what}: {values.tolist()} where {wanted.tolist()} was expected")
+    error, norm = float((values - wanted).norm()), max(float(all_of_it.norm()), 1e-3)
+    if not error <= tolerance * norm:
+        raise Differs(f"{what}: off by {error / norm:.1e}: {values.tolist()} where {wanted.tolist()} was expected")

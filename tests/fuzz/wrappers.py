@@ -180,21 +180,23 @@ def write_zero(pen: Pen) -> None:
 
 def write_step(pen: Pen, name: str, see_norm: bool) -> None:
     """Clipping, the optimizer's step, the schedule's."""
-    wrapper, wanted, clip = pen.phase.wrapper, pen.program.optimizer, pen.phase.clip
-    in_optimizer = pen.ddp is not None and pen.ddp.max_grad_norm
-    if pen.ddp and pen.ddp.stock:
+    wanted, clip, ddp = pen.program.optimizer, pen.phase.clip, pen.ddp
+    clips_late = ddp is None or ddp.clips == "torch"
+    if ddp and ddp.stock and clips_late:
         pen("model.expose_grads()")
-    if clip is not None and not in_optimizer:
+    if clip is not None and not (ddp and ddp.max_grad_norm):
         if wanted.scaled:
             pen("scaler.unscale_(optimizer)")
-        ours = isinstance(wrapper, Ddp) and not wrapper.stock and not pen.plain
+        ours = ddp is not None and not (ddp.stock and ddp.clips != "library")
         called = "clip_grad_norm(model" if ours else f"torch.nn.utils.clip_grad_norm_({pen.owner}.parameters()"
         pen(f"norm = {called}, {clip})")
+    if ddp and ddp.stock and not clips_late:
+        pen("model.expose_grads()")
     if wanted.scaled:
         pen("scaler.step(optimizer)", "scaler.update()")
     else:
         pen("optimizer.step()")
     if clip is not None and see_norm:
-        pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if in_optimizer else "norm.item()")
+        pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if ddp and ddp.max_grad_norm else "norm.item()")
     if wanted.schedule != "no":
         pen("schedule.step()")
