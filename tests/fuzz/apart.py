@@ -28,7 +28,7 @@ class Child(NamedTuple):
     pipe: int
     """What it writes its result to."""
     stacks: Any
-    """A file that gets its stacks if it takes too long."""
+    """A file that gets its stacks when it has taken too long."""
     deadline: float
     what: Any
     """What its starter knows it by."""
@@ -41,19 +41,19 @@ def start(task: Callable[[], Any], limit: float, what: Any = None) -> Child:
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _be_the_child(task, limit, writing, stacks)
+        _be_the_child(task, writing, stacks)
     os.close(writing)
     return Child(pid, reading, stacks, time.monotonic() + limit, what)
 
 
-def _be_the_child(task: Callable[[], Any], limit: float, writing: int, stacks: Any) -> None:
+def _be_the_child(task: Callable[[], Any], writing: int, stacks: Any) -> None:
     status = 1
     try:
         warnings.simplefilter("ignore")
         # Collections are counted from here: what the starter has allocated does not move them.
         gc.collect()
         gc.freeze()
-        faulthandler.dump_traceback_later(0.9 * limit, file=stacks)
+        faulthandler.register(signal.SIGUSR1, file=stacks)
         result = pickle.dumps(task())
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(result)
@@ -78,6 +78,8 @@ def _result_of(child: Child, done: bool) -> Any:
     with os.fdopen(child.pipe, "rb") as pipe:
         written = pipe.read() if done else b""
     if not done:
+        os.kill(child.pid, signal.SIGUSR1)
+        time.sleep(1.0)  # for its stacks
         os.kill(child.pid, signal.SIGKILL)
     _, status = os.waitpid(child.pid, 0)
     child.stacks.seek(0)

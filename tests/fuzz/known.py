@@ -98,6 +98,18 @@ def _scaled_in_fp64(program: Program) -> Program:
     return _in_each_phase(program, lambda phase: _in_each_iteration(phase, lambda each: replace(each, overflow=())))
 
 
+def _gathered_too_early(program: Program) -> Program:
+    """Overlapped gathers where an expert's group is one rank: another bucket is gathered before it is updated."""
+
+    def in_phase(phase: Phase) -> Phase:
+        wrapper = phase.wrapper
+        if isinstance(wrapper, Fsdp) or program.model.variants == 1:
+            return phase
+        return replace(phase, wrapper=replace(wrapper, gather_overlap=False))
+
+    return _in_each_phase(program, in_phase)
+
+
 def _momentum_after_overflow(program: Program) -> Program:
     """SGD's momentum where the first step was skipped."""
     if "momentum" not in dict(program.optimizer.options):
@@ -130,6 +142,7 @@ KNOWN: dict[str, Callable[[Program], Program]] = {
     "norms of experts": _norms_of_experts,
     "clipped too early": _clipped_too_early,
     "scaled in fp64": _scaled_in_fp64,
+    "gathered too early": _gathered_too_early,
     "momentum after overflow": _momentum_after_overflow,
     "delayed on some ranks": _delayed_on_some_ranks,
     "delayed and tied": _delayed_and_tied,
