@@ -6,7 +6,7 @@ each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, and ch
 
 from collections.abc import Callable
 
-from layers import num_members
+from layers import block_order
 from pen import Pen
 from programs import Extra
 from wrappers import write_zero
@@ -162,9 +162,14 @@ def _rollback(pen: Pen, extra: Extra, name: str, step: int) -> None:
 
 
 def _layer_dropped(pen: Pen, extra: Extra, name: str, step: int) -> None:
-    """From here on no rank runs one of the blocks; nothing is dropped where there is only one."""
-    members = num_members(pen.program.model)
-    order = tuple(index for index in range(members) if index != extra.where) or (0,)
+    """From here on no rank runs one of the blocks."""
+    write_order(pen, without=extra.where)
+
+
+def write_order(pen: Pen, without: int | None = None) -> None:
+    """In which order blocks run; all of them where ``without`` says nothing, and where there is only one."""
+    order = block_order(pen.program.model)
+    order = tuple(index for index in order if index != without) or order
     if pen.plain and pen.program.model.variants > 1:
         with pen.inside("for each in models:"):
             pen(f"each.order = {order}")

@@ -7,6 +7,7 @@ where nothing is known to be wrong, and whoever mends a finding takes its entry 
 from collections.abc import Callable
 from dataclasses import replace
 
+from microbatches import ASKS_FOR_INPUTS
 from programs import Fsdp, Iteration, Phase, Program
 
 SWITCHED_ON: list[str] = []
@@ -61,6 +62,24 @@ def _zeroed_in_place(program: Program) -> Program:
         if not isinstance(phase.wrapper, Fsdp) or not unfinished:
             return phase
         return replace(phase, wrapper=replace(phase.wrapper, zero="optimizer.zero_grad()"))
+
+    return _in_each_phase(program, in_phase)
+
+
+def _retained_where_a_unit_runs_twice(program: Program) -> Program:
+    """Sharded: a second backward through the graph of a unit that has run twice."""
+    if not (program.model.repeats or program.model.same_twice):
+        return program
+
+    def once(iteration: Iteration) -> Iteration:
+        micros = tuple(
+            replace(micro, pattern="plain") if micro.pattern in (*ASKS_FOR_INPUTS, "retained") else micro
+            for micro in iteration.micros
+        )
+        return replace(iteration, micros=micros)
+
+    def in_phase(phase: Phase) -> Phase:
+        return _in_each_iteration(phase, once) if isinstance(phase.wrapper, Fsdp) else phase
 
     return _in_each_phase(program, in_phase)
 
@@ -139,6 +158,7 @@ KNOWN: dict[str, Callable[[Program], Program]] = {
     "kept on some ranks": _kept_on_some_ranks,
     "units that nobody runs": _units_that_nobody_runs,
     "zeroed in place": _zeroed_in_place,
+    "retained where a unit runs twice": _retained_where_a_unit_runs_twice,
     "norms of experts": _norms_of_experts,
     "clipped too early": _clipped_too_early,
     "scaled in fp64": _scaled_in_fp64,

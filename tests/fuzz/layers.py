@@ -142,6 +142,12 @@ def num_members(model: Model) -> int:
     return len(model.blocks) - model.staged
 
 
+def block_order(model: Model) -> tuple[int, ...]:
+    """In which they run."""
+    members = num_members(model)
+    return (*range(members + model.same_twice), *([0] * model.repeats))
+
+
 def expert_paths(model: Model) -> list[str]:
     """Layers of which ranks have different ones."""
     return [f"{path}.layer" for path, block in zip(paths(model), model.blocks, strict=True) if block.kind == "experts"]
@@ -185,9 +191,8 @@ def lines_of_model(model: Model, plain: bool, fails: bool) -> Iterator[str]:
     yield from (f"        {block}," for block in blocks)
     yield "    ],"
     yield f"    head={_call('nn.Linear', model.width, outs)},"
-    order = [*range(num_members(model)), *([num_members(model)] if model.same_twice else []), *([0] * model.repeats)]
     if model.repeats or model.same_twice:
-        yield f"    order={tuple(order)},"
+        yield f"    order={block_order(model)},"
     if model.recompute != "no":
         yield f'    recompute="{model.recompute}",'
     yield ")"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from extras import DURING, write_extra
+from extras import DURING, write_extra, write_order
 from layers import expert_paths, lines_of_model
 from microbatches import write_failing, write_micro
 from pen import Pen
@@ -201,6 +201,8 @@ def _plain(program: Program) -> Iterator[str]:
         pen(f"# Phase {index}", f"records, size, average = everyones[{index}], {phase.ranks}, None", "kept, log = [], []")
         if index == 0:
             _write_plain_model(pen)
+        elif _drops_layers(program):
+            write_order(pen)  # the model of this phase is another one
         if index == 0 or phase.loads == "weights":
             write_plain_optimizer(pen)
         for iteration in phase.iterations:
@@ -210,6 +212,11 @@ def _plain(program: Program) -> Iterator[str]:
         _write_end(pen)
         yield from pen.lines
     yield "\n"
+
+
+def _drops_layers(program: Program) -> bool:
+    iterations = [iteration for phase in program.phases for iteration in phase.iterations]
+    return any(extra.kind == "layer dropped" for iteration in iterations for extra in iteration.extras)
 
 
 def _write_plain_model(pen: Pen) -> None:
