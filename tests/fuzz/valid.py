@@ -246,14 +246,12 @@ def _shows_grads(program: Program, phase: Phase, iteration: Iteration) -> bool:
 def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:
     model, pattern = program.model, micro.pattern
     recomputes = {model.recompute, *(block.recompute for block in model.blocks)}
-    if pattern in INPUT_PATTERNS and model.stem == "lookup":
+    if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
         pattern = "plain"
     if pattern in ASKS_FOR_INPUTS and "reentrant" in recomputes:
         pattern = "plain"
     kinds = {block.kind for block in model.blocks}
-    if pattern == "penalty" and (
-        kinds & set(ONCE_DIFFERENTIABLE) or program.dtype in ROUNDED or _delays(program, phase)
-    ):
+    if pattern == "penalty" and (kinds & set(ONCE_DIFFERENTIABLE) or _delays(program, phase)):
         pattern = "plain"
     keepers = _some(micro.keepers, phase.ranks)
     keep = micro.keep if keepers else "nothing"
