@@ -127,9 +127,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes at once")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one program")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false")
-    parser.add_argument("--known", action="append", default=[], choices=[*known.KNOWN, "all"], help="leave this finding out")
+    parser.add_argument(
+        "--known", action="append", default=[], choices=[*known.KNOWN, "all"], help="leave this finding out"
+    )
     parser.add_argument("--outcomes", type=Path, help="a JSON file that gets what became of each seed")
-    parser.add_argument("--unlike", type=Path, help="one of an earlier run: stops at the first seed that ends otherwise")
+    parser.add_argument(
+        "--unlike", type=Path, help="one of an earlier run: stops at the first seed that ends otherwise"
+    )
     options = parser.parse_args(arguments)
     known.SWITCHED_ON += known.KNOWN if "all" in options.known else options.known
     warm_up(Program())

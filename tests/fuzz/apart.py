@@ -1,4 +1,4 @@
-"""Programs in processes of their own: each starts from the same state, and one that hangs or crashes takes nothing along.
+"""Programs in processes of their own: each starts from the same state, and one that hangs takes nothing along.
 
 A process is a fork of this one, which has everything imported and has run nothing but what warms it up.
 """
@@ -37,7 +37,7 @@ class Child(NamedTuple):
 def start(task: Callable[[], Any], limit: float, what: Any = None) -> Child:
     """Have ``task`` called in a process of its own, for at most so many seconds."""
     reading, writing = os.pipe()
-    stacks = tempfile.TemporaryFile("w+")
+    stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the child's result
     pid = os.fork()
     if pid == 0:
         os.close(reading)

@@ -1,12 +1,11 @@
 """What users do beside training: each kind writes its lines, alike for the wrapped run and for plain PyTorch.
 
-To add one, add a function to ``DURING`` (between microbatches; every rank runs it, and in plain PyTorch it runs once for
-each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, and changes the one model).
+To add one, add a function to ``DURING`` (between microbatches; every rank runs it, and in plain PyTorch it runs once
+for each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, and changes the one model).
 """
 
 from collections.abc import Callable
 
-from layers import block_order
 from pen import Pen
 from programs import Extra
 from wrappers import write_zero
@@ -163,18 +162,7 @@ def _rollback(pen: Pen, extra: Extra, name: str, step: int) -> None:
 
 def _layer_dropped(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """From here on no rank runs one of the blocks."""
-    write_order(pen, without=extra.where)
-
-
-def write_order(pen: Pen, without: int | None = None) -> None:
-    """In which order blocks run; all of them where ``without`` says nothing, and where there is only one."""
-    order = block_order(pen.program.model)
-    order = tuple(index for index in order if index != without) or order
-    if pen.plain and pen.program.model.variants > 1:
-        with pen.inside("for each in models:"):
-            pen(f"each.order = {order}")
-    else:
-        pen(f"model.{'module.' if pen.ddp else ''}order = {order}")
+    pen.set_order(extra.where, between_steps=True)
 
 
 def _kept_gathered(pen: Pen, extra: Extra, name: str, step: int) -> None:

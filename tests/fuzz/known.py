@@ -46,7 +46,9 @@ def _units_that_nobody_runs(program: Program) -> Program:
     """Sharded: their gradients are None, where unused parameters have zeros."""
 
     def run_all(iteration: Iteration) -> Iteration:
-        return replace(iteration, extras=tuple(each for each in iteration.extras if each.kind != "layer dropped"))
+        extras = tuple(each for each in iteration.extras if each.kind != "layer dropped")
+        micros = tuple(replace(micro, skips=None) for micro in iteration.micros)
+        return replace(iteration, extras=extras, micros=micros)
 
     def in_phase(phase: Phase) -> Phase:
         return _in_each_iteration(phase, run_all) if isinstance(phase.wrapper, Fsdp) else phase
@@ -139,9 +141,9 @@ def _momentum_after_overflow(program: Program) -> Program:
 def _delayed_on_some_ranks(program: Program) -> Program:
     """A delayed module that only some ranks use."""
     model = program.model
-    if not any(block.kind == "branch" for block in model.blocks):
+    if not any("branch" in block.kind for block in model.blocks):
         return program
-    blocks = tuple(replace(each, delayed=each.delayed and each.kind != "branch") for each in model.blocks)
+    blocks = tuple(replace(each, delayed=each.delayed and "branch" not in each.kind) for each in model.blocks)
     program = replace(program, model=replace(model, blocks=blocks))
     return _in_each_phase(program, lambda phase: replace(phase, queue=False))
 

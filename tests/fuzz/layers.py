@@ -69,7 +69,11 @@ def _grouped(block: Block, width: int, plain: bool) -> str:
         made = _call("PlainGroupedLinear", NUM_EXPERTS, width, width, **options)
     else:
         made = _call("GroupedLinear", NUM_EXPERTS, width, width, **options, **_wgrad(block))
-    return f"Routed({made}, {NUM_EXPERTS})"
+    return _routed(block, made)
+
+
+def _routed(block: Block, experts: str) -> str:
+    return f"Routed({experts}, {NUM_EXPERTS}{', padded=True' if block.padded else ''})"
 
 
 def _grouped_mlp(block: Block, width: int, plain: bool) -> str:
@@ -79,11 +83,16 @@ def _grouped_mlp(block: Block, width: int, plain: bool) -> str:
         made = _call("PlainGroupedMLP", NUM_EXPERTS, width, block.hidden, **options)
     else:
         made = _call("GroupedMLP", NUM_EXPERTS, width, block.hidden, **options, **_wgrad(block))
-    return f"Routed({made}, {NUM_EXPERTS})"
+    return _routed(block, made)
 
 
 def _branch(block: Block, width: int, plain: bool) -> str:
     return f"Branch({_square(block, width, plain)}, {_square(block, width, plain)})"
+
+
+def _shared_branch(block: Block, width: int, plain: bool) -> str:
+    """One way may be the library's, and the other is not."""
+    return f"SharedBranch({_square(block, width, plain)}, {_square(Block(bias=block.bias), width, plain)})"
 
 
 KINDS: dict[str, Writer] = {
@@ -95,6 +104,7 @@ KINDS: dict[str, Writer] = {
     "grouped mlp": _grouped_mlp,
     "experts": _mlp,
     "branch": _branch,
+    "shared branch": _shared_branch,
     "idle": lambda block, width, plain: f"Idle({_square(block, width, plain)}, {width})",
     "counted": lambda block, width, plain: f"Counted({_square(block, width, plain)}, {width})",
     "scale": lambda block, width, plain: "Scale()",
@@ -108,11 +118,33 @@ KINDS: dict[str, Writer] = {
     "nothing": lambda block, width, plain: "nn.Identity()",
 }
 
-OURS = ("linear", "mlp", "norm linear", "norm mlp", "grouped linear", "grouped mlp", "experts", "branch", "idle")
+OURS = (
+    "linear",
+    "mlp",
+    "norm linear",
+    "norm mlp",
+    "grouped linear",
+    "grouped mlp",
+    "experts",
+    "branch",
+    "shared branch",
+    "idle",
+)
 """Kinds that the library has modules for."""
 ONCE_DIFFERENTIABLE = ("attention", "recurrent")
 """Kinds of which torch has no second derivatives everywhere."""
-IN_HALF = ("linear", "mlp", "norm linear", "norm mlp", "grouped linear", "grouped mlp", "branch", "idle", "scale")
+IN_HALF = (
+    "linear",
+    "mlp",
+    "norm linear",
+    "norm mlp",
+    "grouped linear",
+    "grouped mlp",
+    "branch",
+    "shared branch",
+    "idle",
+    "scale",
+)
 """Kinds that programs in bf16 have."""
 
 
@@ -215,6 +247,9 @@ def _frozen(model: Model) -> Iterator[str]:
     for path, block in zip(paths(model), model.blocks, strict=True):
         if block.frozen == "all":
             yield f"{attribute(path)}.requires_grad_(False)"
+        if block.frozen == "first":
+            yield f"for param in [param for param in {attribute(path)}.parameters() if param.ndim > 1][:1]:"
+            yield "    param.requires_grad_(False)"
         if block.frozen == "weights":
             yield f"for param in {attribute(path)}.parameters():"
             yield "    param.requires_grad_(param.ndim < 2)"
@@ -222,6 +257,8 @@ def _frozen(model: Model) -> Iterator[str]:
 
 def all_paths(model: Model) -> Sequence[str]:
     """Modules that may be units, from the inside out."""
-    inside = [f"{path}.layer" for path, block in zip(paths(model), model.blocks, strict=True) if block.kind != "nothing"]
+    inside = [
+        f"{path}.layer" for path, block in zip(paths(model), model.blocks, strict=True) if block.kind != "nothing"
+    ]
     stage = [f"blocks.{len(model.blocks) - 2}"] if model.staged else []
     return [*inside, *paths(model), *stage, "stem", "head"]

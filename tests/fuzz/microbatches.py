@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pen import Pen
-from programs import Iteration, Micro
+from programs import Iteration
 
 
 class Place(NamedTuple):
@@ -128,6 +128,9 @@ def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
         with pen.no_sync(hold and iteration.no_sync == "all"):
             if pen.sums:
                 pen(f"rows = {micro.rows}", "tokens += rows")
+            if micro.skips is not None:
+                pen("before = model.module.order" if pen.ddp else "before = model.order")
+                pen.set_order(micro.skips)
             with pen.inside("try:" if micro.raises else None):
                 with pen.inside("with delayed_wgrad(queue):" if pen.phase.queue and not pen.plain else None):
                     PATTERNS[micro.pattern](pen, place)
@@ -137,6 +140,8 @@ def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
             if micro.raises:
                 with pen.inside("except BadBatch as error:"):
                     pen("kept.append(error)")
+        if micro.skips is not None:
+            pen(f"model.{'module.' if pen.ddp else ''}order = before")
         pen.see(f"loss {step}.{index}", "loss.item()")
         if micro.keep != "nothing":
             with pen.inside(pen.on(micro.keepers)):

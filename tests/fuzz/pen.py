@@ -7,6 +7,7 @@ is spelt alike in both, and what differs is asked of the pen.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from layers import block_order
 from programs import Ddp, Fsdp, Phase, Program, Ranks
 
 
@@ -83,6 +84,19 @@ class Pen:
         if self.program.dtype == "autocast":
             return f"autocast(model, {', '.join([data, *more])})"
         return f"model({', '.join([data, *more])})"
+
+    def set_order(self, without: int | None, *, between_steps: bool = False) -> None:
+        """In which order blocks run from here on: all but one, where there are others.
+
+        between_steps  in plain PyTorch, of the models of all ranks
+        """
+        order = block_order(self.program.model)
+        order = tuple(index for index in order if index != without) or order
+        if between_steps and self.plain and self.program.model.variants > 1:
+            with self.inside("for each in models:"):
+                self(f"each.order = {order}")
+        else:
+            self(f"model.{'module.' if self.ddp else ''}order = {order}")
 
     def loss(self, outputs: str) -> str:
         """Of one microbatch, with what the step as a whole does to it: ``per_token`` losses are sums."""

@@ -2,8 +2,8 @@
 
     python tests/fuzz/planted.py [--only 03] [--seeds 0:150] [--jobs 2]
 
-The patches are those of ``tests/faults``. A fault is noticed by the first seed whose program ends otherwise than without
-the patch: a finding where there was none, another finding, or a refusal of what was right.
+The patches are those of ``tests/faults``. A fault is noticed by the first seed whose program ends otherwise than
+without the patch: a finding where there was none, another finding, or a refusal of what was right.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What a program is: data. A model, an optimizer, and phases of training between which a checkpoint is saved and loaded.
+"""What a program is: data. A model, an optimizer, and phases of training with a checkpoint between them.
 
 Every value is a plain one, so that programs can be compared, printed and made simpler. ``sources.py`` and its
 neighbours write them down in Python; ``valid.py`` keeps them within what the documentation allows.
@@ -25,11 +25,13 @@ class Block:
     bias: bool = True
     packed: bool = False
     """Experts of a group in one weight."""
+    padded: bool = False
+    """A group gets rows that belong to no expert."""
     rms: bool = False
     gated: bool = False
     hidden: int = 4
     frozen: str = "no"
-    """Or "weights", or "all"."""
+    """Or the "first" weight, "weights", or "all"."""
     recompute: str = "no"
     """Of the layer: "reentrant" or "non-reentrant"."""
     single: bool = False
@@ -142,6 +144,8 @@ class Micro:
     rows: int = 3
     ranks: Ranks | None = None
     """Who has it; None: everybody."""
+    skips: int | None = None
+    """A block that does not run in it, on any rank."""
     keep: str = "nothing"
     """Or "loss", "output": in a list."""
     keepers: Ranks = ()

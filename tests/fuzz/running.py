@@ -62,7 +62,10 @@ def run_program(program: Program) -> Outcome:
 
 def _run_both(program: Program, names: dict[str, Any]) -> Outcome:
     expected = [[{} for _ in range(phase.ranks)] for phase in program.phases]
-    names["plain"](expected)
+    try:
+        names["plain"](expected)
+    except Exception as error:
+        return Outcome("broken in plain PyTorch", repr(error), traceback.format_exc())
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for index, phase in enumerate(program.phases):
             outcome = _run_phase(program, phase, names[f"train_{index}"], expected[index], folder)
@@ -126,7 +129,9 @@ def is_refusal(error: Exception) -> bool:
     if not isinstance(error, (ValueError, TypeError, RuntimeError, FloatingPointError)):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    raised_there = bool(frames) and frames[-1].filename.startswith(LIBRARY) and (frames[-1].line or "").startswith("raise")
+    raised_there = (
+        bool(frames) and frames[-1].filename.startswith(LIBRARY) and (frames[-1].line or "").startswith("raise")
+    )
     return raised_there and _names_something(str(error))
 
 

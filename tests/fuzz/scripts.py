@@ -35,7 +35,6 @@ IMPORTS = {
 """All that programs use of the library, and what of torch is not in the vocabulary."""
 
 
-
 _STDLIB = ("copy", "gc", "math", "tempfile", "zlib")
 _TORCH = {
     "dist": "import torch.distributed as dist",
@@ -102,9 +101,7 @@ def _main(program: Program, compares: bool) -> str:
     for index, phase in enumerate(program.phases):
         lines += [indent + line for line in garbage_lines(phase.garbage)]
         folder = "folder" if with_folder else "None"
-        lines.append(
-            f"{indent}simulate(train_{index}, {phase.ranks}, found[{index}], {folder}, seed={program.order})"
-        )
+        lines.append(f"{indent}simulate(train_{index}, {phase.ranks}, found[{index}], {folder}, seed={program.order})")
         if compares:
             lines.append(f"{indent}compare(found[{index}], expected[{index}], tolerance={tolerance_of(program)})")
     return "\n".join(lines) + "\n"

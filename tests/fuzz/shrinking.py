@@ -169,7 +169,9 @@ def _defaults(program: Program) -> Iterator[Program]:
     yield replace(program, optimizer=Optimizer("SGD", (("lr", 0.1),)))
     yield from (replace(program, optimizer=part) for part in _back_to_defaults(program.optimizer, Optimizer(), "name"))
     for drop in range(len(program.optimizer.options)):
-        options = tuple(each for index, each in enumerate(program.optimizer.options) if index != drop or each[0] == "lr")
+        options = tuple(
+            each for index, each in enumerate(program.optimizer.options) if index != drop or each[0] == "lr"
+        )
         yield replace(program, optimizer=replace(program.optimizer, options=options))
     for index, phase in enumerate(program.phases):
         for part in _simpler_phases(phase):
@@ -211,6 +213,8 @@ def _simpler_iterations(iteration: Iteration) -> Iterator[Iteration]:
 def _back_to_defaults(part: Any, default: Any, *but: str) -> Iterator[Any]:
     for field in dataclasses.fields(part):
         wanted = getattr(default, field.name)
-        if field.name not in but and getattr(part, field.name) != wanted and not dataclasses.is_dataclass(wanted):
-            if not (isinstance(wanted, tuple) and any(dataclasses.is_dataclass(each) for each in wanted)):
-                yield replace(part, **{field.name: wanted})
+        parts = wanted if isinstance(wanted, tuple) else (wanted,)
+        if field.name in but or any(dataclasses.is_dataclass(each) for each in parts):
+            continue
+        if getattr(part, field.name) != wanted:
+            yield replace(part, **{field.name: wanted})

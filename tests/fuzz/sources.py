@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from extras import DURING, write_extra, write_order
+from extras import DURING, write_extra
 from layers import expert_paths, lines_of_model
 from microbatches import write_failing, write_micro
 from pen import Pen
 from programs import Ddp, Iteration, Program
 from wrappers import write_beside_optimizer, write_finish, write_plain_optimizer, write_step, write_wrapping, write_zero
+
 
 def program_source(program: Program) -> str:
     """The functions ``make_model``, ``make_plain``, ``train_0`` and so on, and ``plain``."""
@@ -21,7 +22,8 @@ def tolerance_of(program: Program) -> float:
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
     gradient that is zero by 1 / eps, a thousand. fp32 has 7. ``max_grad_norm`` rounds its coefficient to fp32, since
     torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other places, by
-    1 / 256 each; with a few steps behind them weights are another number's roundings here and there.
+    1 / 256 each; with a few steps behind them weights are another number's roundings here and there. Gradients of the
+    first iteration, where the library's products have no part in them, differ by sums in fp32 alone: 1e-4.
     """
     if program.dtype in ("bfloat16", "autocast"):
         return 5e-2
@@ -47,7 +49,7 @@ def _makers(program: Program) -> Iterator[str]:
         yield from ("    " + line for line in lines_of_model(program.model, plain, fails))
         more = f", variant, {tuple(experts)}" if experts else ""
         yield f"    initialise(model, seed{more})"
-        yield f"    return model"
+        yield "    return model"
         yield "\n"
 
 
@@ -177,7 +179,8 @@ def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
                 with pen.inside(f"for param in {pen.owner}.parameters():"), pen.inside("if param.requires_grad:"):
                     pen("param.grad /= tokens")
         if "grads" in iteration.see:
-            _write_values(pen, f"gradients {number}", "grads_of")
+            first = number == 0 and _rounds_alike(pen.program)
+            _write_values(pen, f"{'first ' if first else ''}gradients {number}", "grads_of")
     if iteration.scaled:
         pen("model.scale_gradients(0.5)" if pen.ddp else f"scale_grads({pen.owner}, 0.5)")
     if outcome == "step":
@@ -190,6 +193,18 @@ def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
         _write_values(pen, f"weights {number}", "values_of")
 
 
+def _rounds_alike(program: Program) -> bool:
+    """A bf16 model whose gradients are rounded at the same places in plain PyTorch, until the first step.
+
+    There they are divided by the number of ranks before they are rounded, which changes nothing by powers of two.
+    """
+    model = program.model
+    if program.phases[0].ranks not in (1, 2, 4):
+        return False
+    ours = any(block.library or block.recompute != "no" for block in model.blocks)
+    return program.dtype == "bfloat16" and not (ours or model.converted or model.recompute != "no")
+
+
 # ---- Plain PyTorch. ----
 
 
@@ -198,11 +213,15 @@ def _plain(program: Program) -> Iterator[str]:
     number = 0
     for index, phase in enumerate(program.phases):
         pen = Pen(program, phase, index, plain=True)
-        pen(f"# Phase {index}", f"records, size, average = everyones[{index}], {phase.ranks}, None", "kept, log = [], []")
+        pen(
+            f"# Phase {index}",
+            f"records, size, average = everyones[{index}], {phase.ranks}, None",
+            "kept, log = [], []",
+        )
         if index == 0:
             _write_plain_model(pen)
         elif _drops_layers(program):
-            write_order(pen)  # the model of this phase is another one
+            pen.set_order(None, between_steps=True)  # the model of this phase is another one
         if index == 0 or phase.loads == "weights":
             write_plain_optimizer(pen)
         for iteration in phase.iterations:

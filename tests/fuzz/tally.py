@@ -44,7 +44,10 @@ class Tally:
             refused = 100 * self._refused[name, value] / self._programs[name, value]
             by_dimension[name].append(f"{value} {times}" + (f" ({refused:.0f}%)" if refused else ""))
         lines += [f"{name}: {'; '.join(values)}" for name, values in by_dimension.items()]
-        lines += ["", f"{self.count} programs: " + ", ".join(f"{count} {kind}" for kind, count in self.outcomes.items())]
+        lines += [
+            "",
+            f"{self.count} programs: " + ", ".join(f"{count} {kind}" for kind, count in self.outcomes.items()),
+        ]
         lines += [f"  refused {count} times: {message}" for message, count in self.refusals.most_common()]
         lines += [f"  {kind}: seeds {', '.join(map(str, seeds[:20]))}" for kind, seeds in self.seeds.items()]
         return "\n".join(lines)

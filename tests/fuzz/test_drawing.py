@@ -28,7 +28,9 @@ def drawn() -> list[Program]:
 
 def test_a_seed_is_a_program(drawn: list[Program]) -> None:
     """In another process too, with another order of sets."""
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); from drawing import draw; print([draw(s) for s in range(40)])"
+    code = (
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); from drawing import draw; print([draw(s) for s in range(40)])"
+    )
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
     assert done.stdout.strip() == repr(drawn[:40]), done.stderr

@@ -1,4 +1,4 @@
-"""The tester: it imports the public names alone, tells outcomes apart, makes programs simpler, and prints what it ran."""
+"""The tester: it uses public names alone, tells outcomes apart, makes programs simpler, and prints what it ran."""
 
 import ast
 import importlib
@@ -158,7 +158,9 @@ def test_what_does_not_matter_goes() -> None:
     def shows(program: Program) -> bool:
         kinds = {block.kind for block in program.model.blocks}
         return any(
-            "branch" in kinds and isinstance(phase.wrapper, Fsdp) and any(len(each.micros) > 1 for each in phase.iterations)
+            "branch" in kinds
+            and isinstance(phase.wrapper, Fsdp)
+            and any(len(each.micros) > 1 for each in phase.iterations)
             for phase in program.phases
         )
 

@@ -14,6 +14,7 @@ from layers import (
     ONCE_DIFFERENTIABLE,
     OURS,
     all_paths,
+    block_order,
     expert_paths,
     num_members,
     tied_paths,
@@ -80,7 +81,7 @@ def _block(block: Block, dtype: str) -> Block:
     if not block.library:
         block = replace(block, fused=plain.fused, delayed=plain.delayed)
     if "grouped" not in kind:
-        block = replace(block, packed=False)
+        block = replace(block, packed=False, padded=False)
     if not kind.startswith("norm "):
         block = replace(block, rms=False)
     if kind != "norm mlp":
@@ -260,7 +261,16 @@ def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:
     only = None if last or isinstance(phase.wrapper, Fsdp) or micro.ranks is None else _some(micro.ranks, phase.ranks)
     only = None if not only or len(only) == phase.ranks else only
     raises = _some(micro.raises, phase.ranks)
-    return replace(micro, pattern=pattern, keep=keep, keepers=keepers if keep != "nothing" else (), ranks=only, raises=raises)
+    skips = micro.skips if micro.skips is not None and micro.skips < len(block_order(model)) else None
+    return replace(
+        micro,
+        pattern=pattern,
+        keep=keep,
+        keepers=keepers if keep != "nothing" else (),
+        ranks=only,
+        skips=skips if num_members(model) > 1 else None,
+        raises=raises,
+    )
 
 
 def _some(ranks: Ranks, size: int) -> Ranks:

@@ -160,6 +160,14 @@ class Branch(nn.Module):
         return self.left(x) if x[0, 0] > 0 else self.right(x)
 
 
+class SharedBranch(Branch):
+    """The same weight in both."""
+
+    def __init__(self, left, right):
+        super().__init__(left, right)
+        self.right.weight = self.left.weight
+
+
 class Idle(nn.Module):
     """A layer beside a parameter that nobody uses."""
 
@@ -235,16 +243,18 @@ class Convolution(nn.Module):
 class Routed(nn.Module):
     """Each row goes to the expert of its largest feature; some experts get none."""
 
-    def __init__(self, experts, num_experts):
+    def __init__(self, experts, num_experts, padded=False):
         super().__init__()
         self.experts = experts
         self.num_experts = num_experts
+        self.padded = padded  # with two rows of no expert, whose outputs are zeros
 
     def forward(self, x):
         chosen = x.argmax(-1) % self.num_experts
         order = chosen.argsort(stable=True)
-        y = self.experts(x[order], torch.bincount(chosen, minlength=self.num_experts))
-        return y[order.argsort()]
+        rows = torch.cat([x[order], x.new_full((2, x.shape[-1]), 7.0)]) if self.padded else x[order]
+        y = self.experts(rows, torch.bincount(chosen, minlength=self.num_experts))
+        return y[order.argsort()] + y[len(x) :].sum()
 
 
 class PlainLayerNormLinear(nn.Module):
@@ -319,13 +329,14 @@ def add_experts(module, prefix, num_experts, out_features, in_features, bias, pa
 
 
 def product_of_experts(module, prefix, x, m_splits):
-    rows = x.split(m_splits.tolist())
+    rows = x.split([*m_splits.tolist(), len(x) - int(m_splits.sum())])
     products = []
     for expert in range(module.num_experts):
         packed = getattr(module, f"{prefix}weight", None)
         weight = getattr(module, f"{prefix}weight{expert}") if packed is None else packed[expert]
         bias = getattr(module, f"{prefix}bias{expert}") if module.has_bias else None
         products.append(F.linear(rows[expert], weight, bias))
+    products.append(products[0].new_zeros(len(rows[-1]), products[0].shape[-1]))  # of no expert
     return torch.cat(products)
 
 
@@ -422,7 +433,7 @@ def pieces_like(model, tensors):
     """Tensors that follow ``model.parameters()``, as ``values_of`` has them."""
     module = getattr(model, "module", model)
     named = module.named_parameters()
-    return {name: (first_of(param), copied(each)) for (name, param), each in zip(named, tensors)}
+    return {name: (first_of(param), copied(each)) for (name, param), each in zip(named, tensors, strict=True)}
 
 
 def first_of(param):
@@ -440,7 +451,7 @@ def share(models, experts):
     """Models that differ in their experts alone."""
     first = models[0]
     for other in models[1:]:
-        for (name, module), twin in zip(other.named_modules(), first.modules()):
+        for (name, module), twin in zip(other.named_modules(), first.modules(), strict=True):
             for local in list(module._parameters):
                 if not f"{name}.{local}".startswith(tuple(experts)):
                     module._parameters[local] = twin._parameters[local]
@@ -468,9 +479,12 @@ class Masters(nn.Module):
     def named_parameters(self, *args, **kwargs):
         return [(name.replace("/", "."), param) for name, param in super().named_parameters(*args, **kwargs)]
 
+    def pairs(self):
+        return zip(self.model[0].parameters(), self.parameters(), strict=True)
+
     def take(self):
         """Add the model's gradients, and clear them."""
-        for (_, param), (_, master) in zip(self.model[0].named_parameters(), self.named_parameters()):
+        for param, master in self.pairs():
             if param.grad is not None:
                 master.grad = param.grad.float() if master.grad is None else master.grad + param.grad.float()
                 param.grad = None
@@ -478,7 +492,7 @@ class Masters(nn.Module):
     def give(self):
         """Round to the model's parameters."""
         with torch.no_grad():
-            for (_, param), (_, master) in zip(self.model[0].named_parameters(), self.named_parameters()):
+            for param, master in self.pairs():
                 param.copy_(master)
 
 
@@ -497,14 +511,15 @@ class Differs(AssertionError):
 
 
 def compare(found, expected, tolerance):
-    """What each rank has noted, by name, with what it should have."""
+    """What each rank has noted, by name, with what it should have. What is "first" has no steps' roundings in it."""
     for rank, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
         for what, value in mine.items():
+            allowed = min(tolerance, 1e-4) if what.startswith("first ") else tolerance
             if isinstance(value, dict):
                 for name, piece in value.items():
-                    compare_piece(f"rank {rank}: {what}: {name}", piece, wanted[what][name], tolerance)
+                    compare_piece(f"rank {rank}: {what}: {name}", piece, wanted[what][name], allowed)
             else:
-                compare_piece(f"rank {rank}: {what}", (0, value), (0, wanted[what]), tolerance)
+                compare_piece(f"rank {rank}: {what}", (0, value), (0, wanted[what]), allowed)
         missing = [what for what in wanted if what not in mine]
         if missing:
             raise Differs(f"rank {rank}: {missing[0]}: missing")

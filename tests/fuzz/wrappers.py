@@ -1,6 +1,7 @@
 """How users wrap a model, and the verbs that each wrapper has for the end of an iteration."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from layers import attribute, expert_paths
 from pen import Pen
@@ -135,7 +136,7 @@ def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
         pen(f"fully_shard({attribute(unit.path)}{own}{common}{_unit_options(unit)})")
     if wrapper.prefetch:
         blocks = [attribute(unit.path) for unit in wrapper.units if unit.path.count(".") == 1]
-        for first, second in zip(blocks, blocks[1:], strict=False):
+        for first, second in pairwise(blocks):
             pen(f"{first}.set_modules_to_forward_prefetch([{second}])")
             pen(f"{second}.set_modules_to_backward_prefetch([{first}])")
     pen(f"optimizer = {_stock_optimizer(pen)}")
