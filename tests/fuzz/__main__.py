@@ -10,6 +10,7 @@ Exit status 1 where something was found.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -145,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"seeds from {first} on", flush=True)
     run = Run(options)
     run.of(seeds)
+    gc.unfreeze()
     if options.outcomes is not None:
         options.outcomes.write_text(json.dumps(run.outcomes))
     if options.unlike is not None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import vocabulary
+from comparison import Differs, compare
 from programs import Phase, Program
-from scripts import IMPORTS, default_dtype, garbage_lines
+from scripts import default_dtype, garbage_lines
 from sources import program_source, tolerance_of
 
 import maingrad.ddp as library
@@ -36,17 +37,9 @@ class Outcome:
         return self.kind not in ("fine", "refused")
 
 
-def namespace() -> dict[str, Any]:
-    """What programs are executed in: the vocabulary, and the public names of the library."""
-    found = dict(vars(vocabulary))
-    for module, names in IMPORTS.items():
-        found |= {name: getattr(__import__(module, fromlist=names), name) for name in names}
-    return found
-
-
 def run_program(program: Program) -> Outcome:
     """Both ways, and compared."""
-    names = namespace()
+    names = vocabulary.namespace()
     source = program_source(program)
     exec(compile(source, "<program>", "exec"), names)
     before = torch.get_default_dtype(), gc.get_threshold(), gc.isenabled()
@@ -98,8 +91,8 @@ def _run_phase(
     if stuck is not None:
         return Outcome(f"stuck: {type(stuck).__name__}", str(stuck))
     try:
-        vocabulary.compare(found, expected, tolerance_of(program))
-    except vocabulary.Differs as error:
+        compare(found, expected, tolerance_of(program))
+    except Differs as error:
         what = re.sub(r"rank \d+: ([a-z' ]*[a-z']).*", r"\1", str(error), flags=re.DOTALL)
         return Outcome(f"differs: {what}", str(error))
     return Outcome("fine")

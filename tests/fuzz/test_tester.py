@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import running
 import torch
+import vocabulary
 from apart import run_apart
 from drawing import draw
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, UnitOf
 from running import Outcome, run_program
-from scripts import IMPORTS, script
+from scripts import script
 from shrinking import shrink, size_of
 from valid import valid
 
@@ -28,9 +29,9 @@ SGD = Optimizer("SGD", (("lr", 0.1),))
 # ---- Only what users have. ----
 
 
-@pytest.mark.parametrize("module", [name for name in IMPORTS if name.startswith("maingrad")])
-def test_programs_use_public_names(module: str) -> None:
-    assert set(IMPORTS[module]) <= set(importlib.import_module(module).__all__)
+@pytest.mark.parametrize("room", vocabulary.LIBRARY)
+def test_programs_use_public_names(room: str) -> None:
+    assert set(vocabulary.LIBRARY[room]) <= set(importlib.import_module(room).__all__)
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.py")), ids=lambda path: path.name)
