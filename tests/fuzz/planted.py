@@ -27,6 +27,7 @@ OUT_OF_REACH = {
     "02b": "another library's provider",
     "03c": "another library's provider",
     "03d": "another library's modules",
+    "04a": "modules without a provider",
     "05": "modules without a provider",
     "05b": "modules without a provider",
     "06a": "another library's provider",
@@ -90,7 +91,7 @@ def judge(patch: Path, copy: Path, seeds: str, usual: Path) -> Verdict:
     harness, began = _harness(), time.monotonic()
     harness.apply_patch(copy, patch)
     try:
-        done = run_fuzz(copy, "--seeds", seeds, "--unlike", str(usual), "--limit", "30", "--no-shrink")
+        done = run_fuzz(copy, "--seeds", seeds, "--unlike", str(usual), "--limit", "120", "--no-shrink")
     finally:
         harness.apply_patch(copy, patch, reverse=True)
     if done.returncode not in (0, 1):
