@@ -3,6 +3,7 @@
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
 #   make test       the tests (two workers, under ten minutes on two cores)
 #   make test-all   slow tests too, and property tests at full counts
+#   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
 #   make faults     apply each known fault to a copy; its test must notice
 #   make check      ruff, mypy --strict on the library, import direction
 #   make test-gpu   the tests marked gpu
@@ -16,6 +17,9 @@ VENV ?= .venv
 WORKERS ?= 2
 CONFIG ?= launch/configs/stdlib.toml
 RANKS ?= 2
+
+SECONDS ?= 60
+FUZZED = $(if $(SEED),--seed $(SEED),$(if $(SEEDS),--seeds $(SEEDS),--seconds $(SECONDS)))
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -48,7 +52,7 @@ ALSO_ON_GPU := ddp/test_contract_faults.py ddp/test_return_table.py te_integrati
 	te_integration/test_return_table_modules.py te_integration/test_saved_tensor_hooks.py
 ONLY_ON_CPU := recomputes_itself_inside and not copies_and_materialised
 
-.PHONY: train test test-all faults check test-gpu bench clean
+.PHONY: train test test-all fuzz faults check test-gpu bench clean
 .DEFAULT_GOAL := test
 
 train: $(call installed,launch)
@@ -64,6 +68,9 @@ test-gpu: $(call installed,test)
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no CUDA device")'
 	$(PY) -m pytest -m gpu $(ARGS)
 	$(PY) -m pytest --made-on cuda -m "not gpu" $(addprefix tests/,$(ALSO_ON_GPU)) -k "not $(ONLY_ON_CPU)" $(ARGS)
+
+fuzz: $(call installed,test)
+	$(PY) tests/fuzz $(FUZZED) --workers $(WORKERS) $(ARGS)
 
 faults: $(call installed,test)
 	$(PY) tests/faults/run.py --jobs $(WORKERS) $(ARGS)

@@ -1,0 +1,42 @@
+"""What a rank has seen, beside what plain PyTorch has computed."""
+
+import torch
+
+
+class Differs(AssertionError):
+    """A rank has seen something else than plain PyTorch."""
+
+
+def compare(found, expected, tolerance):
+    """What each rank has noted, by name, with what it should have. What is "first" has no steps' roundings in it."""
+    for rank, (mine, wanted) in enumerate(zip(found, expected, strict=True)):
+        for what, value in mine.items():
+            allowed = min(tolerance, 1e-4) if what.startswith("first ") else tolerance
+            if isinstance(value, dict):
+                for name, piece in value.items():
+                    compare_piece(f"rank {rank}: {what}: {name}", piece, wanted[what][name], allowed)
+            else:
+                compare_piece(f"rank {rank}: {what}", (0, value), (0, wanted[what]), allowed)
+        missing = [what for what in wanted if what not in mine]
+        if missing:
+            raise Differs(f"rank {rank}: {missing[0]}: missing")
+
+
+def compare_piece(what, piece, whole, tolerance):
+    """``tolerance`` is relative to the norm of the whole, or to a thousandth where that is smaller."""
+    if piece is None or whole is None:
+        if piece is not whole:
+            raise Differs(f"{what}: {piece} where {whole} was expected")
+        return
+    start, values = piece
+    values, all_of_it = (torch.as_tensor(each, dtype=torch.float64).reshape(-1) for each in (values, whole[1]))
+    wanted = all_of_it[start : start + len(values)]
+    if len(values) != len(wanted):
+        raise Differs(f"{what}: {len(values)} elements where {len(wanted)} were expected")
+    if not torch.isfinite(wanted).all():
+        if torch.isfinite(values).all():
+            raise Differs(f"{what}: {values.tolist()} where {wanted.tolist()} was expected")
+        return
+    error, norm = float((values - wanted).norm()), max(float(all_of_it.norm()), 1e-3)
+    if not error <= tolerance * norm:
+        raise Differs(f"{what}: off by {error / norm:.1e}: {values.tolist()} where {wanted.tolist()} was expected")

@@ -1,0 +1,226 @@
+"""What users do beside training: each kind writes its lines, alike for the wrapped run and for plain PyTorch.
+
+To add one, add a function to ``DURING`` (between microbatches; every rank runs it, and in plain PyTorch it runs once
+for each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, and changes the one model).
+"""
+
+from collections.abc import Callable
+
+from pen import Pen
+from programs import Extra
+from wrappers import write_zero
+
+Writer = Callable[[Pen, Extra, str, int], None]
+"""Called with the pen, the extra, a name that no other has, and the iteration's number."""
+
+
+def _data(step: int) -> str:
+    return f"batch(rank, {step}, 70)"
+
+
+def _keep(pen: Pen, extra: Extra, what: str) -> None:
+    if extra.ranks:
+        with pen.inside(pen.on(extra.ranks)):
+            pen(f"kept.append({what})")
+
+
+# ---- Between microbatches. ----
+
+
+def _dropped_forward(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """With grad mode, and no backward."""
+    pen(pen.forward(_data(step)))
+
+
+def _kept_forward(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    pen(f"output = {pen.forward(_data(step))}")
+    _keep(pen, extra, "output")
+    pen("del output")
+
+
+def _failed_forward(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """It raises on all ranks; some keep the exception, and with it the frames of the forward."""
+    with pen.inside("try:"):
+        pen(pen.forward(_data(step), str(extra.where)))
+    with pen.inside("except BadBatch as error:"):
+        _keep(pen, extra, "error")
+
+
+def _no_backward(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Something raises between forward and backward, on all ranks."""
+    with pen.inside("try:"):
+        pen(f"interrupt({pen.forward(_data(step))})")
+    with pen.inside("except BadBatch as error:"):
+        _keep(pen, extra, "error")
+
+
+def _evaluation(pen: Pen, extra: Extra, name: str, step: int, mode: str = "no_grad") -> None:
+    with pen.inside(f"with torch.{mode}():"):
+        pen.see(f"evaluation {name}", f"loss_of({pen.forward(_data(step))}).item()")
+
+
+def _inference(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    _evaluation(pen, extra, name, step, "inference_mode")
+
+
+def _collection(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    if pen.plain:
+        return
+    with pen.inside(pen.on(extra.ranks)):
+        pen("gc.collect()")
+
+
+def _freezing(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """What there is by now is never collected."""
+    if not pen.plain:
+        pen("gc.freeze()")
+
+
+def _forgetting(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """What was kept goes, on some ranks."""
+    with pen.inside(pen.on(extra.ranks)):
+        pen("kept.clear()")
+
+
+def _log_norms(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """All ranks compute, the first one looks. Of shards these are norms of shards, which are not compared."""
+    with pen.inside("with torch.no_grad():"):
+        pen("norms = [float(param.norm()) for param in model.parameters()]")
+    with pen.inside("if rank == 0:"):
+        pen("log.append(max(norms))")
+
+
+def _whole_norms(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Norms of whole parameters, by all ranks."""
+    with pen.inside("with torch.no_grad():"):
+        with pen.inside("with model.unsharded():" if pen.fsdp else None):
+            pen.see(f"norms {name}", "[float(param.norm()) for param in model.parameters()]")
+
+
+def _state_dict(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """To be loaded later, or never."""
+    pen("state = {name: value.clone() for name, value in model.state_dict().items()}")
+
+
+def _copy_of_the_model(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Evaluated and dropped. A sharded model is not copied."""
+    if pen.fsdp:
+        return
+    pen("twin = copy.deepcopy(model)")
+    with pen.inside("with torch.no_grad():"):
+        data = f"{_data(step)}.bfloat16()" if pen.half else _data(step)
+        pen.see(f"copy {name}", f"loss_of(twin({data})).item()")
+    pen("del twin")
+
+
+def _mean_loss(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """A collective of the user's own, over the default group."""
+    if pen.plain:
+        pen.see(f"mean of {name}", "loss.item()")
+        pen.means.append(f"mean of {name}")
+        return
+    pen("mean = loss.detach().clone()", "dist.all_reduce(mean)")
+    pen.see(f"mean of {name}", "float(mean) / size")
+
+
+DURING: dict[str, Writer] = {
+    "dropped forward": _dropped_forward,
+    "kept forward": _kept_forward,
+    "failed forward": _failed_forward,
+    "no backward": _no_backward,
+    "no_grad": _evaluation,
+    "inference_mode": _inference,
+    "gc.collect": _collection,
+    "gc.freeze": _freezing,
+    "forgetting": _forgetting,
+    "norms logged": _log_norms,
+    "whole norms": _whole_norms,
+    "state_dict": _state_dict,
+    "deepcopy": _copy_of_the_model,
+    "mean loss": _mean_loss,
+}
+
+
+# ---- Between steps. ----
+
+
+def _load_state_dict(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Back to where ``state`` was taken."""
+    pen("model.load_state_dict(state)")
+
+
+def _snapshot(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Model and optimizer, in memory."""
+    pen("snapshot = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
+
+
+def _rollback(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Back to it."""
+    pen("model.load_state_dict(snapshot[0])")
+    pen("optimizer.load_state_dict(copy.deepcopy(snapshot[1]))")
+
+
+def _layer_dropped(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """From here on no rank runs one of the blocks."""
+    pen.set_order(extra.where, between_steps=True)
+
+
+def _kept_gathered(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """The user's mind has changed."""
+    if pen.fsdp:
+        pen("model.set_reshard_after_forward(False)")
+
+
+def _average(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """An exponential moving average over what the rank has of the parameters."""
+    with pen.inside("with torch.no_grad():"):
+        pen(f"now = [param.detach() for param in {pen.owner}.parameters()]")
+        with pen.inside("if average is None:"):
+            pen("average = [each.clone() for each in now]")
+        with pen.inside("for mean, each in zip(average, now):"):
+            pen("mean.lerp_(each, 0.1)")
+
+
+def _rescale(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Parameters are changed in place by somebody else than the optimizer."""
+    with pen.inside("with torch.no_grad():"):
+        with pen.inside(f"for param in {pen.owner}.parameters():"):
+            pen("param.mul_(0.75)")
+    if pen.plain and pen.half:
+        pen("masters.give()")
+
+
+def _write_back(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """The same through whole parameters, where they are sharded."""
+    if pen.fsdp:
+        with pen.inside("with torch.no_grad(), model.unsharded(writeback=True):"):
+            with pen.inside("for param in model.parameters():"):
+                pen("param.mul_(0.75)")
+    else:
+        _rescale(pen, extra, name, step)
+
+
+def _zero_again(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Once more than needed, or of gradients that were to stay."""
+    write_zero(pen)
+
+
+AFTER: dict[str, Writer] = {
+    "load_state_dict": _load_state_dict,
+    "snapshot": _snapshot,
+    "rollback": _rollback,
+    "layer dropped": _layer_dropped,
+    "kept gathered": _kept_gathered,
+    "average": _average,
+    "rescaled": _rescale,
+    "written back": _write_back,
+    "zeroed again": _zero_again,
+}
+
+RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting")
+"""Kinds that look at ``Extra.ranks``."""
+
+
+def write_extra(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """One of either kind."""
+    (DURING | AFTER)[extra.kind](pen, extra, name, step)

@@ -1,0 +1,160 @@
+"""What users do with a microbatch: each pattern writes its forwards and backwards.
+
+To add one, add a function to ``PATTERNS``; it must leave ``loss`` behind, and backward of everything in it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pen import Pen
+from programs import Iteration
+
+
+class Place(NamedTuple):
+    """Which microbatch is being written."""
+
+    name: str
+    """For what is noted of it."""
+    data: str
+    """The expression of its rows."""
+    other: str
+    """Of more rows."""
+    divisor: str
+    """What losses are divided by, " / 2" say."""
+    hold: bool
+    """Not the last of its iteration."""
+
+
+def _plain(pen: Pen, place: Place) -> None:
+    pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
+def _named_output(pen: Pen, place: Place) -> None:
+    pen(f"output = {pen.forward(place.data)}")
+    pen(f"loss = {pen.loss('output')}{place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
+def _offloaded(pen: Pen, place: Place) -> None:
+    """What forward saves is copied, and backward gets other tensors."""
+    with pen.inside("with torch.autograd.graph.save_on_cpu():"):
+        pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
+def _two_forwards(pen: Pen, place: Place) -> None:
+    """One backward of a sum of two losses."""
+    first, second = (pen.loss(pen.forward(data)) for data in (place.data, place.other))
+    pen(f"loss = ({first} + {second}){place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
+def _two_backwards(pen: Pen, place: Place) -> None:
+    """Two forwards, and their backwards in the other order."""
+    pen(f"first = {pen.loss(pen.forward(place.other))}{place.divisor}")
+    pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+    pen.backward("loss", hold=True)
+    pen.backward("first", hold=place.hold)
+
+
+def _retained(pen: Pen, place: Place) -> None:
+    """The same graph twice."""
+    pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+    pen.backward("loss", "retain_graph=True", hold=True)
+    pen.backward("loss", hold=place.hold)
+
+
+def _of_the_input(pen: Pen, place: Place) -> None:
+    """The input's gradient comes along."""
+    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
+    pen.backward("loss", hold=place.hold)
+    scale = " * size" if pen.plain and not pen.sums else ""
+    scale += " / scaler.get_scale()" if pen.program.optimizer.scaled else ""
+    pen.see(f"input's gradient {place.name}", f"x.grad{scale}")
+
+
+def _asked_for(pen: Pen, place: Place) -> None:
+    """``autograd.grad`` for the input, before backward."""
+    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
+    pen("(gradient,) = torch.autograd.grad(loss, x, retain_graph=True)")
+    pen.see(f"input's gradient {place.name}", "gradient")
+    pen.backward("loss", hold=place.hold)
+
+
+def _penalty(pen: Pen, place: Place) -> None:
+    """A penalty on the input's gradient: second derivatives."""
+    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
+    pen("(gradient,) = torch.autograd.grad(loss, x, create_graph=True)")
+    pen("loss = loss + gradient.square().sum()")
+    pen.backward("loss", hold=place.hold)
+    pen("del gradient")
+
+
+PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
+    "plain": _plain,
+    "named output": _named_output,
+    "offloaded": _offloaded,
+    "two forwards": _two_forwards,
+    "two backwards": _two_backwards,
+    "retained": _retained,
+    "input's gradient": _of_the_input,
+    "autograd.grad": _asked_for,
+    "penalty": _penalty,
+}
+"""What can be drawn."""
+BACKWARDS_TWICE = ("two backwards", "retained")
+ASKS_FOR_INPUTS = ("autograd.grad", "penalty")
+
+
+def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
+    """One microbatch, on the ranks that have it.
+
+    step  number of the iteration in the program
+    """
+    micro = iteration.micros[index]
+    count, last = len(iteration.micros), index == len(iteration.micros) - 1
+    hold = (not last or iteration.outcome in ("given up", "fails")) and iteration.no_sync != "forgotten"
+    divisor = "" if count == 1 or pen.sums else f" / {count}"
+    if last and iteration.overflow:
+        divisor += f" * (math.inf if rank in {iteration.overflow} else 1.0)"
+    rows = f", rows={micro.rows}" if micro.rows != 3 else ""
+    data, other = (f"batch(rank, {step}, {number}{rows})" for number in (index, index + 50))
+    place = Place(f"{step}.{index}", data, other, divisor, hold)
+    with pen.inside(pen.on(micro.ranks)):
+        with pen.no_sync(hold and iteration.no_sync == "all"):
+            if pen.sums:
+                pen(f"rows = {micro.rows}", "tokens += rows")
+            if micro.skips is not None:
+                pen("before = model.module.order" if pen.ddp else "before = model.order")
+                pen.set_order(micro.skips)
+            with pen.inside("try:" if micro.raises else None):
+                with pen.inside("with delayed_wgrad(queue):" if pen.phase.queue and not pen.plain else None):
+                    PATTERNS[micro.pattern](pen, place)
+                if micro.raises:
+                    with pen.inside(pen.on(micro.raises)):
+                        pen("interrupt(loss)")
+            if micro.raises:
+                with pen.inside("except BadBatch as error:"):
+                    pen("kept.append(error)")
+        if micro.skips is not None:
+            pen(f"model.{'module.' if pen.ddp else ''}order = before")
+        pen.see(f"loss {step}.{index}", "loss.item()")
+        if micro.keep != "nothing":
+            with pen.inside(pen.on(micro.keepers)):
+                pen(f"kept.append({micro.keep})")
+        if pen.delays and iteration.drain == "each":
+            pen.drain()
+
+
+def write_failing(pen: Pen, step: int, keepers: tuple[int, ...]) -> None:
+    """A microbatch whose backward raises on all ranks."""
+    with pen.inside("try:"):
+        call = pen.forward(f"batch(rank, {step}, 90)", "0", '"backward"')
+        pen(f"loss = {pen.loss(call)}")
+        pen.backward("loss")
+    with pen.inside("except BadBatch as error:"), pen.inside(pen.on(keepers)):
+        pen("kept.append(error)")

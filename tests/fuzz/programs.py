@@ -1,0 +1,253 @@
+"""What a program is: data. A model, an optimizer, and phases of training with a checkpoint between them.
+
+Every value is a plain one, so that programs can be compared, printed and made simpler. ``sources.py`` and its
+neighbours write them down in Python; ``valid.py`` keeps them within what the documentation allows.
+"""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of the model, with a residual around it."""
+
+    kind: str = "linear"
+    """Which; ``layers.py`` has them all."""
+    library: bool = False
+    """Made of the library's modules, where there are some of this kind."""
+    fused: bool = True
+    delayed: bool = False
+    bias: bool = True
+    packed: bool = False
+    """Experts of a group in one weight."""
+    padded: bool = False
+    """A group gets rows that belong to no expert."""
+    rms: bool = False
+    gated: bool = False
+    hidden: int = 4
+    frozen: str = "no"
+    """Or the "first" weight, "weights", or "all"."""
+    recompute: str = "no"
+    """Of the layer: "reentrant" or "non-reentrant"."""
+    single: bool = False
+    """fp32 in an fp64 model."""
+    penalty: bool = False
+    """Returns a part of the loss beside its output."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Blocks between a stem and a head."""
+
+    blocks: tuple[Block, ...] = (Block(),)
+    width: int = 5
+    stem: str = "linear"
+    """Or "lookup": an embedding."""
+    tie: str = "no"
+    """Or "blocks": two square weights are one; or "embedding": the stem's and the head's."""
+    staged: bool = False
+    """The last two blocks are one module."""
+    repeats: int = 0
+    """How often the first block runs again at the end."""
+    same_twice: bool = False
+    """The first block is registered at the end as well."""
+    recompute: str = "no"
+    """Of whole blocks: "reentrant" or "non-reentrant"."""
+    frozen_stem: bool = False
+    converted: bool = False
+    """By ``convert_linears``."""
+    variants: int = 1
+    """Of the experts, which ranks take in turn."""
+    hooked: bool = False
+    """A hook doubles the gradients of the first block."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A class of ``torch.optim``."""
+
+    name: str = "SGD"
+    options: tuple[tuple[str, Any], ...] = ()
+    groups: bool = False
+    """Norms and biases do not decay."""
+    schedule: str = "no"
+    scaled: bool = False
+    """Under a ``GradScaler``."""
+
+
+@dataclass(frozen=True)
+class Ddp:
+    """``DistributedDataParallel``, and who updates."""
+
+    sharded: bool = False
+    """``use_distributed_optimizer``."""
+    instances: int = 1
+    stock: bool = False
+    """torch's own optimizer over ``.grad``."""
+    overlap: bool = True
+    gather_overlap: bool = False
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    find_unused: bool = False
+    check_nan: bool = False
+    keep_whole: bool = False
+    per_token: bool = False
+    group: str = "default"
+    """How ranks are given: "default", "group", "mesh"."""
+    init_sync: bool = False
+    """Ranks begin with other values, and get the first one's."""
+    recorded_order: bool = False
+    max_grad_norm: bool = False
+    """Clipping is the optimizer's business."""
+    clips: str = "torch"
+    """Who clips exposed gradients: "torch"; the "library", before; or torch "too early", before they are exposed."""
+    zero: str = "model.zero_grad_buffer()"
+
+
+@dataclass(frozen=True)
+class UnitOf:
+    """One call of ``fully_shard``."""
+
+    path: str
+    """Of the module; empty for the outermost."""
+    reshard: bool | None = None
+    holds: bool = False
+    """``reduce_every_microbatch=False``."""
+    bucket_size: int | None = None
+    atoms: Any = "element"
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """``fully_shard`` of some modules and then of the model."""
+
+    placements: str = "zero3"
+    instances: int = 1
+    units: tuple[UnitOf, ...] = (UnitOf(""),)
+    """From the inside out; the outermost last."""
+    group: str = "default"
+    init_sync: bool = False
+    prefetch: bool = False
+    zero: str = "optimizer.zero_grad()"
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One microbatch: forward and backward."""
+
+    pattern: str = "plain"
+    rows: int = 3
+    ranks: Ranks | None = None
+    """Who has it; None: everybody."""
+    skips: int | None = None
+    """A block that does not run in it, on any rank."""
+    keep: str = "nothing"
+    """Or "loss", "output": in a list."""
+    keepers: Ranks = ()
+    raises: Ranks = ()
+    """Who raises after backward, catches it and keeps the exception."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Something beside training."""
+
+    kind: str
+    at: int = 0
+    """Before the microbatch of this index; ``len(micros)``: after the last backward; one more: after the step."""
+    ranks: Ranks = ()
+    """Who keeps what comes of it."""
+    where: int = 0
+    """The block in which a forward fails."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What leads to one step of the optimizer, or to none."""
+
+    micros: tuple[Micro, ...] = (Micro(),)
+    extras: tuple[Extra, ...] = ()
+    no_sync: str = "backward"
+    """What it is around: "backward", "all" of a microbatch, or nothing, where it was "forgotten"."""
+    outcome: str = "step"
+    """Or "skip": gradients are thrown away; "accumulate": they stay for the next; "fails": in the last backward."""
+    drain: str = "each"
+    """When delayed weight gradients are computed: after "each" backward, or at the "end"."""
+    finish: str = "finish"
+    """Or "start": ``start_grad_sync`` alone; "start, finish"; "nothing"."""
+    see: tuple[str, ...] = ()
+    """"grads", "weights"."""
+    scaled: bool = False
+    """Somebody halves the gradients before the step."""
+    overflow: Ranks = ()
+    """Whose loss is infinite, under a ``GradScaler``."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Training by so many ranks, from a checkpoint of the phase before."""
+
+    ranks: int = 2
+    wrapper: Ddp | Fsdp = Fsdp()
+    iterations: tuple[Iteration, ...] = (Iteration(),)
+    clip: float | None = None
+    queue: bool = False
+    """Forwards run within ``delayed_wgrad(queue)``."""
+    garbage: str = "off"
+    """When the collector runs: never by itself ("off"), or often."""
+    loads: str = "all"
+    """What it takes from the checkpoint: "all", or "weights" only."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """All of it."""
+
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    phases: tuple[Phase, ...] = (Phase(),)
+    dtype: str = "float64"
+    order: int = 0
+    """Seed of the order in which simulated ranks go on."""
+
+
+def wrapper_kind(wrapper: Ddp | Fsdp) -> str:
+    """What users call it."""
+    if isinstance(wrapper, Fsdp):
+        return f"fully_shard {wrapper.placements}"
+    kind = ("hybrid" if wrapper.instances > 1 else "zero1") if wrapper.sharded else "ddp"
+    return f"{kind}, gather overlapped" if wrapper.gather_overlap else kind
+
+
+def dimensions(program: Program) -> Counter[tuple[str, str]]:
+    """Every dimension's values, and how often the program has each."""
+    found: Counter[tuple[str, str]] = Counter()
+    _count(program, "", found)
+    for phase in program.phases:
+        found["wrapper", wrapper_kind(phase.wrapper)] += 1
+        found["iterations", str(len(phase.iterations))] += 1
+    found["phases", str(len(program.phases))] += 1
+    found["blocks", str(len(program.model.blocks))] += 1
+    return found
+
+
+def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            _count(getattr(value, field.name), f"{type(value).__name__.lower()}.{field.name}", found)
+    elif isinstance(value, tuple) and any(dataclasses.is_dataclass(each) for each in value):
+        for each in value:
+            _count(each, name, found)
+    elif name not in ("program.order", "unitof.path", "extra.where"):
+        found[name, _spelt(value)] += 1
+
+
+def _spelt(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return ", ".join(f"{key}={option}" for key, option in value)
+    return str(value)

@@ -1,0 +1,249 @@
+"""A whole program in Python: what each rank runs, and what plain PyTorch does instead."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from extras import DURING, write_extra
+from layers import expert_paths, lines_of_model
+from microbatches import write_failing, write_micro
+from pen import Pen
+from programs import Ddp, Iteration, Program
+from wrappers import write_beside_optimizer, write_finish, write_plain_optimizer, write_step, write_wrapping, write_zero
+
+
+def program_source(program: Program) -> str:
+    """The functions ``make_model``, ``make_plain``, ``train_0`` and so on, and ``plain``."""
+    return "\n".join([*_makers(program), *_trainers(program), *_plain(program)])
+
+
+def tolerance_of(program: Program) -> float:
+    """How far a tensor may be from what plain PyTorch computes, relative to its norm.
+
+    fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
+    gradient that is zero by 1 / eps, a thousand. fp32 has 7. ``max_grad_norm`` rounds its coefficient to fp32, since
+    torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other places, by
+    1 / 256 each; with a few steps behind them weights are another number's roundings here and there. Gradients of the
+    first iteration, where the library's products have no part in them, differ by sums in fp32 alone: 1e-4.
+    """
+    if program.dtype in ("bfloat16", "autocast"):
+        return 5e-2
+    if program.dtype == "float32" or any(block.single for block in program.model.blocks):
+        return 3e-5
+    rounded = any(isinstance(phase.wrapper, Ddp) and phase.wrapper.max_grad_norm for phase in program.phases)
+    return 1e-6 if rounded else 1e-9
+
+
+# ---- Models. ----
+
+
+def _makers(program: Program) -> Iterator[str]:
+    experts = expert_paths(program.model)
+    variant = ", variant=0" if experts else ""
+    fails = any(
+        iteration.outcome == "fails" or any(extra.kind == "failed forward" for extra in iteration.extras)
+        for phase in program.phases
+        for iteration in phase.iterations
+    )
+    for name, plain in (("make_model", False), ("make_plain", True)):
+        yield f"def {name}(seed=0{variant}):"
+        yield from ("    " + line for line in lines_of_model(program.model, plain, fails))
+        more = f", variant, {tuple(experts)}" if experts else ""
+        yield f"    initialise(model, seed{more})"
+        yield "    return model"
+        yield "\n"
+
+
+# ---- What each rank runs. ----
+
+
+def _trainers(program: Program) -> Iterator[str]:
+    number = 0
+    for index, phase in enumerate(program.phases):
+        pen = Pen(program, phase, index, plain=False)
+        yield f"def train_{index}(records, folder):"
+        pen("rank, size = dist.get_rank(), dist.get_world_size()")
+        pen("seen, kept, log, average = records[rank], [], [], None")
+        _write_model(pen)
+        write_wrapping(pen)
+        write_beside_optimizer(pen)
+        if index:
+            _write_load(pen)
+        if phase.queue:
+            pen("queue = WgradQueue()")
+        for iteration in phase.iterations:
+            pen(f"# Iteration {number}")
+            _write_iteration(pen, iteration, number)
+            number += 1
+        _write_end(pen)
+        if index < len(program.phases) - 1:
+            _write_save(pen)
+        yield from pen.lines
+        yield "\n"
+
+
+def _write_model(pen: Pen) -> None:
+    wrapper = pen.phase.wrapper
+    arguments = ["seed=rank"] if wrapper.init_sync else []
+    if pen.program.model.variants > 1:
+        # An expert's first rank has its own number as the rank.
+        arguments = [f"seed=rank // {pen.program.model.variants}"] if wrapper.init_sync else []
+        arguments.append(f"variant=rank % {pen.program.model.variants}")
+    made = f"make_model({', '.join(arguments)})"
+    # A model that fully_shard computes with in bf16 stays fp32 at rest.
+    pen(f"model = {made}{'.bfloat16()' if pen.half and pen.ddp else ''}")
+
+
+def _write_save(pen: Pen) -> None:
+    following = pen.program.phases[pen.number + 1]
+    arguments = [f'f"{{folder}}/{pen.number}"', "model"]
+    if following.loads == "all":
+        arguments.append("optimizer")
+        if pen.program.optimizer.schedule != "no":
+            arguments.append('extra={"schedule": schedule.state_dict()}')
+    pen(f"save_checkpoint({', '.join(arguments)})")
+
+
+def _write_load(pen: Pen) -> None:
+    arguments = [f'f"{{folder}}/{pen.number - 1}"', "model"]
+    if pen.phase.loads == "all":
+        arguments.append("optimizer")
+    scheduled = pen.phase.loads == "all" and pen.program.optimizer.schedule != "no"
+    pen(f"{'extra = ' if scheduled else ''}load_checkpoint({', '.join(arguments)})")
+    if scheduled:
+        pen('schedule.load_state_dict(extra["schedule"])')
+
+
+def _write_end(pen: Pen) -> None:
+    if any(extra.kind == "average" for iteration in pen.phase.iterations for extra in iteration.extras):
+        pen.see_on_all("average", f"pieces_like({pen.owner}, average)")
+    _write_values(pen, "weights", "values_of")
+
+
+def _write_values(pen: Pen, name: str, reads: str) -> None:
+    """Notes weights or gradients: in plain PyTorch those of each rank's model."""
+    if not pen.plain:
+        pen.see(name, f"{reads}(model)")
+        return
+    owner = "model" if pen.owner == "everything" else pen.owner
+    with _for_each_rank(pen):
+        pen.see(name, f"{reads}({owner})")
+
+
+# ---- One iteration, for a rank or in plain PyTorch. ----
+
+
+def _write_iteration(pen: Pen, iteration: Iteration, number: int) -> None:
+    count = len(iteration.micros)
+    if pen.sums:
+        pen("tokens = 0")
+    with _for_each_rank(pen):
+        for index in range(count):
+            _write_extras(pen, iteration, number, index)
+            write_micro(pen, iteration, number, index)
+        _write_extras(pen, iteration, number, count)
+    pen.write_means()
+    if pen.delays and iteration.drain == "end":
+        pen.drain()
+    _write_outcome(pen, iteration, number)
+    _write_extras(pen, iteration, number, count + 1)
+
+
+@contextmanager
+def _for_each_rank(pen: Pen) -> Iterator[None]:
+    """What every rank does: in plain PyTorch, one after the other."""
+    with pen.inside("for rank, seen in enumerate(records):" if pen.plain else None):
+        if pen.plain and pen.program.model.variants > 1:
+            pen(f"model = models[rank % {pen.program.model.variants}]")
+        yield
+
+
+def _write_extras(pen: Pen, iteration: Iteration, number: int, at: int) -> None:
+    between_steps = at > len(iteration.micros)
+    for index, extra in enumerate(iteration.extras):
+        if extra.at == at:
+            with _for_each_rank(pen) if between_steps and extra.kind in DURING else nullcontext():
+                write_extra(pen, extra, f"{number}.{index}", number)
+
+
+def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
+    """From the last backward to the next iteration."""
+    outcome, counts = iteration.outcome, iteration.outcome in ("step", "accumulate")
+    if outcome == "fails" and not pen.plain:
+        write_failing(pen, number, iteration.micros[-1].keepers)
+    if outcome != "given up":
+        write_finish(pen, iteration)
+    if counts:
+        if pen.plain:
+            pen(f"zeros_where_none({pen.owner})")
+            if pen.sums:
+                with pen.inside(f"for param in {pen.owner}.parameters():"), pen.inside("if param.requires_grad:"):
+                    pen("param.grad /= tokens")
+        if "grads" in iteration.see:
+            first = number == 0 and _rounds_alike(pen.program)
+            _write_values(pen, f"{'first ' if first else ''}gradients {number}", "grads_of")
+    if iteration.scaled:
+        pen("model.scale_gradients(0.5)" if pen.ddp else f"scale_grads({pen.owner}, 0.5)")
+    if outcome == "step":
+        write_step(pen, str(number), see_norm=not iteration.overflow)
+        if pen.plain and pen.half:
+            pen("masters.give()")
+    if outcome != "accumulate":
+        write_zero(pen)
+    if "weights" in iteration.see:
+        _write_values(pen, f"weights {number}", "values_of")
+
+
+def _rounds_alike(program: Program) -> bool:
+    """A bf16 model whose gradients are rounded at the same places in plain PyTorch, until the first step.
+
+    There they are divided by the number of ranks before they are rounded, which changes nothing by powers of two.
+    """
+    model = program.model
+    if program.phases[0].ranks not in (1, 2, 4):
+        return False
+    ours = any(block.library or block.recompute != "no" for block in model.blocks)
+    return program.dtype == "bfloat16" and not (ours or model.converted or model.recompute != "no")
+
+
+# ---- Plain PyTorch. ----
+
+
+def _plain(program: Program) -> Iterator[str]:
+    yield "def plain(everyones):"
+    number = 0
+    for index, phase in enumerate(program.phases):
+        pen = Pen(program, phase, index, plain=True)
+        pen(
+            f"# Phase {index}",
+            f"records, size, average = everyones[{index}], {phase.ranks}, None",
+            "kept, log = [], []",
+        )
+        if index == 0:
+            _write_plain_model(pen)
+        elif _drops_layers(program):
+            pen.set_order(None, between_steps=True)  # the model of this phase is another one
+        if index == 0 or phase.loads == "weights":
+            write_plain_optimizer(pen)
+        for iteration in phase.iterations:
+            pen(f"# Iteration {number}")
+            _write_iteration(pen, iteration, number)
+            number += 1
+        _write_end(pen)
+        yield from pen.lines
+    yield "\n"
+
+
+def _drops_layers(program: Program) -> bool:
+    iterations = [iteration for phase in program.phases for iteration in phase.iterations]
+    return any(extra.kind == "layer dropped" for iteration in iterations for extra in iteration.extras)
+
+
+def _write_plain_model(pen: Pen) -> None:
+    model = pen.program.model
+    if model.variants > 1:
+        pen(f"models = [make_plain(variant=variant) for variant in range({model.variants})]")
+        pen(f"share(models, {tuple(expert_paths(model))})", "everything = AllOf(*models)")
+        return
+    pen(f"model = make_plain(){'.bfloat16()' if pen.half else ''}")
+    if pen.half:
+        pen("masters = Masters(model)")

@@ -1,0 +1,67 @@
+"""What is drawn: from the seed alone, valid, and with every value of every table."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import extras
+import layers
+import microbatches
+import pytest
+import valid
+from drawing import OPTIMIZERS, draw
+from programs import Program, dimensions
+from sources import program_source
+
+from maingrad.fsdp import PLACEMENTS
+
+HERE = Path(__file__).resolve().parent
+COUNT = 600
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Program]:
+    return [draw(seed) for seed in range(COUNT)]
+
+
+def test_a_seed_is_a_program(drawn: list[Program]) -> None:
+    """In another process too, with another order of sets."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); from drawing import draw; print([draw(s) for s in range(40)])"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
+    assert done.stdout.strip() == repr(drawn[:40]), done.stderr
+    assert len(set(drawn)) == COUNT
+
+
+def test_what_is_valid_stays_as_it_is(drawn: list[Program]) -> None:
+    assert all(valid.valid(program) == program for program in drawn)
+
+
+def test_every_value_comes(drawn: list[Program]) -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    for program in drawn:
+        counts.update(dimensions(program))
+    tables = {
+        "block.kind": layers.KINDS,
+        "micro.pattern": microbatches.PATTERNS,
+        "extra.kind": extras.DURING | extras.AFTER,
+        "optimizer.name": {name for name, _ in OPTIMIZERS.values()},
+        "fsdp.placements": set(PLACEMENTS) - {"ddp", "hybrid"},
+        "phase.ranks": ("1", "2", "3", "4", "6"),
+        "iteration.outcome": ("step", "skip", "accumulate", "given up", "fails"),
+        "model.tie": ("no", "blocks", "embedding"),
+        "program.dtype": ("float64", "float32", "bfloat16", "autocast"),
+    }
+    missing = [(name, value) for name, values in tables.items() for value in values if not counts[name, value]]
+    assert not missing
+    booleans = {name for name, value in counts if value in ("True", "False")}
+    assert not [name for name in booleans if not (counts[name, "True"] and counts[name, "False"])]
+
+
+def test_programs_are_written_as_python(drawn: list[Program]) -> None:
+    for program in drawn:
+        compile(program_source(program), "<program>", "exec")

@@ -1,0 +1,22 @@
+"""Known faults, brought back one at a time, are noticed by drawn programs."""
+
+import planted
+import pytest
+
+SEEDS = "0:60"
+NOTICED = ("02a", "03a", "03b", "06b", "07a", "08a", "08d", "09b", "09d")
+"""Faults that the seeds above show. ``python tests/fuzz/planted.py`` tries all of them."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_faults_are_noticed() -> None:
+    patches = planted.patches(NOTICED)
+    assert len(patches) == len(NOTICED)
+    verdicts = planted.judge_all(patches, SEEDS, jobs=1)
+    assert not [verdict.patch.name for verdict in verdicts if not verdict.noticed]
+
+
+def test_every_patch_is_tried_or_has_its_reason() -> None:
+    names = {planted.name_of(patch) for patch in planted.PATCHES.glob("*.patch")}
+    assert {planted.name_of(patch) for patch in planted.patches()} | planted.OUT_OF_REACH.keys() == names

@@ -1,0 +1,179 @@
+"""The tester: it uses public names alone, tells outcomes apart, makes programs simpler, and prints what it ran."""
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import running
+import torch
+import vocabulary
+from apart import run_apart
+from drawing import draw
+from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, UnitOf
+from running import Outcome, run_program
+from scripts import script
+from shrinking import shrink, size_of
+from valid import valid
+
+HERE = Path(__file__).resolve().parent
+SGD = Optimizer("SGD", (("lr", 0.1),))
+
+
+# ---- Only what users have. ----
+
+
+@pytest.mark.parametrize("room", vocabulary.LIBRARY)
+def test_programs_use_public_names(room: str) -> None:
+    assert set(vocabulary.LIBRARY[room]) <= set(importlib.import_module(room).__all__)
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("*.py")), ids=lambda path: path.name)
+def test_the_tester_imports_the_librarys_rooms_and_no_helpers(path: Path) -> None:
+    support = {helper.stem for helper in (HERE.parent / "support").glob("*.py")}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            assert name not in support
+            assert not name.startswith("maingrad") or name in ("maingrad.ddp", "maingrad.fsdp", "maingrad.launch")
+
+
+def test_a_script_stands_alone(tmp_path: Path) -> None:
+    """And does what the program did."""
+    block = Block("norm mlp", library=True, delayed=True)
+    model = Model((block, Block("experts", library=True)), variants=2)
+    micros = (Micro("two backwards", keep="loss", keepers=(0,)), Micro("autograd.grad"))
+    extras = (Extra("failed forward", 1, (0,)), Extra("mean loss", 2), Extra("average", 3))
+    phases = (
+        Phase(2, Ddp(sharded=True, gather_overlap=True), (Iteration(micros, extras, see=("weights",)),), clip=1.0),
+        Phase(2, Fsdp(units=(UnitOf("blocks.0"), UnitOf(""))), (Iteration(micros),)),
+    )
+    program = valid(Program(model, SGD, phases))
+    assert run_program(program).kind == "fine"
+    path = tmp_path / "program.py"
+    path.write_text(script(program, "a program"))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The same with a learning rate that plain PyTorch does not have.
+    path.write_text(script(program, "a program").replace("lr=0.1, optimizer_class", "lr=0.2, optimizer_class"))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert "Differs: rank 0: weights 0: stem.weight: off by" in done.stderr
+
+
+# ---- Outcomes. ----
+
+
+def outcome_of(train: Callable[[int], None], ranks: int = 2) -> Outcome:
+    """Of ranks that run this, instead of what the program says."""
+    names = {"plain": lambda everyones: None}
+    names["train_0"] = lambda records, folder: train(torch.distributed.get_rank())
+    return running._run_both(Program(phases=(Phase(ranks),)), names)
+
+
+def test_ranks_that_wait_for_each_other_are_stuck() -> None:
+    def train(rank: int) -> None:
+        if rank == 0:
+            torch.distributed.barrier()
+
+    assert outcome_of(train).kind == "stuck: SimulatedDeadlockError"
+
+
+def test_ranks_that_do_different_things_are_a_finding() -> None:
+    def train(rank: int) -> None:
+        torch.distributed.all_reduce(torch.zeros(rank + 1))
+
+    assert outcome_of(train).kind == "raised CollectiveMismatchError"
+
+
+def test_an_error_of_torch_is_obscure() -> None:
+    def train(rank: int) -> None:
+        torch.zeros(2).view(3)
+
+    found = outcome_of(train)
+    assert found.kind == "raised RuntimeError" and "view" in found.message
+
+
+def test_an_error_of_the_library_that_is_no_refusal_is_obscure() -> None:
+    """torch raises, where the library called it."""
+    from maingrad.ddp import DistributedDataParallel
+
+    assert outcome_of(lambda rank: DistributedDataParallel(None)).kind.startswith("raised ")  # type: ignore[arg-type]
+
+
+def wrapped(net: torch.nn.Module) -> torch.nn.Module:
+    from maingrad.ddp import DistributedDataParallel
+
+    return DistributedDataParallel(net)
+
+
+def test_a_refusal_is_of_all_ranks_and_by_name() -> None:
+    def train(rank: int) -> None:
+        wrapped(torch.nn.Linear(2, 2)).expose_grads()
+
+    assert outcome_of(train).kind == "refused"
+
+
+def test_a_refusal_of_some_ranks_is_a_finding() -> None:
+    def train(rank: int) -> None:
+        model = wrapped(torch.nn.Linear(2, 2))
+        if rank == 0:
+            model.expose_grads()
+
+    assert outcome_of(train).kind == "refused by some"
+
+
+def test_a_wrong_number_is_a_finding() -> None:
+    names = {"plain": lambda everyones: [seen.update(loss=1.0) for seen in everyones[0]]}
+    names["train_0"] = lambda records, folder: [seen.update(loss=1.0 + 1e-8) for seen in records]
+    found = running._run_both(Program(phases=(Phase(2),)), names)
+    assert found.kind == "differs: loss" and "off by 1.0e-08" in found.message
+    names["train_0"] = lambda records, folder: [seen.update(loss=float("nan")) for seen in records]
+    assert running._run_both(Program(phases=(Phase(2),)), names).kind == "differs: loss"
+    names["train_0"] = lambda records, folder: [seen.update(loss=1.0 + 1e-12) for seen in records]
+    assert running._run_both(Program(phases=(Phase(2),)), names).kind == "fine"
+
+
+def test_a_program_that_hangs_is_ended() -> None:
+    found = run_apart(lambda: time.sleep(60), limit=1.0)
+    assert found.kind == "hang" and "time.sleep" not in found.message and "test_tester" in found.details
+
+
+def test_a_process_that_dies_is_a_finding() -> None:
+    assert run_apart(lambda: os._exit(3), limit=30.0) == Outcome("crash", "the process ended with status 3")
+
+
+# ---- Shrinking. ----
+
+
+def test_what_does_not_matter_goes() -> None:
+    """All that a finding needs stays, and nothing else."""
+
+    def shows(program: Program) -> bool:
+        kinds = {block.kind for block in program.model.blocks}
+        return any(
+            "branch" in kinds
+            and isinstance(phase.wrapper, Fsdp)
+            and any(len(each.micros) > 1 for each in phase.iterations)
+            for phase in program.phases
+        )
+
+    seeds = [seed for seed in range(200) if shows(draw(seed))][:5]
+    assert seeds
+    for seed in seeds:
+        program = draw(seed)
+        small = shrink(program, shows)
+        assert shows(small) and valid(small) == small
+        (phase,), (block,) = small.phases, small.model.blocks
+        assert block == Block("branch", library=block.library)
+        assert phase.ranks == 1 and len(phase.iterations) == 1
+        assert phase.wrapper == replace(Fsdp(), units=(UnitOf(""),))
+        assert phase.iterations[0] == Iteration((Micro(), Micro()))
+        assert size_of(small) < size_of(program)

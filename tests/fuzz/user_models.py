@@ -1,0 +1,273 @@
+"""Models as users write them. Scripts take the sources of what they use from here."""
+
+import math
+import zlib
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class BadBatch(Exception):
+    """What users raise, catch and go on from."""
+
+
+# ---- Models. ----
+
+
+class Net(nn.Module):
+    """A stem, blocks in an order of their own, and a head."""
+
+    def __init__(self, stem, blocks, head, order=None):
+        super().__init__()
+        self.stem = stem
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head
+        self.order = range(len(blocks)) if order is None else order
+
+    def forward(self, x):
+        x = self.stem(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class FullNet(Net):
+    """One that does it all: blocks that are recomputed, that raise inside, and that have a part in the loss."""
+
+    def __init__(self, stem, blocks, head, order=None, recompute=None):
+        super().__init__(stem, blocks, head, order)
+        self.recompute = recompute  # of whole blocks: "reentrant" or "non-reentrant"
+
+    def forward(self, x, fail_in=None, when="forward"):
+        x = self.stem(x)
+        penalties = []
+        for index in self.order:
+            fails = when if index == fail_in else None
+            if self.recompute is not None and torch.is_grad_enabled():
+                x = checkpoint(self.blocks[index], x, fails, use_reentrant=self.recompute == "reentrant")
+            else:
+                x = self.blocks[index](x, fails)
+            if isinstance(x, tuple):
+                x, penalty = x
+                penalties.append(penalty)
+        y = self.head(x)
+        return {"y": y, "penalties": penalties} if penalties else y
+
+
+class Stage(nn.Module):
+    """Blocks one after another."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class FullStage(Stage):
+    """Likewise of those that do it all."""
+
+    def forward(self, x, fails=None):
+        penalties = []
+        for block in self.blocks:
+            x = block(x, fails)
+            if isinstance(x, tuple):
+                x, penalty = x
+                penalties.append(penalty)
+        return (x, sum(penalties)) if penalties else x
+
+
+class Residual(nn.Module):
+    """A layer beside its input."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x))
+
+
+class FullResidual(nn.Module):
+    """One that does it all."""
+
+    def __init__(self, layer, recompute=None, penalty=False):
+        super().__init__()
+        self.layer = layer
+        self.recompute = recompute  # of the layer
+        self.penalty = penalty
+
+    def forward(self, x, fails=None):
+        if self.recompute is not None and torch.is_grad_enabled():
+            y = checkpoint(self.layer, x, use_reentrant=self.recompute == "reentrant")
+        else:
+            y = self.layer(x)
+        if fails == "forward":
+            raise BadBatch("in forward")
+        y = x + torch.tanh(y)
+        if fails == "backward" and y.requires_grad:
+            y.register_hook(fail_in_backward)
+        return (y, (y - x).square().mean()) if self.penalty else y
+
+
+class Cast(nn.Module):
+    """A layer that computes in another dtype than the model."""
+
+    def __init__(self, layer, dtype):
+        super().__init__()
+        self.layer = layer.to(dtype)
+        self.dtype = dtype
+
+    def forward(self, x):
+        return self.layer(x.to(self.dtype)).to(x.dtype)
+
+
+class Scale(nn.Module):
+    """A parameter of no dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Branch(nn.Module):
+    """One of two layers, as the batch says: ranks use different parameters."""
+
+    def __init__(self, left, right):
+        super().__init__()
+        self.left = left
+        self.right = right
+
+    def forward(self, x):
+        return self.left(x) if x[0, 0] > 0 else self.right(x)
+
+
+class SharedBranch(Branch):
+    """The same weight in both."""
+
+    def __init__(self, left, right):
+        super().__init__(left, right)
+        self.right.weight = self.left.weight
+
+
+class Idle(nn.Module):
+    """A layer beside a parameter that nobody uses."""
+
+    def __init__(self, layer, features):
+        super().__init__()
+        self.layer = layer
+        self.spare = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Lookup(nn.Module):
+    """A row of a table for each row of x."""
+
+    def __init__(self, rows, features):
+        super().__init__()
+        self.table = nn.Embedding(rows, features)
+
+    def forward(self, x):
+        return self.table(x.argmax(-1))
+
+
+class Counted(nn.Module):
+    """A layer that keeps running statistics of its input."""
+
+    def __init__(self, layer, features):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0).to(self.mean.dtype), 0.1)
+            self.count += 1
+        return self.layer(x)
+
+
+class Attention(nn.Module):
+    """Rows look at each other."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(features, 1)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    """Rows one after another."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.cell = nn.GRU(features, features)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+class Convolution(nn.Module):
+    """Neighbouring features."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x):
+        return self.kernel(x[:, None]).mean(1)
+
+
+class Routed(nn.Module):
+    """Each row goes to the expert of its largest feature; some experts get none."""
+
+    def __init__(self, experts, num_experts, padded=False):
+        super().__init__()
+        self.experts = experts
+        self.num_experts = num_experts
+        self.padded = padded  # with two rows of no expert, whose outputs are zeros
+
+    def forward(self, x):
+        chosen = x.argmax(-1) % self.num_experts
+        order = chosen.argsort(stable=True)
+        rows = torch.cat([x[order], x.new_full((2, x.shape[-1]), 7.0)]) if self.padded else x[order]
+        y = self.experts(rows, torch.bincount(chosen, minlength=self.num_experts))
+        return y[order.argsort()] + y[len(x) :].sum()
+
+
+def initialise(model, seed=0, variant=0, experts=()):
+    """Values by name, so that it does not matter in which order a class makes its parameters. They fit into bf16.
+
+    variant  of the parameters whose names begin with ``experts``
+    """
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            own = variant if name.startswith(tuple(experts)) else 0
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed} {own}".encode()))
+            values = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+            param.copy_((values / math.sqrt(param.shape[-1]) if param.ndim > 1 else 0.5 + 0.2 * values).bfloat16())
+    return model
+
+
+def doubled(gradient):
+    return gradient * 2
+
+
+def fail_in_backward(gradient):
+    raise BadBatch("in backward")
+
+
+def interrupt(outputs):
+    """What the exception's traceback keeps alive."""
+    raise BadBatch("after forward")

@@ -1,0 +1,78 @@
+"""Data, losses, and what a rank notes of a model. Scripts take the sources of what they use from here."""
+
+import torch
+from torch import nn
+
+
+def batch(rank, step, index, rows=3, features=5):
+    """The rows that one rank sees in one microbatch."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * index + rank)
+    return torch.randn(rows, features, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+
+
+def loss_of(outputs):
+    """A mean over everything in the outputs."""
+    if isinstance(outputs, dict):
+        return loss_of(outputs["y"]) + sum(penalty.mean() for penalty in outputs["penalties"])
+    return (outputs.float() if outputs.dtype is torch.bfloat16 else outputs).sub(1.0).square().mean()
+
+
+def groups_of(model, **options):
+    """Parameter groups as everybody has them: norms and biases do not decay."""
+    small = [param for param in model.parameters() if param.ndim < 2]
+    large = [param for param in model.parameters() if param.ndim >= 2]
+    return [{"params": small, **options}, {"params": large}]
+
+
+def autocast(model, *arguments):
+    """A forward in bf16, as far as autocast goes."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(*arguments)
+
+
+def scale_grads(model, factor):
+    """In place."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+
+def drain(model):
+    """Compute the weight gradients that modules have delayed, last module first."""
+    for module in reversed(list(model.modules())):
+        while isinstance(module, nn.Module) and getattr(module, "wgrad_queue", None) and module.need_backward_dw():
+            module.backward_dw()
+
+
+def values_of(model):
+    """What this rank has of each parameter: name -> (its first element, values)."""
+    module = getattr(model, "module", model)
+    with torch.no_grad():
+        return {name: (first_of(param), copied(param)) for name, param in module.named_parameters()}
+
+
+def grads_of(model):
+    """The same of gradients, where they are whole or this rank's shard of them; None for a parameter without."""
+    module = getattr(model, "module", model)
+    found = {}
+    for name, param in module.named_parameters():
+        if param.requires_grad:
+            grad = param.grad if param.grad is not None else getattr(param, "main_grad", None)
+            found[name] = None if grad is None else (first_of(param), copied(grad))
+    return found
+
+
+def pieces_like(model, tensors):
+    """Tensors that follow ``model.parameters()``, as ``values_of`` has them."""
+    module = getattr(model, "module", model)
+    named = module.named_parameters()
+    return {name: (first_of(param), copied(each)) for (name, param), each in zip(named, tensors, strict=True)}
+
+
+def first_of(param):
+    return param.shard.start if hasattr(param, "shard") else 0
+
+
+def copied(tensor):
+    return tensor.detach().reshape(-1).clone().double()

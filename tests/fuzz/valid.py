@@ -1,0 +1,313 @@
+"""What the documentation allows: ``valid(program)`` changes as little as it takes for a program to be one.
+
+Drawing and shrinking need not know what goes with what; they change one thing, and this puts the rest right. Applied
+twice it changes nothing more. What the library promises to be right must not be taken out here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import known
+from extras import AFTER, RANK_DEPENDENT
+from layers import (
+    IN_HALF,
+    ONCE_DIFFERENTIABLE,
+    OURS,
+    all_paths,
+    block_order,
+    expert_paths,
+    num_members,
+    tied_paths,
+)
+from microbatches import ASKS_FOR_INPUTS
+from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
+
+ROUNDED = ("bfloat16", "autocast")
+"""Dtypes in which a choice by the largest feature may go another way."""
+INPUT_PATTERNS = (*ASKS_FOR_INPUTS, "input's gradient")
+NEEDS_ONE_MODEL = ("state_dict", "load_state_dict", "snapshot", "rollback", "average")
+"""Extras that speak of all parameters, which no rank has where experts differ."""
+
+
+def valid(program: Program) -> Program:
+    """The nearest program that users may write, without what is known."""
+    program = _valid(program)
+    return _valid(known.without(program)) if known.SWITCHED_ON else program
+
+
+def _valid(program: Program) -> Program:
+    program = replace(program, model=valid_model(program.model, program.dtype), optimizer=_optimizer(program))
+    if any(isinstance(phase.wrapper, Fsdp) for phase in program.phases):  # which refuses hooks on parameters
+        program = replace(program, model=replace(program.model, hooked=False))
+    phases = [_phase(program, phase) for phase in program.phases]
+    return replace(program, phases=tuple(_checkpoints(phases)))
+
+
+# ---- Models. ----
+
+
+def valid_model(model: Model, dtype: str) -> Model:
+    """The nearest model that there can be in a program of this dtype."""
+    blocks = [_block(block, dtype) for block in model.blocks]
+    model = replace(model, blocks=tuple(blocks), staged=model.staged and len(blocks) > 1)
+    if not expert_paths(model):
+        model = replace(model, variants=1)
+    elif model.variants == 1:
+        model = replace(model, variants=2)
+    tie = model.tie
+    if tie == "blocks" and sum(block.kind == "linear" for block in blocks) < 2:
+        tie = "no"
+    if tie == "blocks":
+        blocks = [replace(block, single=False) if block.kind == "linear" else block for block in blocks]
+    if model.frozen_stem:  # what is recomputed by a nested backward has gradients only where its inputs have some
+        blocks = [replace(block, recompute=_not_nested(block.recompute)) for block in blocks]
+        model = replace(model, recompute=_not_nested(model.recompute))
+    stem = "lookup" if tie == "embedding" else model.stem
+    if dtype in ROUNDED and stem == "lookup":
+        stem, tie = "linear", "no" if tie == "embedding" else tie
+    return replace(model, blocks=tuple(blocks), tie=tie, stem=stem)
+
+
+def _not_nested(recompute: str) -> str:
+    return "non-reentrant" if recompute == "reentrant" else recompute
+
+
+def _block(block: Block, dtype: str) -> Block:
+    if dtype in ROUNDED and block.kind not in IN_HALF:
+        block = replace(block, kind="mlp")
+    kind, plain = block.kind, Block()
+    if block.kind not in OURS:
+        block = replace(block, library=False)
+    if not block.library:
+        block = replace(block, fused=plain.fused, delayed=plain.delayed)
+    if "grouped" not in kind:
+        block = replace(block, packed=False, padded=False)
+    if not kind.startswith("norm "):
+        block = replace(block, rms=False)
+    if kind != "norm mlp":
+        block = replace(block, gated=False)
+    if kind == "experts":
+        block = replace(block, frozen="no")  # a group of experts without any to train is refused
+    if dtype != "float64" or kind in ("experts", "scale", "nothing"):
+        block = replace(block, single=False)
+    return block
+
+
+def _optimizer(program: Program) -> Optimizer:
+    optimizer = program.optimizer
+    if program.dtype in ROUNDED:
+        optimizer = replace(optimizer, scaled=False)
+    if dict(optimizer.options).get("fused") and optimizer.name not in ("SGD", "Adam", "AdamW", "Adagrad"):
+        optimizer = replace(optimizer, options=tuple(each for each in optimizer.options if each[0] != "fused"))
+    return optimizer
+
+
+# ---- Phases. ----
+
+
+def _checkpoints(phases: Sequence[Phase]) -> list[Phase]:
+    """An optimizer of torch's under DistributedDataParallel is not saved."""
+    found = list(phases)
+    for index, phase in enumerate(found):
+        before = found[index - 1].wrapper if index else None
+        stock = any(isinstance(each, Ddp) and each.stock for each in (before, phase.wrapper))
+        found[index] = replace(phase, loads="weights" if index and stock else phase.loads if index else "all")
+    return found
+
+
+def _phase(program: Program, phase: Phase) -> Phase:
+    ranks, variants = phase.ranks, program.model.variants
+    wrapper = phase.wrapper
+    instances = _instances(wrapper)
+    if ranks % (instances * variants):
+        ranks = instances * variants * max(1, min(ranks // (instances * variants), 6 // (instances * variants)))
+    if any(block.recompute != "no" for block in program.model.blocks) or program.model.recompute != "no":
+        phase = replace(phase, queue=False)
+    if not any(block.library for block in program.model.blocks) and not program.model.converted:
+        phase = replace(phase, queue=False)
+    phase = replace(phase, ranks=ranks)
+    made = _ddp(program, phase, wrapper) if isinstance(wrapper, Ddp) else _fsdp(program, wrapper)
+    phase = replace(phase, wrapper=made)
+    iterations = [_iteration(program, phase, iteration) for iteration in phase.iterations]
+    if iterations and iterations[-1].outcome == "accumulate":
+        iterations[-1] = _iteration(program, phase, replace(iterations[-1], outcome="step"))
+    return replace(phase, iterations=tuple(_with_states(iterations)))
+
+
+def _instances(wrapper: Ddp | Fsdp) -> int:
+    if isinstance(wrapper, Ddp):
+        return wrapper.instances if wrapper.sharded else 1
+    return max(2, wrapper.instances) if wrapper.placements.startswith("hsdp") else 1
+
+
+def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
+    half, delays = program.dtype == "bfloat16", _delays(program, phase)
+    if not wrapper.sharded:
+        wrapper = replace(wrapper, instances=1, gather_overlap=False, keep_whole=False)
+    if wrapper.sharded or half:
+        wrapper = replace(wrapper, stock=False)
+    if wrapper.num_buckets is not None:
+        wrapper = replace(wrapper, bucket_size=None)
+    if program.optimizer.scaled:
+        wrapper = replace(wrapper, per_token=False, check_nan=False)
+    if wrapper.stock or phase.clip is None:
+        wrapper = replace(wrapper, max_grad_norm=False)
+    if not wrapper.stock or phase.clip is None or program.optimizer.scaled:
+        wrapper = replace(wrapper, clips="torch")  # scaled gradients are unscaled where they are exposed
+    if half or delays or program.model.variants > 1:
+        wrapper = replace(wrapper, recorded_order=False)
+    if wrapper.instances > 1 and wrapper.group == "group":
+        wrapper = replace(wrapper, group="default")
+    zeros = ("model.zero_grad_buffer()", "model.zero_grad()", "optimizer.zero_grad()")
+    zero = wrapper.zero if wrapper.zero in zeros else zeros[0]
+    return replace(wrapper, find_unused=wrapper.find_unused and wrapper.overlap, zero=zero)
+
+
+def _delays(program: Program, phase: Phase) -> bool:
+    return phase.queue or any(block.delayed for block in program.model.blocks)
+
+
+def _fsdp(program: Program, wrapper: Fsdp) -> Fsdp:
+    wanted = {unit.path: unit for unit in wrapper.units}
+    for path in expert_paths(program.model):
+        wanted.setdefault(path, UnitOf(path))
+    wanted.setdefault("", UnitOf(""))
+    allowed = [path for path in all_paths(program.model) if not _cuts_a_tie(program.model, path)]
+    units = tuple(_unit(wanted[path], wrapper.placements) for path in (*allowed, "") if path in wanted)
+    zeros = ("optimizer.zero_grad()", "model.zero_grad()", "optimizer.zero_grad(set_to_none=False)")
+    zero = wrapper.zero if wrapper.zero in zeros else zeros[0]
+    return replace(wrapper, units=units, instances=_instances(wrapper), zero=zero)
+
+
+def _cuts_a_tie(model: Model, path: str) -> bool:
+    """A parameter belongs to one unit."""
+    return any(_is_inside(first, path) != _is_inside(second, path) for first, second in tied_paths(model))
+
+
+def _is_inside(path: str, of: str) -> bool:
+    return f"{path}.".startswith(f"{of}.")
+
+
+def _unit(unit: UnitOf, placements: str) -> UnitOf:
+    if placements in ("zero1", "zero2") and unit.reshard:
+        unit = replace(unit, reshard=None)
+    if placements == "zero1":
+        unit = replace(unit, holds=False)
+    return unit
+
+
+# ---- Iterations. ----
+
+
+def _iteration(program: Program, phase: Phase, iteration: Iteration) -> Iteration:
+    wrapper, count = phase.wrapper, len(iteration.micros)
+    ddp = isinstance(wrapper, Ddp)
+    delays = _delays(program, phase)
+    micros = tuple(_micro(program, phase, micro, index == count - 1) for index, micro in enumerate(iteration.micros))
+    outcome = iteration.outcome
+    if (outcome == "accumulate" and ddp) or (outcome == "fails" and delays):
+        outcome = "step"
+    no_sync = iteration.no_sync
+    if no_sync == "forgotten" and ((ddp and wrapper.overlap) or outcome in ("given up", "fails")):
+        no_sync = "backward"
+    overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
+    scaled = iteration.scaled and outcome == "step" and not program.optimizer.scaled
+    drain = iteration.drain if delays and outcome in ("step", "skip", "accumulate") else "each"
+    iteration = replace(
+        iteration, micros=micros, outcome=outcome, no_sync=no_sync, drain=drain, scaled=scaled, overflow=overflow
+    )
+    iteration = replace(iteration, finish=_finish(program, phase, iteration))
+    see = tuple(what for what in iteration.see if what != "grads" or _shows_grads(program, phase, iteration))
+    extras = [_extra(program, phase, extra, count) for extra in iteration.extras]
+    return replace(iteration, see=see, extras=tuple(extra for extra in extras if extra is not None))
+
+
+def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
+    wrapper = phase.wrapper
+    if isinstance(wrapper, Fsdp):
+        return "finish" if iteration.finish == "finish" else "nothing"
+    if iteration.finish == "start" and (
+        wrapper.stock
+        or wrapper.per_token
+        or program.optimizer.scaled
+        or iteration.scaled
+        or (phase.clip is not None and not wrapper.max_grad_norm)
+        or iteration.outcome != "step"
+    ):
+        return "start, finish"
+    return "finish" if iteration.finish == "nothing" else iteration.finish
+
+
+def _shows_grads(program: Program, phase: Phase, iteration: Iteration) -> bool:
+    if program.optimizer.scaled or iteration.outcome not in ("step", "accumulate"):
+        return False
+    return isinstance(phase.wrapper, Fsdp) or not (phase.wrapper.sharded or iteration.finish == "start")
+
+
+def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:
+    model, pattern = program.model, micro.pattern
+    recomputes = {model.recompute, *(block.recompute for block in model.blocks)}
+    if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
+        pattern = "plain"
+    if pattern in ASKS_FOR_INPUTS and "reentrant" in recomputes:
+        pattern = "plain"
+    kinds = {block.kind for block in model.blocks}
+    if pattern == "penalty" and (kinds & set(ONCE_DIFFERENTIABLE) or _delays(program, phase)):
+        pattern = "plain"
+    keepers = _some(micro.keepers, phase.ranks)
+    keep = micro.keep if keepers else "nothing"
+    if keep == "output" and pattern != "named output":
+        keep = "loss"
+    only = None if last or isinstance(phase.wrapper, Fsdp) or micro.ranks is None else _some(micro.ranks, phase.ranks)
+    only = None if not only or len(only) == phase.ranks else only
+    raises = _some(micro.raises, phase.ranks)
+    skips = micro.skips if micro.skips is not None and micro.skips < len(block_order(model)) else None
+    return replace(
+        micro,
+        pattern=pattern,
+        keep=keep,
+        keepers=keepers if keep != "nothing" else (),
+        ranks=only,
+        skips=skips if num_members(model) > 1 else None,
+        raises=raises,
+    )
+
+
+def _some(ranks: Ranks, size: int) -> Ranks:
+    return tuple(rank for rank in ranks if rank < size)
+
+
+def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | None:
+    kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
+    if kind == ("deepcopy" if fsdp else "kept gathered"):
+        return None
+    if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
+        return None  # masters follow in a way of their own
+    if kind in NEEDS_ONE_MODEL and program.model.variants > 1:
+        return None
+    if kind in AFTER:
+        at = count + 1
+    elif kind == "mean loss":
+        at = count
+    else:
+        at = min(extra.at, count + 1)
+    ranks = _some(extra.ranks, phase.ranks) if kind in RANK_DEPENDENT else ()
+    if kind in ("gc.collect", "forgetting") and not ranks:
+        ranks = (0,)
+    where = min(extra.where, num_members(program.model) - 1) if kind in ("failed forward", "layer dropped") else 0
+    return replace(extra, at=at, ranks=ranks, where=where)
+
+
+def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:
+    """What is loaded was taken before: what comes too early is taken then."""
+    pairs = {"load_state_dict": "state_dict", "rollback": "snapshot"}
+    taken: set[str] = set()
+    found = []
+    for iteration in iterations:
+        extras = []
+        for extra in sorted(iteration.extras, key=lambda extra: extra.at):
+            wanted = pairs.get(extra.kind, extra.kind)
+            extras.append(extra if wanted == extra.kind or wanted in taken else replace(extra, kind=wanted))
+            taken.add(extras[-1].kind)
+        found.append(replace(iteration, extras=tuple(extras)))
+    return found

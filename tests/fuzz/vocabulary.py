@@ -1,0 +1,104 @@
+"""The words that programs are written in: those of plain PyTorch, and the public names of the library.
+
+A word is a function or class of the modules below, which programs are executed with and scripts take the source of; or
+something that is imported.
+"""
+
+import importlib
+import inspect
+import re
+from typing import Any
+
+import comparison
+import plain_modules
+import plain_training
+import user_models
+import user_training
+
+OURS = (user_models, plain_modules, user_training, plain_training, comparison)
+
+LIBRARY = {
+    "maingrad.ddp": (
+        "DistributedDataParallel",
+        "DistributedDataParallelConfig",
+        "DistributedOptimizer",
+        "GradScaler",
+        "clip_grad_norm",
+        "load_checkpoint",
+        "recorded_backward_order",
+        "save_checkpoint",
+    ),
+    "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard"),
+    "maingrad.launch": ("simulate",),
+    "maingrad.te_integration": (
+        "GroupedLinear",
+        "GroupedMLP",
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "Linear",
+        "WgradQueue",
+        "convert_linears",
+        "delayed_wgrad",
+    ),
+}
+"""All that programs use of the library, by room."""
+
+TORCH = {
+    "torch": "import torch",
+    "dist": "import torch.distributed as dist",
+    "F": "import torch.nn.functional as F",
+    "nn": "from torch import nn",
+    "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
+    "checkpoint": "from torch.utils.checkpoint import checkpoint",
+}
+STANDARD = {name: f"import {name}" for name in ("copy", "gc", "math", "tempfile", "zlib")}
+
+
+def namespace() -> dict[str, Any]:
+    """What programs are executed in."""
+    found: dict[str, Any] = {}
+    for line in (STANDARD | TORCH).values():
+        exec(line, found)
+    for room, names in LIBRARY.items():
+        found |= {name: getattr(importlib.import_module(room), name) for name in names}
+    for module in OURS:
+        found |= {name: value for name, value in vars(module).items() if _is_own(module, value)}
+    return found
+
+
+def imports(text: str) -> list[str]:
+    """The import lines of what a text uses."""
+    standard = [line for name, line in STANDARD.items() if uses(text, name)]
+    torchs = [line for name, line in TORCH.items() if uses(text, name)]
+    library = []
+    for room, names in LIBRARY.items():
+        used = [name for name in names if uses(text, name)]
+        library += [f"from {room} import {', '.join(used)}"] if used else []
+    return [*standard, "", *torchs, "", *library]
+
+
+def definitions(text: str) -> str:
+    """The sources of our words that a text uses, and of what these use."""
+    sources = {
+        name: inspect.getsource(value)
+        for module in OURS
+        for name, value in vars(module).items()
+        if _is_own(module, value)
+    }
+    used: set[str] = set()
+    waiting = [text]
+    while waiting:
+        reading = waiting.pop()
+        for name in [name for name in sources if name not in used and uses(reading, name)]:
+            used.add(name)
+            waiting.append(sources[name])
+    return "".join(f"{source}\n\n" for name, source in sources.items() if name in used)
+
+
+def uses(text: str, name: str) -> bool:
+    """Whether the text has the word, and not as somebody's attribute."""
+    return re.search(rf"(?<![\w.]){name}\b", text) is not None
+
+
+def _is_own(module: Any, value: Any) -> bool:
+    return getattr(value, "__module__", "") == module.__name__ and callable(value)

@@ -1,0 +1,203 @@
+"""How users wrap a model, and the verbs that each wrapper has for the end of an iteration."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from layers import attribute, expert_paths
+from pen import Pen
+from programs import Ddp, Fsdp, Iteration, UnitOf
+
+
+def write_wrapping(pen: Pen) -> None:
+    """From the plain ``model`` to the wrapped one, and its optimizer."""
+    wrapper = pen.phase.wrapper
+    if isinstance(wrapper, Ddp):
+        _write_ddp(pen, wrapper)
+    else:
+        _write_fsdp(pen, wrapper)
+
+
+# ---- DistributedDataParallel. ----
+
+
+def _write_ddp(pen: Pen, wrapper: Ddp) -> None:
+    experts = expert_paths(pen.program.model)
+    for path in experts:
+        with pen.inside(f"for param in {attribute(path)}.parameters():"):
+            pen("param.allreduce = False")
+    options = [f"{name}={value!r}" for name, value in _config(wrapper)]
+    pen(f"config = DistributedDataParallelConfig({', '.join(options)})")
+    arguments = ["model", "config"]
+    if wrapper.group == "group":
+        pen("group = dist.new_group(list(range(size)))")
+        arguments.append("process_group=group")
+    if wrapper.group == "mesh":
+        shape = f"({wrapper.instances}, size // {wrapper.instances})" if wrapper.instances > 1 else "(size,)"
+        pen(f'mesh = init_device_mesh("cpu", {shape})')
+        arguments.append("process_group=mesh")
+    if experts:
+        _write_expert_group(pen)
+        arguments.append("expert_process_group=experts")
+    if wrapper.recorded_order:
+        group = ", group" if wrapper.group == "group" else ""
+        pen(f"order = recorded_backward_order(model, lambda model: loss_of(model(batch(0, 0, 99))){group})")
+        arguments.append("backward_order=order")
+    if not wrapper.init_sync:
+        arguments.append("init_sync=False")
+    pen(f"model = DistributedDataParallel({', '.join(arguments)})")
+    pen(f"optimizer = {_stock_optimizer(pen) if wrapper.stock else _distributed_optimizer(pen, wrapper)}")
+
+
+def _config(wrapper: Ddp) -> Iterator[tuple[str, object]]:
+    given = {
+        "use_distributed_optimizer": wrapper.sharded,
+        "overlap_grad_reduce": wrapper.overlap,
+        "overlap_param_gather": wrapper.gather_overlap,
+        "num_distributed_optimizer_instances": wrapper.instances if wrapper.group != "mesh" else 1,
+        "bucket_size": wrapper.bucket_size,
+        "num_buckets": wrapper.num_buckets,
+        "find_unused_parameters": wrapper.find_unused,
+        "check_for_nan_in_grad": wrapper.check_nan,
+        "keep_params_whole": wrapper.keep_whole,
+        "calculate_per_token_loss": wrapper.per_token,
+    }
+    return ((name, value) for name, value in given.items() if value not in (False, None, 1) or value is True)
+
+
+def _write_expert_group(pen: Pen) -> None:
+    """Ranks that hold the same experts."""
+    variants, wrapper = pen.program.model.variants, pen.phase.wrapper
+    if wrapper.instances > 1:
+        shape = f"({wrapper.instances}, size // {wrapper.instances * variants}, {variants})"
+        names = 'mesh_dim_names=("outer", "inner", "variant")'
+        pen(f'experts = init_device_mesh("cpu", {shape}, {names})["outer", "inner"]')
+        return
+    pen(f"groups = [dist.new_group(list(range(first, size, {variants}))) for first in range({variants})]")
+    pen(f"experts = groups[rank % {variants}]")
+
+
+def _stock_optimizer(pen: Pen) -> str:
+    wanted = pen.program.optimizer
+    params = f"groups_of({pen.owner}, weight_decay=0.0)" if wanted.groups else f"{pen.owner}.parameters()"
+    options = "".join(f", {name}={value!r}" for name, value in wanted.options)
+    return f"torch.optim.{wanted.name}({params}{options})"
+
+
+def write_plain_optimizer(pen: Pen) -> None:
+    """In plain PyTorch."""
+    pen(f"optimizer = {_stock_optimizer(pen)}")
+    write_beside_optimizer(pen)
+
+
+def write_beside_optimizer(pen: Pen) -> None:
+    """A schedule and a scaler, where the program has them."""
+    wanted = pen.program.optimizer
+    schedules = {"steps": "StepLR(optimizer, 1, 0.5)", "exponential": "ExponentialLR(optimizer, 0.7)"}
+    if wanted.schedule != "no":
+        pen(f"schedule = torch.optim.lr_scheduler.{schedules[wanted.schedule]}")
+    if wanted.scaled:
+        ours = pen.ddp is not None and not pen.ddp.stock
+        pen(f'scaler = {"" if ours else "torch.amp."}GradScaler("cpu", init_scale=1024.0, growth_interval=2)')
+
+
+def _distributed_optimizer(pen: Pen, wrapper: Ddp) -> str:
+    wanted = pen.program.optimizer
+    arguments = [f"{name}={value!r}" for name, value in wanted.options]
+    arguments.insert(1, f"optimizer_class=torch.optim.{wanted.name}")
+    if wanted.groups:
+        arguments.append('param_groups=[{"params": lambda name, param: param.ndim < 2, "weight_decay": 0.0}]')
+    if wrapper.max_grad_norm and pen.phase.clip is not None:
+        arguments.append(f"max_grad_norm={pen.phase.clip}")
+    return f"DistributedOptimizer(model, {', '.join(arguments)})"
+
+
+# ---- fully_shard. ----
+
+
+def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
+    experts = expert_paths(pen.program.model)
+    mesh = ""
+    if wrapper.instances > 1:
+        pen(f'mesh = init_device_mesh("cpu", ({wrapper.instances}, size // {wrapper.instances}))')
+        mesh = ", mesh"
+    elif wrapper.group != "default":
+        made = "dist.new_group(list(range(size)))" if wrapper.group == "group" else 'init_device_mesh("cpu", (size,))'
+        pen(f"mesh = {made}")
+        mesh = ", mesh"
+    if experts:
+        _write_expert_group(pen)
+    if pen.half:
+        pen("policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
+    common = f', placements="{wrapper.placements}"' if wrapper.placements != "zero3" else ""
+    common += ", mixed_precision=policy" if pen.half else ""
+    common += "" if wrapper.init_sync else ", init_sync=False"
+    for unit in wrapper.units:
+        own = ", experts" if unit.path in experts else mesh
+        pen(f"fully_shard({attribute(unit.path)}{own}{common}{_unit_options(unit)})")
+    if wrapper.prefetch:
+        blocks = [attribute(unit.path) for unit in wrapper.units if unit.path.count(".") == 1]
+        for first, second in pairwise(blocks):
+            pen(f"{first}.set_modules_to_forward_prefetch([{second}])")
+            pen(f"{second}.set_modules_to_backward_prefetch([{first}])")
+    pen(f"optimizer = {_stock_optimizer(pen)}")
+
+
+def _unit_options(unit: UnitOf) -> str:
+    options = ""
+    if unit.reshard is not None:
+        options += f", reshard_after_forward={unit.reshard}"
+    if unit.holds:
+        options += ", reduce_every_microbatch=False"
+    if unit.bucket_size is not None:
+        options += f", bucket_size={unit.bucket_size}"
+    if unit.atoms != "element":
+        options += f", shard_atoms={unit.atoms!r}"
+    return options
+
+
+# ---- The end of an iteration. ----
+
+
+def write_finish(pen: Pen, iteration: Iteration) -> None:
+    """Gradients are complete, on all ranks."""
+    if pen.ddp:
+        if "start" in iteration.finish:
+            pen("model.start_grad_sync()")
+        if iteration.finish != "start":
+            pen(f"model.finish_grad_sync({'tokens' if pen.sums else ''})")
+    elif pen.fsdp and iteration.finish == "finish":
+        pen("model.finish_grad_sync()")
+
+
+def write_zero(pen: Pen) -> None:
+    """Gradients are cleared."""
+    if pen.plain:
+        pen("optimizer.zero_grad()")
+        return
+    pen(pen.phase.wrapper.zero)
+    if pen.ddp and pen.ddp.stock and not pen.ddp.zero.startswith("model"):
+        pen("model.zero_grad_buffer()")
+
+
+def write_step(pen: Pen, name: str, see_norm: bool) -> None:
+    """Clipping, the optimizer's step, the schedule's."""
+    wanted, clip, ddp = pen.program.optimizer, pen.phase.clip, pen.ddp
+    clips_late = ddp is None or ddp.clips == "torch"
+    if ddp and ddp.stock and clips_late:
+        pen("model.expose_grads()")
+    if clip is not None and not (ddp and ddp.max_grad_norm):
+        if wanted.scaled:
+            pen("scaler.unscale_(optimizer)")
+        ours = ddp is not None and not (ddp.stock and ddp.clips != "library")
+        called = "clip_grad_norm(model" if ours else f"torch.nn.utils.clip_grad_norm_({pen.owner}.parameters()"
+        pen(f"norm = {called}, {clip})")
+    if ddp and ddp.stock and not clips_late:
+        pen("model.expose_grads()")
+    if wanted.scaled:
+        pen("scaler.step(optimizer)", "scaler.update()")
+    else:
+        pen("optimizer.step()")
+    if clip is not None and see_norm:
+        pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if ddp and ddp.max_grad_norm else "norm.item()")
+    if wanted.schedule != "no":
+        pen("schedule.step()")
