@@ -1,7 +1,7 @@
 """Gives parameters their accumulators and hooks, clears what iterations leave on them, and takes all of it back."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.weak import TensorWeakRef
 from .dropped import forget_dropped, mark_dropped
 from .grad_record import GradRecord
 from .main_grad import attach, check_unattached, detach, forget_failed_backward
+from .own_ranks import note_own_ranks
 from .rank_grid import RankGrid
 from .readiness import Readiness
 from .stock_clipping import guard_stock_clipping
@@ -31,7 +32,7 @@ class _Attached(NamedTuple):
 
 
 def attach_params(
-    wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, grids: Iterable[RankGrid]
+    wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, grids: Mapping[str, RankGrid]
 ) -> "weakref.finalize[Any, Any]":
     """Give every parameter its accumulator and its hook, for as long as ``wrapper`` lives.
 
@@ -52,9 +53,10 @@ def attach_params(
         readiness.expect_delayed(entry)
         references = tuple([weakref.ref(module) for module, _ in owners])
         attached.append(_Attached(TensorWeakRef(param), record, hook, references))
+    note_own_ranks(wired, grids)
     guard_stock_optimizers(wrapper)
     guard_stock_clipping(wrapper)
-    end = weakref.finalize(wrapper, _take_back, attached, dropped=any(grid.size > 1 for grid in grids))
+    end = weakref.finalize(wrapper, _take_back, attached, dropped=any(grid.size > 1 for grid in grids.values()))
     end.atexit = False
     return end
 

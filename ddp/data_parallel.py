@@ -157,7 +157,7 @@ class DistributedDataParallel(nn.Module):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        self._attachment = attach_params(self, self._wired, self._readiness, self.grids.values())
+        self._attachment = attach_params(self, self._wired, self._readiness, self.grids)
         if init_sync:
             self.broadcast_params()
 

@@ -210,7 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_in_charge()
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
-        found_inf = torch.zeros((), device=self.model.device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch's kernel takes one at a time
         for flat in self._flats:
             by_dtype[flat.grads.dtype].append(flat.grads)

@@ -32,6 +32,7 @@ class GradRecord:
         "bucket_index",
         "closed",
         "consumer_wrote",
+        "everyone",
         "exposed",
         "first_write_overwrites",
         "foreign_delayer",
@@ -62,6 +63,8 @@ class GradRecord:
         """Every owner is one of our modules, so that nobody adds behind our back: never zeroed, beta = 0 first."""
         self.shared = shared
         """More than one module owns it."""
+        self.everyone: Any = None
+        """The grid of all ranks, for an expert that only some of them hold."""
         self.updater: object | None = None
         """Stands for the ``DistributedOptimizer`` that updates the parameter: the last that was built."""
         self.make_room: Callable[[], None] | None = None

@@ -138,6 +138,12 @@ class GradRounds:
 
     def finish_grad_sync(self) -> None:
         """Reduce what is left of the iteration, and wait: then ``.grad`` of every shard is complete."""
+        failed = next((going.round.name for going in self._all if going.round.phase is RoundPhase.WRITING), None)
+        if failed is not None:
+            raise RuntimeError(
+                f"finish_grad_sync() after a backward that raised an exception in {failed}: gradients are not complete; "
+                f"call zero_grad(), and the next forward begins a new iteration"
+            )
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), "finish_grad_sync()")
         self._check_nothing_bypassed()
         if self._under_way:

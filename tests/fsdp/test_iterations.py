@@ -373,6 +373,12 @@ def fail_in_backward_under_no_sync(model: Any, batch: Tensor) -> None:
         fail_in_backward(model, batch)
 
 
+def finish_after_a_failed_backward(model: Any, batch: Tensor) -> None:
+    fail_in_backward(model, batch)
+    with pytest.raises(RuntimeError, match=r"finish_grad_sync\(\) after a backward that raised.*unit 'blocks\.1'.*zero_grad"):
+        model.finish_grad_sync()
+
+
 def abandon_after_a_microbatch(model: Any, batch: Tensor) -> None:
     with model.no_sync():
         mean_loss(model(batch)).backward()
@@ -387,6 +393,7 @@ BREAKS = [
     fail_between,
     fail_in_backward,
     fail_in_backward_under_no_sync,
+    finish_after_a_failed_backward,
     abandon_after_a_microbatch,
     abandon_after_the_last_microbatch,
 ]

@@ -24,7 +24,6 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a re
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import known
 from apart import Child, finished, run_apart, shrink_apart, start, warm_up
 from drawing import draw
 from programs import Program
@@ -128,15 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes at once")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one program")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false")
-    parser.add_argument(
-        "--known", action="append", default=[], choices=[*known.KNOWN, "all"], help="leave this finding out"
-    )
     parser.add_argument("--outcomes", type=Path, help="a JSON file that gets what became of each seed")
     parser.add_argument(
         "--unlike", type=Path, help="one of an earlier run: stops at the first seed that ends otherwise"
     )
     options = parser.parse_args(arguments)
-    known.SWITCHED_ON += known.KNOWN if "all" in options.known else options.known
     warm_up(Program())
     if options.seed is not None:
         return replay(options.seed, options)

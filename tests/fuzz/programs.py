@@ -105,7 +105,8 @@ class Ddp:
     max_grad_norm: bool = False
     """Clipping is the optimizer's business."""
     clips: str = "torch"
-    """Who clips exposed gradients: "torch"; the "library", before; or torch "too early", before they are exposed."""
+    """Who clips exposed gradients: "torch"; the "library", before, or after where they are
+    scaled; or torch "too early", before they are exposed."""
     zero: str = "model.zero_grad_buffer()"
 
 

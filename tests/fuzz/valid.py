@@ -32,7 +32,7 @@ NEEDS_ONE_MODEL = ("state_dict", "load_state_dict", "snapshot", "rollback", "ave
 def valid(program: Program) -> Program:
     """The nearest program that users may write, without what is known."""
     program = _valid(program)
-    return _valid(known.without(program)) if known.SWITCHED_ON else program
+    return _valid(known.without(program))
 
 
 def _valid(program: Program) -> Program:
@@ -152,8 +152,12 @@ def _ddp(program: Program, phase: Phase, wrapper: Ddp) -> Ddp:
         wrapper = replace(wrapper, per_token=False, check_nan=False)
     if wrapper.stock or phase.clip is None:
         wrapper = replace(wrapper, max_grad_norm=False)
-    if not wrapper.stock or phase.clip is None or program.optimizer.scaled:
-        wrapper = replace(wrapper, clips="torch")  # scaled gradients are unscaled where they are exposed
+    if not wrapper.stock or phase.clip is None:
+        wrapper = replace(wrapper, clips="torch")
+    elif program.model.variants > 1:
+        wrapper = replace(wrapper, clips="library")  # torch's norm is of what one rank holds, and refused
+    elif program.optimizer.scaled and wrapper.clips == "too early":
+        wrapper = replace(wrapper, clips="torch")
     if half or delays or program.model.variants > 1:
         wrapper = replace(wrapper, recorded_order=False)
     if wrapper.instances > 1 and wrapper.group == "group":

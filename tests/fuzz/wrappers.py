@@ -182,7 +182,7 @@ def write_zero(pen: Pen) -> None:
 def write_step(pen: Pen, name: str, see_norm: bool) -> None:
     """Clipping, the optimizer's step, the schedule's."""
     wanted, clip, ddp = pen.program.optimizer, pen.phase.clip, pen.ddp
-    clips_late = ddp is None or ddp.clips == "torch"
+    clips_late = ddp is None or ddp.clips == "torch" or wanted.scaled  # unscaled where they are exposed
     if ddp and ddp.stock and clips_late:
         pen("model.expose_grads()")
     if clip is not None and not (ddp and ddp.max_grad_norm):
