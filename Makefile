@@ -104,11 +104,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $(VENV)/.made-by-make
 
-# The pins of pyproject.toml as a pip constraints file. A torch that is there already stays as it is.
+# The pins of pyproject.toml as a pip constraints file. A torch that is there already stays as it is, and its Triton.
 $(VENV)/constraints.txt: pyproject.toml | $(VENV)/bin/python
 	@$(PY) -c 'import importlib.util, tomllib; \
 	pins = tomllib.load(open("pyproject.toml", "rb"))["tool"]["uv"]["constraint-dependencies"]; \
-	own = ("torch==", "triton==") if importlib.util.find_spec("torch") else (); \
+	own = tuple(f"{name}==" for name in ("torch", "triton") if importlib.util.find_spec(name)); \
 	print(*(pin for pin in pins if not (own and pin.startswith(own))), sep="\n")' > $@
 
 $(VENV)/.installed-tools: $(VENV)/constraints.txt

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .agreement import alike
 from .attachment import attach_params, detach_params, discard_grads
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
@@ -22,7 +21,7 @@ from .grad_record import GradRecord
 from .init_sync import broadcast_model, check_whose_experts, has_experts
 from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_wiring
 from .launcher import BucketLauncher
-from .layout import BucketLayout, GradPlan
+from .layout import BucketLayout
 from .nan_check import NanCheck
 from .param_gather import ParamGather
 from .per_token import check_num_tokens, divide_by_tokens
@@ -38,9 +37,8 @@ from .wiring import (
     allocate_buckets,
     check_same_config,
     check_same_on_all_ranks,
-    check_setup,
     find_owned_params,
-    plan_model,
+    plan_on_each_rank,
 )
 from .world import Ranks
 
@@ -111,13 +109,8 @@ class DistributedDataParallel(nn.Module):
         self.failures.groups = all_groups(self.grids.values())
 
         # What there is to reduce, and where it will lie.
-        def plan() -> tuple[torch.device, GradPlan]:
-            shards = config.use_distributed_optimizer
-            degrees = {kind: grid.inner_size if shards else 1 for kind, grid in self.grids.items()}
-            device = check_setup(module, trainable, config, self.grids.values())
-            return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
-
-        self.device, self.plan = alike(plan, self.grids["dense"].axes, self.failures, "the planning of gradients")
+        planned = plan_on_each_rank(module, trainable, config, self.grids, backward_order, self.failures)
+        self.device, self.plan = planned
         with self.failures.watch("the comparison of models between ranks"):
             check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
             check_whose_experts(module, trainable, self.grids["dense"], expert_process_group, init_sync=init_sync)

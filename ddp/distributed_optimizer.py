@@ -16,7 +16,7 @@ from torch import Tensor
 from .agreement import alike
 from .compiled_modules import wait_before_compiled_code
 from .data_parallel import DistributedDataParallel
-from .flat_params import FlatBucket, ParamSlice, Run, flatten_params, runs_of, slices_of
+from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, runs_of, slices_of
 from .gather_guard import find_keepers, guard_reads
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_gather import ParamGather
@@ -87,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         # The optimizer that does the arithmetic; one list of groups and one state for both, so that schedulers and
         # state dicts act on what the step reads.
-        self._inner = optimizer_class(_inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        self._inner = optimizer_class(inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
@@ -390,12 +390,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"parameter '{piece.name}' was given other storage (.to(), .data = ...) after the optimizer was "
                     f"built: updates would not reach it; move the model before wrapping it"
                 )
-
-
-def _inner_groups(runs: Sequence[Run], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of masters, the default one last; one that lies in other ranks' shards is empty here."""
-    members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
-    for run in runs:
-        members[run.group].append(run.master)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
-    return [{**own, "params": masters} for own, masters in zip([*options, {}], members, strict=True)]

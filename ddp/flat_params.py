@@ -21,7 +21,7 @@ from .data_parallel import DistributedDataParallel
 from .layout import ParamSlot
 from .wiring import WiredParam
 
-__all__ = ["FlatBucket", "ParamSlice", "Run", "flatten_params", "runs_of", "slices_of"]
+__all__ = ["FlatBucket", "ParamSlice", "Run", "flatten_params", "inner_groups", "runs_of", "slices_of"]
 
 
 class FlatBucket(NamedTuple):
@@ -238,3 +238,12 @@ def slices_of(
                 )
             )
     return slices
+
+
+def inner_groups(runs: Sequence[Run], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of masters, the default one last; one that lies in other ranks' shards is empty here."""
+    members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
+    for run in runs:
+        members[run.group].append(run.master)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
+    return [{**own, "params": masters} for own, masters in zip([*options, {}], members, strict=True)]

@@ -1,8 +1,9 @@
 """Experts that are reduced over ranks of their own, under a stock optimizer.
 
-Each rank holds other experts then, so that a norm of one rank's gradients, or the search for Inf in them, differs between
-ranks. All must clip by one norm and skip the same steps, or dense parameters, which all hold alike, grow apart. A scaler's
-answer is made one for all ranks; ``clip_grad_norm_`` is refused (``stock_clipping.py``), since ours computes that norm.
+Each rank holds other experts then, so that a norm of one rank's gradients, or the search for Inf in them, differs
+between ranks. All must clip by one norm and skip the same steps, or dense parameters, which all hold alike, grow apart.
+A scaler's answer is made one for all ranks; ``clip_grad_norm_`` is refused (``stock_clipping.py``), since ours computes
+that norm.
 """
 
 import functools
@@ -30,8 +31,8 @@ def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -
 
 @functools.cache
 def _have_scalers_agree() -> None:
-    """``torch.amp.GradScaler`` asks each rank for itself, through a method that subclasses may have extended: the answer
-    of the base class is summed, once for the process."""
+    """``torch.amp.GradScaler`` asks each rank for itself, through a method that subclasses may have extended: the
+    answer of the base class is summed, once for the process."""
     unscale = torch.amp.GradScaler._unscale_grads_
 
     @functools.wraps(unscale)

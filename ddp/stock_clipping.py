@@ -1,9 +1,11 @@
 """What keeps ``torch.nn.utils.clip_grad_norm_`` and its kin from silently clipping nothing.
 
 They take parameters and skip those whose ``.grad`` is None, as that of ours is until ``expose_grads()``: the norm would
-be 0, and the step unclipped. And where experts have ranks of their own, the norm would be another on each. torch has no hook for them, and programs import them by name, many before this library:
-another function in their place would not be called. But each is a shell that looks up the function that does the work
-in its closure, at every call. The check goes in there, once for the process.
+be 0, and the step unclipped. And where experts have ranks of their own, the norm would be another on each rank.
+
+torch has no hook for them, and programs import them by name, many before this library: another function in their place
+would not be called. But each is a shell that looks up the function that does the work in its closure, at every call.
+The check goes in there, once for the process.
 
 ``get_total_norm`` takes gradients: where there are none, it cannot know of whom.
 """
@@ -75,8 +77,8 @@ def _check(parameters: Iterable[Tensor], name: str) -> None:
         if record is not None and record.everyone is not None and name == "clip_grad_norm_":
             raise RuntimeError(
                 f"clip_grad_norm_: parameter '{record.name}' is an expert that other ranks do not hold, so that each "
-                f"rank would clip by another norm; call maingrad.ddp.clip_grad_norm(model, max_norm) in its place, before "
-                f"expose_grads(), or after scaler.unscale_(optimizer)"
+                f"rank would clip by another norm; call maingrad.ddp.clip_grad_norm(model, max_norm) in its place, "
+                f"before expose_grads(), or after scaler.unscale_(optimizer)"
             )
 
 

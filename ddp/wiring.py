@@ -14,10 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels.compat import zero_cta_options
+from .agreement import alike
 from .bucket import Bucket
 from .buffer import FlatBuffer
 from .collectives import backend_of, group_or_default
 from .config import DistributedDataParallelConfig
+from .failure_report import FailureReporter
 from .grad_record import GradRecord
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .main_grad import check_unattached, is_delayed
@@ -41,6 +43,7 @@ __all__ = [
     "grad_dtype_of",
     "kind_of",
     "plan_model",
+    "plan_on_each_rank",
 ]
 
 
@@ -177,6 +180,24 @@ def check_copy_engines(grids: Iterable[RankGrid], device: torch.device, option: 
             f"{option} needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its zero-CTA policy; got "
             f"{device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"
         )
+
+
+def plan_on_each_rank(
+    module: nn.Module,
+    trainable: Sequence[OwnedParam],
+    config: DistributedDataParallelConfig,
+    grids: Mapping[str, RankGrid],
+    backward_order: Sequence[str] | None,
+    failures: FailureReporter,
+) -> tuple[torch.device, GradPlan]:
+    """The device of ``check_setup``, and ``plan_model`` for these ranks. What fails on one rank is raised on all."""
+
+    def plan() -> tuple[torch.device, GradPlan]:
+        degrees = {kind: grid.inner_size if config.use_distributed_optimizer else 1 for kind, grid in grids.items()}
+        device = check_setup(module, trainable, config, grids.values())
+        return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
+
+    return alike(plan, grids["dense"].axes, failures, "the planning of gradients")
 
 
 def plan_model(

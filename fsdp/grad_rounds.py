@@ -4,7 +4,8 @@ Read from top to bottom, this is the way of a unit's gradients: ``enter``, the f
 which keeps or sends them, ``backward_ended``, which sends what is left, and ``_finish``.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ class GradRounds:
         """Memory of whole gradients."""
         for bucket in buckets:
             bucket.grads.meter = self.meter
+            bucket.grad_shard.settle = _settling(self, bucket)
         self.launcher = BucketLauncher(
             [bucket.bucket for bucket in buckets if bucket.bucket is not None],
             [bucket.reduction for bucket in buckets],
@@ -141,8 +143,8 @@ class GradRounds:
         failed = next((going.round.name for going in self._all if going.round.phase is RoundPhase.WRITING), None)
         if failed is not None:
             raise RuntimeError(
-                f"finish_grad_sync() after a backward that raised an exception in {failed}: gradients are not complete; "
-                f"call zero_grad(), and the next forward begins a new iteration"
+                f"finish_grad_sync() after a backward that raised an exception in {failed}: gradients are not "
+                f"complete; call zero_grad(), and the next forward begins a new iteration"
             )
         check_nothing_pending((record for bucket in self._buckets for record in bucket.records), "finish_grad_sync()")
         self._check_nothing_bypassed()
@@ -236,6 +238,7 @@ class GradRounds:
             bucket.bucket, partial(_reduce, bucket, keeps_total=keeps_total, inside=inside, across=across)
         )
         self._sending = False
+        bucket.grad_shard.launched()
         if not bucket.keeps_grads:
             self._pool.launched.append(bucket)
 
@@ -264,6 +267,7 @@ class GradRounds:
         """Wait for a bucket's reduction, if it was launched, and take its memory back."""
         if bucket.bucket is None or bucket.bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
             return
+        bucket.grad_shard.landed()
         self.launcher.wait_for(bucket.bucket)
         home = bucket.grads.stream  # to which the memory returns
         if home is not None and home != current_stream(self._device):
@@ -273,6 +277,17 @@ class GradRounds:
             self._pool.launched.remove(bucket)
         if not bucket.keeps_grads:
             bucket.grads.release()
+
+
+def _settling(rounds: GradRounds, bucket: ShardedBucket) -> Callable[[], None]:
+    references = weakref.ref(rounds), weakref.ref(bucket)
+
+    def settle() -> None:
+        alive = references[0](), references[1]()
+        if alive[0] is not None and alive[1] is not None:
+            alive[0]._settle(alive[1])
+
+    return settle
 
 
 def _rounds_of(unit: Unit) -> list[_Going]:

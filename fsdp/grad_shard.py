@@ -10,14 +10,15 @@ With one instance there is no ``partial``: what was reduced inside is added to `
 decides what is added to what on this rank, and never which collectives there are.
 """
 
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ddp.reduction import GradReduction
-from .sharded_grad import HeldGrad, ShardedGrad, changed_too_early, make_held_grads, make_sharded_grad
+from .sharded_grad import HeldGrad, ShardedGrad, changed_too_early, in_flight, make_held_grads, make_sharded_grad
 from .sharded_param import ShardedParameter
 
 __all__ = ["GradShard"]
@@ -46,6 +47,8 @@ class GradShard:
         self._numel = numel
         self._dtype = dtype
         self._device = device
+        self.settle: Callable[[], None] | None = None
+        """Waits for the bucket's reduction; set by the rounds, which it knows weakly."""
         self._total: Tensor | None = None
         self._partial: Tensor | None = None
         self._shown: Tensor | None = None
@@ -54,6 +57,19 @@ class GradShard:
         self._holds = False  # a part of this iteration is not in .grad yet: partial, or in whole gradients
         self._held: Sequence[ShardedGrad] = ()  # .grad then
         self._version = 0  # and its version
+
+    def launched(self) -> None:
+        """A reduction into the sums is under way."""
+        in_flight.add(self)
+
+    def landed(self) -> None:
+        """They have its result."""
+        in_flight.discard(self)
+
+    def arrive(self) -> None:
+        """Somebody is about to read or change ``.grad``."""
+        if self in in_flight and self.settle is not None:
+            self.settle()
 
     @property
     def is_cleared(self) -> bool:
@@ -220,7 +236,9 @@ class GradShard:
             self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
         for param, offset in zip(self._params, self._offsets, strict=True):
             flat = self._shown[offset : offset + param.numel()]
-            self._views.append(make_sharded_grad(flat, param.shard))
+            view = make_sharded_grad(flat, param.shard)
+            view.sums = weakref.ref(self)
+            self._views.append(view)
 
 
 def _accumulate(into: Tensor, value: Tensor, keeps: bool) -> None:

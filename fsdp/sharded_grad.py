@@ -5,8 +5,9 @@ Inf or NaN. Here the answer covers the shards of all ranks, and so is equal on a
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,15 @@ from torch.utils._pytree import tree_leaves
 from ..ddp.rank_grid import RankGrid
 from .sharded_param import ShardedParameter, ShardInfo, local_shape
 
-__all__ = ["HeldGrad", "ShardedGrad", "changed_too_early", "make_held_grads", "make_sharded_grad"]
+__all__ = ["HeldGrad", "ShardedGrad", "changed_too_early", "in_flight", "make_held_grads", "make_sharded_grad"]
+
+
+class _Sums(Protocol):
+    def arrive(self) -> None: ...
+
+
+in_flight: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Sums (``GradShard``) that a reduction under way is about to change: between an iteration's microbatches."""
 
 
 class ShardedGrad(Tensor):
@@ -34,17 +43,22 @@ class ShardedGrad(Tensor):
 
     **All else is local**: element-wise functions, and reductions like ``sum`` and ``isnan().any()`` too, see the rank's
     own elements, of which there may be none, and return plain tensors. In place they change this one.
+    Between an iteration's microbatches whatever is done to it comes after the reductions under way.
 
     A deep copy is a shard of its own memory. It is not pickled, as its process groups cannot be.
     """
 
     shard: ShardInfo
+    sums: "Callable[[], _Sums | None] | None" = None
+    """Weakly, what it shows a part of."""
 
     is_sparse = False  # optimizers ask each gradient: no call into torch for that
 
     @staticmethod  # torch looks it up for each tensor of a list: nothing is bound
     def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if in_flight:
+            _arrive(args, kwargs)
         over_ranks = _OVER_RANKS.get(func)
         if over_ranks is not None:
             return over_ranks(*args, **kwargs)
@@ -67,6 +81,13 @@ class ShardedGrad(Tensor):
             f"a sharded gradient is not pickled ({self.shard}): save grad.detach() for this rank's elements alone; "
             f"copy it by copy.deepcopy()"
         )
+
+
+def _arrive(args: Any, kwargs: Any) -> None:
+    for leaf in tree_leaves((args, kwargs)):
+        sums = leaf.sums() if isinstance(leaf, ShardedGrad) and leaf.sums is not None else None
+        if sums is not None:
+            sums.arrive()
 
 
 def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:

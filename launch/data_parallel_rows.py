@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ..ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from ..ddp.grad_record import GradRecord
 from ..ddp.main_grad import absorb_grad, attach
 from ..kernels.compat import zero_cta_options
@@ -81,7 +81,8 @@ class Row(NamedTuple):
 
 def _build_floor(case: Case) -> Step:
     """Our wrapper and modules in a world of one; AdamW on a rank's shard of each bucket, rounded to bf16 after it."""
-    ddp = DistributedDataParallel(make_model(case.setting, fused_linear, torch.bfloat16, case.device))
+    model = make_model(case.setting, fused_linear, torch.bfloat16, case.device)
+    ddp = DistributedDataParallel(model, process_group=WORLD_OF_ONE)
     shards = [bucket.grad_data[: bucket.grad_data.numel() // case.num_ranks] for bucket in ddp.buckets]
     masters = [nn.Parameter(torch.zeros_like(shard)) for shard in shards]
     rounded = [torch.empty_like(shard, dtype=torch.bfloat16) for shard in shards]  # where parameters would lie

@@ -36,7 +36,7 @@ def test_torchs_norm_of_one_ranks_experts_is_refused_and_ours_is_one_for_all() -
         model(batch()).square().sum().backward()
         model.finish_grad_sync()
         model.expose_grads()
-        with pytest.raises(RuntimeError, match=r"'1\.\w+' is an expert that other ranks do not hold.*maingrad\.ddp\.clip"):
+        with pytest.raises(RuntimeError, match=r"'1\.\w+' is an expert .*maingrad\.ddp\.clip"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         squares = sum(param.grad.double().square().sum() for param in model.module[0].parameters())
         own = sum(param.grad.double().square().sum() for param in model.module[1].parameters())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gloo import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
@@ -309,9 +310,10 @@ def test_compiled_blocks_are_compiled_once_and_their_gathers_overlap() -> None:
 
 
 def test_a_compiled_function_that_calls_the_model_is_soon_compiled_no_more() -> None:
+    """In processes: it waits for a gather while it is compiled, which one simulated rank at a time can be."""
     for (compiled, _, losses), (_, _, expected) in zip(
-        simulate(compiled_anew, RANKS, "a function that calls the model"),
-        simulate(compiled_anew, RANKS, "nothing"),
+        run_ranks(compiled_anew, RANKS, "a function that calls the model"),
+        run_ranks(compiled_anew, RANKS, "nothing"),
         strict=True,
     ):
         assert losses == expected

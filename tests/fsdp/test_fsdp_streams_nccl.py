@@ -90,9 +90,9 @@ def issued() -> Iterator[list[tuple[str, int]]]:
         note("gather", self.name)
         start(self, *args, **kwargs)
 
-    def noting_launch(self: BucketLauncher, bucket: Any) -> None:
+    def noting_launch(self: BucketLauncher, bucket: Any, *how: Any) -> None:
         note("reduce", bucket.records[0].name)
-        launch(self, bucket)
+        launch(self, bucket, *how)
 
     ParamGather.start, BucketLauncher.launch = noting_start, noting_launch  # type: ignore[method-assign]
     try:

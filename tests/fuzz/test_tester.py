@@ -98,7 +98,7 @@ def test_an_error_of_torch_is_obscure() -> None:
         torch.zeros(2).view(3)
 
     found = outcome_of(train)
-    assert found.kind == "raised RuntimeError" and "view" in found.message
+    assert found.kind == "raised RuntimeError" and "is invalid for input of size" in found.message
 
 
 def test_an_error_of_the_library_that_is_no_refusal_is_obscure() -> None:
@@ -173,7 +173,7 @@ def test_what_does_not_matter_goes() -> None:
         assert shows(small) and valid(small) == small
         (phase,), (block,) = small.phases, small.model.blocks
         assert block == Block("branch", library=block.library)
-        assert phase.ranks == 1 and len(phase.iterations) == 1
+        assert phase.ranks <= 2 and len(phase.iterations) == 1
         assert phase.wrapper == replace(Fsdp(), units=(UnitOf(""),))
         assert phase.iterations[0] == Iteration((Micro(), Micro()))
         assert size_of(small) < size_of(program)
