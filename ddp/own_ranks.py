@@ -42,6 +42,7 @@ def _have_scalers_agree() -> None:
         if everyone is not None:
             for answer in found.values():
                 everyone.sum(answer)
+                answer.clamp_(max=1.0)  # fused optimizers ask whether it is 1
         return found
 
     torch.amp.GradScaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]

@@ -273,6 +273,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind, ranks, victim, at, there", KILLS)
 def test_a_rank_that_is_killed_in_a_save_is_named(
     kind: str, ranks: int, victim: int, at: tuple[int, str], there: int | None, tmp_path: Path

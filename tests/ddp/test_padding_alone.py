@@ -111,7 +111,7 @@ def test_momentum_goes_on(name: str, after: str, groups: str, folder: Path) -> N
     check(name, groups, "alone", after, folder)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(37)
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", ["alone", "ZeRO-1", "whole"])
 @pytest.mark.parametrize("groups", GROUPS)

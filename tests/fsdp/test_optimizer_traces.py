@@ -215,7 +215,7 @@ def test_empty_shards_go_on(name: str, how: str, folder: Path) -> None:
     check_resumes(name, "alone", "zero3", False, how, folder)
 
 
-@pytest.mark.sampled(32)
+@pytest.mark.sampled(67)
 @pytest.mark.parametrize("how", ["save_checkpoint", "get_state_dict"])
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("after", PLACES)

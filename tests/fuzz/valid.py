@@ -86,6 +86,8 @@ def _block(block: Block, dtype: str) -> Block:
         block = replace(block, rms=False)
     if kind != "norm mlp":
         block = replace(block, gated=False)
+    if kind == "lookup" and block.frozen != "no":  # its output may require no gradient
+        block = replace(block, recompute=_not_nested(block.recompute))
     if kind == "experts":
         block = replace(block, frozen="no")  # a group of experts without any to train is refused
     if dtype != "float64" or kind in ("experts", "scale", "nothing"):
@@ -292,7 +294,9 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | 
     if kind in AFTER:
         at = count + 1
     elif kind == "mean loss":
-        at = count
+        at = count if _launches_alike(program, phase) else count - 1
+        if at == 0:
+            return None
     else:
         at = min(extra.at, count + 1)
     ranks = _some(extra.ranks, phase.ranks) if kind in RANK_DEPENDENT else ()
@@ -300,6 +304,14 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | 
         ranks = (0,)
     where = min(extra.where, num_members(program.model) - 1) if kind in ("failed forward", "layer dropped") else 0
     return replace(extra, at=at, ranks=ranks, where=where)
+
+
+def _launches_alike(program: Program, phase: Phase) -> bool:
+    """Whether all ranks have launched the same reductions when the last backward ends: a collective of the user's own
+    comes before the others there."""
+    wrapper = phase.wrapper
+    uses_differ = any("branch" in block.kind for block in program.model.blocks)
+    return not uses_differ or isinstance(wrapper, Fsdp) or wrapper.find_unused or not wrapper.overlap
 
 
 def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:

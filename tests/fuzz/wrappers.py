@@ -79,7 +79,9 @@ def _write_expert_group(pen: Pen) -> None:
 def _stock_optimizer(pen: Pen) -> str:
     wanted = pen.program.optimizer
     params = f"groups_of({pen.owner}, weight_decay=0.0)" if wanted.groups else f"{pen.owner}.parameters()"
-    options = "".join(f", {name}={value!r}" for name, value in wanted.options)
+    # torch's fused SGD makes momentum in a step that the device skips, and leaves it without values.
+    left_out = ("fused",) if pen.plain and wanted.scaled else ()
+    options = "".join(f", {name}={value!r}" for name, value in wanted.options if name not in left_out)
     return f"torch.optim.{wanted.name}({params}{options})"
 
 

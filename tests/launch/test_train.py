@@ -332,7 +332,7 @@ def test_a_real_training_beats_the_bigram_model(tmp_path: Path):
     size = ["--model.dim", "128", "--model.num-layers", "2", "--model.num-heads", "2", "--model.ffn-dim", "352"]
     size += ["--model.param-dtype", "float32"]
     batch = ["--train.global-batch-size", "16", "--train.sequence-length", "64", "--optimizer.lr", "6e-3"]
-    length = ["--train.steps", "240", "--train.max-seconds", "None", "--train.eval-every", "240"]
+    length = ["--train.steps", "160", "--train.max-seconds", "None", "--train.eval-every", "160"]
     result = train(load_config(STDLIB, [*size, *batch, *length, "--train.out-dir", str(tmp_path)]))
     assert result.validation_loss is not None
     assert result.bigram_loss is not None

@@ -117,6 +117,7 @@ def train(kind: str, grouped: bool, fused: tuple[bool, bool], drain: str, lag: b
                 param.grad = None
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("drain", DRAINS)
 @pytest.mark.parametrize("fused", [(True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "expert"])

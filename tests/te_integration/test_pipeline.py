@@ -85,7 +85,7 @@ def check_numbers(
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ON_GLOO)
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: int, fused: bool) -> None:
     outcomes = run_ranks(pipelined, ranks, kind, 1, microbatches, fused, {})
     check_slots(outcomes, microbatches, 1, splits=kind != "1F1B")
