@@ -9,7 +9,7 @@ from torch import nn
 
 from .wiring import WiredParam
 
-__all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused", "is_of_torch"]
+__all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused", "is_of_torch", "why_not_over"]
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """One kernel for all tensors, that divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
@@ -25,14 +25,14 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
 )
 """Each element's update depends on that element's gradient and state alone."""
+_PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
+"""Each parameter's update depends on that parameter's gradient and state alone."""
 
 
 def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool) -> None:
     """Raise ``ValueError`` for a class whose update of one element depends on others, which shards and runs cut apart.
 
-    Classes of torch are known; another one says ``elementwise = True`` itself. With whole parameters any class may work
-    that looks at one parameter at a time; one that looks at all of them (L-BFGS) may not. Every rank raises, whatever
-    its shards hold.
+    ``why_not_over`` has the rule. Every rank raises, whatever its shards hold.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {cls!r}")
@@ -48,13 +48,34 @@ def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool
                     f"{cls.__name__} updates matrices, and parameter '{entry.owned.name}' has shape "
                     f"{list(entry.owned.param.shape)}: use a class of your own that updates the others otherwise"
                 )
-    if whole or cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
-        return
-    raise ValueError(
-        f"{cls.__name__} is not known to be elementwise, and shards cut parameters apart: use one of "
-        f"{', '.join(known.__name__ for known in _ELEMENTWISE)}; set {cls.__name__}.elementwise = True if each "
-        f"element's update depends on that element alone; or give each parameter to one rank with "
-        f"DistributedDataParallelConfig(keep_params_whole=True)"
+    why = why_not_over(cls, whole=whole, kept_whole="DistributedDataParallelConfig(keep_params_whole=True)")
+    if why is not None:
+        raise ValueError(why)
+
+
+def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
+    """Why an optimizer of this class may not step over shards; None where it may. One rule for all wrappers.
+
+    Classes of torch are known. Another one says by an attribute what an element's update depends on: ``elementwise =
+    True``, on that element's gradient and state; ``per_parameter = True``, on those of its parameter (LAMB, LARS),
+    which must not be cut then. One that sums over all parameters (L-BFGS, Prodigy, D-Adaptation) is not for shards.
+
+    whole       no rank has a part of a parameter
+    kept_whole  what keeps parameters whole
+    """
+    name = cls.__name__
+    if cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
+        return None
+    if cls in _PER_PARAMETER or getattr(cls, "per_parameter", False):
+        if whole:
+            return None
+        return f"{name} updates whole parameters, and shards cut them apart: keep them whole, by {kept_whole}"
+    return (
+        f"{name} is not known to be elementwise, and ranks have shards: use one of "
+        f"{', '.join(known.__name__ for known in _ELEMENTWISE)}; set {name}.elementwise = True if each element's "
+        f"update depends on that element alone; or {name}.per_parameter = True if it depends on that parameter alone, "
+        f"and keep parameters whole, by {kept_whole}. One that sums over all parameters (Prodigy, D-Adaptation) is a "
+        f"stock optimizer for DistributedDataParallel with use_distributed_optimizer=False"
     )
 
 

@@ -22,6 +22,7 @@ from .grad_pool import GradPool
 from .grad_round import Round, RoundPhase
 from .memory import Meter
 from .sharded_bucket import ShardedBucket
+from .sharded_param import call_grad_hooks
 from .unit import Unit
 
 __all__ = ["GradRounds"]
@@ -195,6 +196,8 @@ class GradRounds:
             going.round.end()
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # the optimizer reads gradients on the host
+        with torch.no_grad():
+            call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
     def _check_nothing_bypassed(self) -> None:
         pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]

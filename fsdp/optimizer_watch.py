@@ -10,9 +10,8 @@ its base class are replaced by ones that register them.
 """
 
 import functools
-import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..ddp.param_groups import why_not_over
 from ..ddp.skipped_steps import prepare_skippable_step
 from .optimizer_state import translate_state_dicts
 
@@ -92,7 +92,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
     buckets = _buckets_of(optimizer)
     if buckets:
-        _check_class(optimizer)
+        _check_class(optimizer, buckets)
     for bucket in buckets:
         why = bucket.why_unfinished
         if why is not None:
@@ -104,22 +104,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         prepare_skippable_step(optimizer)
 
 
-def _check_class(optimizer: Optimizer) -> None:
-    """Raise ``RuntimeError`` for one whose update of an element depends on elements that other ranks may have."""
+def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
+    """Raise ``RuntimeError`` for one whose update of an element depends on elements that other ranks may have.
+
+    Which parameters are cut follows from the plan, and so is the same on all ranks.
+    """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam | torch.optim.Adafactor):
         raise RuntimeError(
             f"{name} cannot update sharded parameters: it needs whole gradients at once, their rows and columns, or "
             f"sparse ones; use an elementwise class of torch.optim"
         )
-    if isinstance(optimizer, torch.optim.Muon):
-        for param in _params_of(optimizer):
-            shard = getattr(param, "shard", None)
-            if shard is not None and 0 < shard.numel < math.prod(shard.shape):
-                raise RuntimeError(
-                    f"{name} updates rows and columns together, and parameter '{shard.name}' is cut: this rank has "
-                    f"elements {shard.start} to {shard.end} of {shard.shape}; use an elementwise class of torch.optim"
-                )
+    cut = any(bucket.cuts_parameters for bucket in buckets)
+    why = why_not_over(type(optimizer), whole=not cut, kept_whole='fully_shard(..., shard_atoms="whole")')
+    if why is not None:
+        raise RuntimeError(why)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

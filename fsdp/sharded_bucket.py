@@ -178,6 +178,12 @@ class ShardedBucket:
             self._gathered_version = -1
 
     @property
+    def cuts_parameters(self) -> bool:
+        """Whether some rank has a part of a parameter."""
+        size = self.shard.numel()
+        return any(slot.start // size != (slot.end - 1) // size for slot in self.layout.slots if slot.end > slot.start)
+
+    @property
     def why_unfinished(self) -> str | None:
         """Why no optimizer may step over the gradients yet; None where it may."""
         if self.round is None or self.bucket is None:

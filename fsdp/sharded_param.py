@@ -4,7 +4,8 @@ A rank's shard is a range of the flattened parameter, and a view of the flat sha
 """
 
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from torch._C import _disabled_torch_function_impl
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ..ddp.rank_grid import RankGrid
 from ..ddp.torch_fsdp import is_asking
 
-__all__ = ["ShardInfo", "ShardedParameter", "local_shape", "make_sharded"]
+__all__ = ["ShardInfo", "ShardedParameter", "call_grad_hooks", "local_shape", "make_sharded"]
+
+_HOOKS = "_maingrad_grad_hooks"
 
 
 class ShardInfo(NamedTuple):
@@ -133,6 +137,23 @@ class ShardedParameter(nn.Parameter):
                 f"values in place, param.data.copy_(...)"
             )
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[["ShardedParameter"], None]) -> RemovableHandle:
+        """Call ``hook(param)`` once in each iteration, after its last backward, when ``.grad`` is complete.
+
+        Returns a handle whose ``remove()`` ends it. An optimizer may step in the hook.
+        """
+        hooks = self.__dict__.setdefault(_HOOKS, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Raises ``RuntimeError``: no backward brings this shard a gradient, which is reduced from whole ones."""
+        raise RuntimeError(
+            f"register_hook on a sharded parameter ({self.shard}): backward leads to the whole one, and no hook of the "
+            f"shard is called; use register_post_accumulate_grad_hook, which is called when .grad is complete"
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedParameter({self.shard}, requires_grad={self.requires_grad}):\n{self.detach()!r}"
 
@@ -148,6 +169,14 @@ class ShardedParameter(nn.Parameter):
             f"a sharded parameter is not pickled ({self.shard}): save the model's state_dict(), or param.detach() for "
             f"this rank's elements alone; copy it by copy.deepcopy()"
         )
+
+
+def call_grad_hooks(params: Iterable[ShardedParameter]) -> None:
+    """The hooks of those that have some: their gradients are complete."""
+    for param in params:
+        hooks = param.__dict__.get(_HOOKS)
+        for hook in list(hooks.values()) if hooks else ():
+            hook(param)
 
 
 def make_sharded(flat_view: Tensor, info: ShardInfo, requires_grad: bool) -> ShardedParameter:

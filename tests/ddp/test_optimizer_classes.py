@@ -153,6 +153,8 @@ class Sign(optim.Optimizer):
 class RowWise(optim.Optimizer):
     """Normalises each row of a matrix: not elementwise, and right with whole parameters."""
 
+    per_parameter = True
+
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -306,8 +308,20 @@ def test_classes_that_need_all_parameters_at_once_are_refused(cls: type[optim.Op
 @pytest.mark.parametrize("sharded", [False, True])
 def test_classes_of_matrices_are_refused_without_whole_parameters(cls: type[optim.Optimizer], sharded: bool) -> None:
     ddp = wrap(make_net(), use_distributed_optimizer=sharded)
-    with pytest.raises(ValueError, match=rf"{cls.__name__} is not known to be elementwise.*keep_params_whole=True"):
+    with pytest.raises(ValueError, match=rf"{cls.__name__} updates whole parameters, .*keep_params_whole=True"):
         DistributedOptimizer(ddp, optimizer_class=cls)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_class_that_says_nothing_is_refused(whole: bool) -> None:
+    """It may sum over all parameters, as Prodigy does: whole ones would not help."""
+
+    class Silent(optim.SGD):
+        pass
+
+    ddp = wrap(make_net(), use_distributed_optimizer=True, keep_params_whole=whole)
+    with pytest.raises(ValueError, match=r"Silent\.elementwise = True if .*Silent\.per_parameter = True if .*Prodigy"):
+        DistributedOptimizer(ddp, optimizer_class=Silent)
 
 
 def muon_on_vectors() -> str:

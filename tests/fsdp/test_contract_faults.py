@@ -491,6 +491,8 @@ def by_hand(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Without torch's optimizers, whose steps can be watched: values are written through ``data``."""
 
     class ByHand(torch.optim.Optimizer):
+        elementwise = True
+
         def __init__(self) -> None:
             super().__init__(params, {})
             self.mine = [param for group in self.param_groups for param in group["params"]]
