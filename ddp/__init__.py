@@ -9,6 +9,7 @@ from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
 from .failure_report import CollectiveError as CollectiveError
 from .grad_norm import clip_grad_norm as clip_grad_norm
 from .grad_scaler import GradScaler as GradScaler
+from .main_grad import add_grad as add_grad
 from .world import WORLD_OF_ONE as WORLD_OF_ONE
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GradScaler",
+    "add_grad",
     "clip_grad_norm",
     "load_checkpoint",
     "recorded_backward_order",

@@ -58,8 +58,8 @@ def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: s
             raise RuntimeError(
                 f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no "
                 f"hook sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has "
-                f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you, add it to "
-                f"main_grad, before the last backward"
+                f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you (PCGrad, "
+                f"autograd.grad), call maingrad.ddp.add_grad(param, grad) in its place, before the last backward"
             )
 
 

@@ -26,6 +26,7 @@ from .return_table import Returned, wgrad_outcome
 __all__ = [
     "absorb_grad",
     "accumulator_of",
+    "add_grad",
     "add_to_grad",
     "attach",
     "attach_lazily",
@@ -142,6 +143,28 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     else:
         record.view.add_(grad)
     record.num_hook_writes += 1
+
+
+def add_grad(param: Tensor, grad: Tensor) -> None:
+    """Add ``grad`` [shape of ``param``] to what this iteration has brought a wrapped parameter, as a backward would.
+
+    For gradients that autograd did not bring: projected ones (PCGrad), those of ``torch.autograd.grad``, noise. It is
+    this rank's, and is reduced with the rest. Call it before the iteration's last backward; where all gradients come
+    so, before ``finish_grad_sync()``.
+
+    Raises ``ValueError`` for a parameter that no ``DistributedDataParallel`` has wrapped, or another shape;
+    ``RuntimeError`` once the parameter's bucket was launched.
+    """
+    record = record_of(param)
+    if record is None or record.make_room is not None:
+        raise ValueError("add_grad: this parameter is not wrapped in maingrad.ddp.DistributedDataParallel")
+    if grad.shape != param.shape:
+        raise ValueError(f"add_grad: parameter '{record.name}' is {tuple(param.shape)}, and grad {tuple(grad.shape)}")
+    with torch.no_grad():
+        if record.open_for_write():
+            record.view.copy_(grad)
+        else:
+            record.view.add_(grad)
 
 
 def _check_foreign_write(record: GradRecord) -> None:

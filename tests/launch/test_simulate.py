@@ -217,8 +217,12 @@ def test_ctrl_c_ends_all_ranks():
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 time.sleep(0.01)
 
-    with pytest.raises(KeyboardInterrupt):
-        simulate(fn, 3)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            simulate(fn, 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("simulated-rank")]
     assert simulate(dist.get_rank, 2) == [0, 1]
 

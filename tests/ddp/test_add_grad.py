@@ -1,0 +1,120 @@
+"""Gradients that autograd did not bring: ``add_grad`` has them reduced with the rest."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, add_grad
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.te_integration import convert_linears
+
+RANKS = 2
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all-reduce": {"overlap_grad_reduce": True},
+    "ZeRO-1": {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "overlap_param_gather": True},
+    "in the end": {},
+}
+
+
+def make_model(fused: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2)).double()
+    if fused:
+        convert_linears(model)
+    return model
+
+
+def tasks(model: nn.Module, step: int, rank: int) -> list[Tensor]:
+    """A loss for each task."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return list(model(x).square().mean(0))
+
+
+def projected(losses: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+    """PCGrad: of two tasks that disagree, what one has along the other is left out."""
+    first, second = ([*torch.autograd.grad(loss, params, retain_graph=True)] for loss in losses)
+    dot = sum((a * b).sum() for a, b in zip(first, second, strict=True))
+    square = sum(b.square().sum() for b in second)
+    scale = torch.clamp(dot / square, max=0.0)
+    return [a - scale * b + b for a, b in zip(first, second, strict=True)]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("how", CONFIGS)
+def test_projected_gradients_train_as_in_plain_pytorch(how: str, fused: bool) -> None:
+    def train() -> dict[str, Tensor]:
+        model = make_model(fused)
+        ddp = DistributedDataParallel(model, DistributedDataParallelConfig(**CONFIGS[how]))
+        optimizer = DistributedOptimizer(ddp, lr=0.1)
+        params = list(model.parameters())
+        for step in range(3):
+            for param, grad in zip(params, projected(tasks(ddp, step, dist.get_rank()), params), strict=True):
+                add_grad(param, grad)
+            ddp.finish_grad_sync()
+            optimizer.step()
+            ddp.zero_grad_buffer()
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    plain = make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    params = list(plain.parameters())
+    for step in range(3):
+        everyones = [projected(tasks(plain, step, rank), params) for rank in range(RANKS)]
+        for param, *grads in zip(params, *everyones, strict=True):
+            param.grad = sum(grads) / RANKS
+        optimizer.step()
+    for found in simulate(train, RANKS):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.detach())
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("order", ["before", "between"])
+def test_it_adds_to_what_backwards_bring(order: str, fused: bool) -> None:
+    """The first product of a fused layer overwrites what nobody has written."""
+
+    def train() -> dict[str, Tensor]:
+        model = make_model(fused)
+        ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True))
+        first, second = tasks(ddp, 0, dist.get_rank())
+        if order == "between":
+            with ddp.no_sync():
+                first.backward(retain_graph=True)
+        for param in model.parameters():
+            add_grad(param, torch.full_like(param, 1.0 + dist.get_rank()))
+        (second if order == "between" else first + second).backward()
+        ddp.finish_grad_sync()
+        return {name: param.main_grad.clone() for name, param in model.named_parameters()}
+
+    plain = make_model()
+    (sum(loss for rank in range(RANKS) for loss in tasks(plain, 0, rank)) / RANKS).backward()
+    for found in simulate(train, RANKS):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad + 1.5)
+
+
+def test_what_cannot_be_added_is_refused_by_name() -> None:
+    def refuse() -> None:
+        model = make_model()
+        with pytest.raises(ValueError, match="not wrapped in"):
+            add_grad(model[0].weight, torch.zeros(7, 5))
+        ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True))
+        with pytest.raises(ValueError, match=r"'0\.weight' is \(7, 5\), and grad \(5, 7\)"):
+            add_grad(model[0].weight, torch.zeros(5, 7))
+        sum(tasks(ddp, 0, dist.get_rank())).backward()
+        with pytest.raises(RuntimeError, match=r"'0\.weight' received a gradient after"):
+            add_grad(model[0].weight, torch.zeros(7, 5))
+        ddp.finish_grad_sync()
+        ddp.zero_grad_buffer()
+        model[0].weight.grad = torch.zeros(7, 5, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was put into \.grad by hand.*add_grad\(param, grad\)"):
+            ddp.finish_grad_sync()
+        sharded = fully_shard(make_model())
+        with pytest.raises(ValueError, match="not wrapped in"):
+            add_grad(sharded[0].weight, torch.zeros_like(sharded[0].weight))
+
+    simulate(refuse, RANKS)
