@@ -311,7 +311,7 @@ def _launches_alike(program: Program, phase: Phase) -> bool:
     comes before the others there."""
     wrapper = phase.wrapper
     uses_differ = any("branch" in block.kind for block in program.model.blocks)
-    return not uses_differ or isinstance(wrapper, Fsdp) or wrapper.find_unused or not wrapper.overlap
+    return not uses_differ or isinstance(wrapper, Fsdp) or not wrapper.overlap
 
 
 def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:
