@@ -67,7 +67,7 @@ class Round:
     delayed  the modules said when they were wrapped that these gradients come after backward
     """
 
-    __slots__ = ("_delayed", "_keeps", "_phase", "name", "waits", "was_kept")
+    __slots__ = ("_delayed", "_keeps", "_phase", "has_waited", "name", "waits", "was_kept")
 
     def __init__(self, name: str, *, keeps: bool, delayed: bool) -> None:
         self.name = name
@@ -79,6 +79,8 @@ class Round:
         reduced once, in the round's turn, after the last backward."""
         self.was_kept = False
         """Whole gradients have stayed from an earlier microbatch."""
+        self.has_waited = False
+        """It did in the iteration that has ended, and no optimizer has stepped since."""
 
     @property
     def phase(self) -> RoundPhase:
@@ -119,12 +121,13 @@ class Round:
         """The iteration is over."""
         if self._phase is not RoundPhase.IDLE:
             self._move(RoundPhase.IDLE)
+            self.has_waited = self.waits
         self.waits = self._delayed
 
     def give_up(self) -> None:
         """The iteration is abandoned."""
         self._phase = RoundPhase.IDLE
-        self.waits, self.was_kept = self._delayed, False
+        self.waits, self.was_kept, self.has_waited = self._delayed, False, False
 
     def _move(self, phase: RoundPhase) -> None:
         if phase not in _MOVES[self._phase]:

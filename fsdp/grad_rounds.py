@@ -70,6 +70,7 @@ class GradRounds:
         self._of: dict[Unit, list[_Going]] = {unit: _rounds_of(unit) for unit in units}
         self._all = [going for unit in reversed(units) for going in self._of[unit]]  # about in backward's order
         self._due: list[_Going] | None = None  # what an iteration whose backwards are over has still to send
+        self._num_waited = 0  # rounds, at the end of the last iteration
         self._sending = False  # also after a reduction was refused: nobody else gives the iteration up
         self._home: torch.cuda.Stream | None = None  # of forwards: sums take their memory there and give it back there
         self._pool = GradPool(units)
@@ -92,6 +93,7 @@ class GradRounds:
 
     def backward_began(self) -> None:
         """Whoever has cleared ``.grad`` in the middle of an iteration gives up what it holds elsewhere."""
+        self.check_delays_are_over("a backward")
         self._due = None
         self._notice_all_cleared()
 
@@ -152,6 +154,8 @@ class GradRounds:
         if self._under_way:
             self._notice_all_cleared()
             self._end_iteration()
+        for going in self._all:
+            going.round.has_waited = False
 
     def give_up(self) -> None:
         """Lose what is not reduced; what is under way ends."""
@@ -172,10 +176,13 @@ class GradRounds:
         self._due = [going for going in self._all if going.round.is_left]
         self._send_due()
 
-    def _send_due(self) -> None:
-        """All ranks send in one order: which delayed gradients are missing, and how long, may differ between them."""
+    def _send_due(self, *, complete: bool = True) -> None:
+        """All ranks send in one order: which delayed gradients are missing, and how long, may differ between them.
+
+        complete  wait for those that are missing here
+        """
         assert self._due is not None, "the iteration's backwards are over"
-        while self._due and not self._due[0].has_pending:
+        while self._due and not (complete and self._due[0].has_pending):
             going = self._due.pop(0)
             if not going.round.waits:  # .grad that is cleared before a delayed gradient comes does not give that one up
                 self._notice_cleared(going)
@@ -194,10 +201,29 @@ class GradRounds:
             bucket.grad_shard.publish()
         for going in self._all:
             going.round.end()
+        self._num_waited = sum(going.round.has_waited for going in self._all)
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # the optimizer reads gradients on the host
         with torch.no_grad():
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
+
+    def check_delays_are_over(self, what: str) -> None:
+        """Refuse ``what`` sends, after an iteration's last backward in which gradients were delayed.
+
+        These are sent as they are computed, which may be now on one rank, and after what this sends on another. So all
+        ranks refuse, those too that have none pending.
+        """
+        num_waited = sum(going.round.has_waited for going in self._all)
+        over = self._due is None and (num_waited == 0 or num_waited < self._num_waited)  # an optimizer has stepped
+        if not over and not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
+            unit = next(going.round.name for going in self._all if going.round.waits or going.round.has_waited)
+            if self._due is not None:
+                self._send_due(complete=False)  # other ranks wait for it, and come here then
+            raise RuntimeError(
+                f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
+                f"compute these and call model.finish_grad_sync() first; or hold model.no_sync() around all backwards "
+                f"but the last, torch.autograd.grad too"
+            )
 
     def _check_nothing_bypassed(self) -> None:
         pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]

@@ -60,6 +60,7 @@ class FSDPModule(nn.Module):
     def unshard(self) -> None:
         """Gather this unit's parameters and register them, until ``reshard``. Collective."""
         unit, root = unit_of(self), root_of(self)
+        root.grads.check_delays_are_over("unshard()")
         root.gathers.notice_changes()
         root.gathers.gather(unit)
         root.gathers.arrive(unit)

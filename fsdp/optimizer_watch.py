@@ -99,6 +99,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             bucket = next((other for other in buckets if other.has_pending), bucket)  # what the others wait for
             why = bucket.why_unfinished
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
+    for bucket in buckets:
+        if bucket.round is not None:
+            bucket.round.has_waited = False
     if buckets:
         translate_state_dicts(optimizer)
         prepare_skippable_step(optimizer)

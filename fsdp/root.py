@@ -161,6 +161,7 @@ class Root:
             self.timeline.forward_started()
         if self._backward is not None:
             self.abandon()
+        self.grads.check_delays_are_over("a forward")  # which gathers
         self._check_units()
         self.forward_order.begin()
         self.grads.begin()

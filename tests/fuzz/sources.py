@@ -28,7 +28,7 @@ def tolerance_of(program: Program) -> float:
     if program.dtype in ("bfloat16", "autocast"):
         return 5e-2
     if program.dtype == "float32" or any(block.single for block in program.model.blocks):
-        return 3e-5
+        return 1e-4
     rounded = any(isinstance(phase.wrapper, Ddp) and phase.wrapper.max_grad_norm for phase in program.phases)
     return 1e-6 if rounded else 1e-9
 

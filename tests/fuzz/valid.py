@@ -294,9 +294,9 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | 
     if kind in AFTER:
         at = count + 1
     elif kind == "mean loss":
-        at = count if _launches_alike(program, phase) else count - 1
-        if at == 0:
+        if not _launches_alike(program, phase):
             return None
+        at = count
     else:
         at = min(extra.at, count + 1)
     ranks = _some(extra.ranks, phase.ranks) if kind in RANK_DEPENDENT else ()
