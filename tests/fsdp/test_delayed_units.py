@@ -173,3 +173,71 @@ def test_some_ranks_alone_use_what_delays(kind: str, who: str) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()  # nothing is missing
 
     simulate(on_each_rank, ranks_of(kind))
+
+
+# ---- What comes between the last backward and the gradients that it has delayed. ----
+
+
+class OnOneRank(nn.Module):
+    """A module that delays its weight gradients, which the first rank alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "dtype": torch.float64}
+        self.always = nn.Linear(5, 5, dtype=torch.float64)
+        self.delayed = Linear(5, 5, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.always(x)
+        return self.delayed(x) if dist.get_rank() == 0 else x
+
+
+def a_gradient_of_inputs(model: Any, batch: Tensor) -> None:
+    x = batch.clone().requires_grad_()
+    torch.autograd.grad(mean_loss(model(x)), x)
+
+
+CROSSING: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a backward": lambda model, batch: mean_loss(model(batch)).backward(),
+    "a gradient": a_gradient_of_inputs,
+    "a forward": lambda model, batch: model(batch),
+    "an evaluation": lambda model, batch: torch.no_grad()(model)(batch),
+    "unsharded": lambda model, batch: model.unsharded().__enter__(),
+}
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+@pytest.mark.parametrize("what", CROSSING)
+@pytest.mark.parametrize("kind", ["zero3", "zero1"])
+def test_24_what_would_cross_with_delayed_gradients_is_refused_on_all_ranks(
+    kind: str, what: str, finishes: bool
+) -> None:
+    """Those that have none pending as well. After ``finish_grad_sync()``, or a step, there are none."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model: Any = fully_shard(OnOneRank(), **options_of(kind))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            batches = batches_of(dist.get_rank(), 2, step=step)
+            mean_loss(model(batches[0])).backward()
+            if finishes:
+                drain_modules(model)
+                model.finish_grad_sync()
+                CROSSING[what](model, batches[1])
+                drain_modules(model)
+                model.finish_grad_sync()
+                if what == "unsharded":
+                    model.reshard()
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            with pytest.raises(
+                RuntimeError, match=r"after the iteration's last backward.*call model\.finish_grad_sync"
+            ):
+                CROSSING[what](model, batches[1])
+            drain_modules(model)
+            model.finish_grad_sync()
+            optimizer.zero_grad()
+
+    simulate(on_each_rank, 2)
