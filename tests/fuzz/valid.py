@@ -99,7 +99,7 @@ def _optimizer(program: Program) -> Optimizer:
     optimizer = program.optimizer
     if program.dtype in ROUNDED:
         optimizer = replace(optimizer, scaled=False)
-        # Steps so large that training diverges would carry roundings from one iteration into the next, and enlarge them.
+        # Training that diverges would carry roundings from one iteration into the next, and enlarge them.
         small = tuple((name, min(value, 0.01) if name == "lr" else value) for name, value in optimizer.options)
         optimizer = replace(optimizer, options=small)
     if dict(optimizer.options).get("fused") and optimizer.name not in ("SGD", "Adam", "AdamW", "Adagrad"):
@@ -262,6 +262,8 @@ def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:
         pattern = "plain"
     if pattern in ASKS_FOR_INPUTS and not last and isinstance(phase.wrapper, Ddp) and phase.wrapper.find_unused:
         pattern = "plain"  # what asks counts as a backward: unused parameters would be found before the last microbatch
+    if pattern in ASKS_FOR_INPUTS and last and isinstance(phase.wrapper, Fsdp) and _delays(program, phase):
+        pattern = "plain"  # and another one would come after the iteration's last
     kinds = {block.kind for block in model.blocks}
     if pattern == "penalty" and (kinds & set(ONCE_DIFFERENTIABLE) or _delays(program, phase)):
         pattern = "plain"
