@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checkpoint_id import known_id
+
 __all__ = [
     "MANIFEST_FILE",
     "MANIFEST_STAGING",
@@ -76,6 +78,9 @@ class SavedOptimizer:
 class Manifest:
     """Everything but the tensors."""
 
+    save_id: str | None
+    """That of the other files too. None: saved before there were ids."""
+
     parameters: Mapping[str, SavedTensor]
     buffers: Mapping[str, SavedTensor]
     tied: Mapping[str, str]
@@ -129,7 +134,10 @@ class Manifest:
             {name: _parse_tensor(entry) for name, entry in content[kind].items()} for kind in ("parameters", "buffers")
         )
         num_expert_sets = int(content["num_expert_sets"])
-        return cls(parameters, buffers, dict(content["tied"]), num_expert_sets, optimizer, content["extra"])
+        save_id = known_id(content["save_id"]) if "save_id" in content else None
+        if save_id is None and "save_id" in content:
+            raise ValueError(f"{content['save_id']!r} is no id of a save")
+        return cls(save_id, parameters, buffers, dict(content["tied"]), num_expert_sets, optimizer, content["extra"])
 
 
 def _parse_tensor(entry: Mapping[str, Any]) -> SavedTensor:

@@ -16,11 +16,13 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from .checkpoint_boxes import check_tiling
+from .checkpoint_id import check_head, known_id
 from .checkpoint_manifest import METADATA_FILE
 
 __all__ = ["Extent", "check_files", "read_metadata"]
@@ -113,8 +115,8 @@ def read_metadata(folder: Path) -> Metadata:
             raise ValueError(f"'{path}' is truncated or damaged ({type(error).__name__}: {error})") from error
 
 
-def check_files(folder: Path, metadata: Metadata) -> None:
-    """Raise ``ValueError`` where a data file is missing or shorter than the metadata says."""
+def check_files(folder: Path, metadata: Metadata, save_id: str | None) -> None:
+    """Raise ``ValueError`` where a data file is missing, shorter than the metadata says, or of another save."""
     needed: dict[str, tuple[int, str]] = {}
     for index, extent in metadata.storage_data.items():
         end = extent.offset + extent.length
@@ -130,6 +132,8 @@ def check_files(folder: Path, metadata: Metadata) -> None:
         actual = path.stat().st_size
         if actual < size:
             raise ValueError(f"the data file '{path}' is truncated: {actual} of {size} bytes, '{key}' is cut off")
+        with path.open("rb") as file:
+            check_head(file, path, save_id)
 
 
 def _rebuild(root: Any) -> Metadata:
@@ -158,7 +162,11 @@ def _rebuild(root: Any) -> Metadata:
         tensors[_text(key)] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     if num_chunks != len(storage_data):
         raise ValueError(f"{num_chunks} chunks in {len(storage_data)} places")
-    return Metadata(tensors, storage_data=storage_data)
+    storage_meta = root.state.get("storage_meta")
+    if storage_meta is not None:
+        _expect(storage_meta, "StorageMeta")
+        storage_meta = StorageMeta(save_id=known_id(storage_meta.field("save_id")))
+    return Metadata(tensors, storage_data=storage_data, storage_meta=storage_meta)
 
 
 def _expect(value: Any, kind: str) -> None:

@@ -74,7 +74,7 @@ def save_safetensors(
     """
     source = _whole_source_of(model)
     ranks, tensors = source.ranks, source.tensors
-    path = check_same_call(target, optimizer, ranks, "save_safetensors")
+    path, _ = check_same_call(target, optimizer, ranks, "save_safetensors")
     _, num_expert_sets = place_of_experts(source.expert_axes, ranks)
     ranks.alike(lambda: _check_one_model(num_expert_sets), "the comparison of experts")
     found: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ def load_safetensors(
     """
     whole = _whole_source_of(model)
     ranks, tensors = whole.ranks, whole.tensors
-    path = check_same_call(source, optimizer, ranks, "load_safetensors")
+    path, _ = check_same_call(source, optimizer, ranks, "load_safetensors")
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
     stored_as = ranks.alike(lambda: _match(path, tensors, present), f"the opening of '{path}'")
     if optimizer is not None:

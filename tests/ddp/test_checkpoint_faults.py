@@ -160,7 +160,7 @@ def test_damage_is_one_error_before_anything_changes(
 def test_damage_inside_a_data_file_is_found_while_reading(checkpoint: Path, ranks: int) -> None:
     path = checkpoint / "__1_0.distcp"
     content = path.read_bytes()
-    path.write_bytes(content[:40] + bytes(len(content) - 80) + content[-40:])
+    path.write_bytes(content[:64] + bytes(len(content) - 128) + content[-64:])
     errors = simulate(errors_of, ranks, lambda: load_checkpoint(checkpoint, *build(torch.bfloat16, **ZERO1)))
     for error in errors:
         assert error == errors[0]
@@ -344,7 +344,7 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -
 STAGES = {
     "tensors": "maingrad.ddp.checkpoint_planner.PieceWriter.finish",
     "manifest": "maingrad.ddp.checkpoint_manifest.Manifest.write",
-    "move": "maingrad.ddp.checkpoint_folder.complete",
+    "move": "maingrad.ddp.checkpoint_folder.Staging.complete",
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointed import left_by_a_save
 from gloo import run_ranks
 from tiny_run import tiny_config
 from torch import nn
@@ -143,7 +144,7 @@ def test_auto_takes_the_newest_complete_one(tmp_path: Path):
 def test_a_checkpoint_that_a_save_left_beside_its_place_is_gone_on_from(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=3))
     newest = Path(checkpoint(tmp_path, "run", 6))
-    newest.rename(newest.with_name(f"{newest.name}.incomplete"))
+    left_by_a_save(newest, f"{newest.name}.incomplete")
     assert where_to_resume(config_of(tmp_path, "run", resume="auto")) == newest
     assert len(train(config_of(tmp_path, "run", resume=str(newest), steps=8)).losses) == 2
 

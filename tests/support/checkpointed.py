@@ -68,6 +68,12 @@ def model_state(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     return {**weights(ddp), **{name: buffer.clone() for name, buffer in ddp.module.named_buffers()}}
 
 
+def left_by_a_save(folder: Path, name: str) -> Path:
+    """Put a checkpoint where a save that died has left it, under this name, with the mark of such a folder."""
+    (folder / "maingrad.saving").touch()
+    return folder.rename(folder.with_name(name))
+
+
 def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """All tensors, as torch's own converter reads them, and the manifest."""
     whole = folder.parent / f"{folder.name}.whole.pt"
@@ -78,6 +84,7 @@ def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def assert_same_files(first: Path, second: Path) -> None:
     """Bitwise, however the elements are cut."""
     (tensors, manifest), (others, other_manifest) = files_content(first), files_content(second)
+    assert manifest.pop("save_id") != other_manifest.pop("save_id")
     assert manifest == other_manifest
     _assert_same_tree(tensors, others, "")
 
