@@ -75,13 +75,14 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     for name, param in module.named_parameters(remove_duplicate=False):
         if first.setdefault(param, name) != name:
             tied[name] = first[param]
-    persistent = {
-        f"{prefix}.{local}" if prefix else local
-        for prefix, owner in module.named_modules()
-        for local in owner._buffers
-        if local not in owner._non_persistent_buffers_set
-    }
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    buffers: dict[str, Tensor] = {}
+    for prefix, owner in module.named_modules():
+        for local, buffer in owner._buffers.items():
+            if buffer is not None and local not in owner._non_persistent_buffers_set:
+                buffers[f"{prefix}.{local}" if prefix else local] = buffer
+    # A buffer may have several names, and the first may be one that is not persistent.
+    first_of = {id(buffer): name for name, buffer in reversed(buffers.items())}
+    buffers = {name: buffer for name, buffer in buffers.items() if first_of[id(buffer)] == name}
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
