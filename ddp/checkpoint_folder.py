@@ -27,7 +27,7 @@ from .failure_report import CollectiveError
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["MARK_FILE", "Staging", "describe_missing", "find", "incomplete", "replaced"]
+__all__ = ["MARK_FILE", "Staging", "belongs_to_checkpoint", "describe_missing", "find", "incomplete", "replaced"]
 
 MARK_FILE = "maingrad.saving"
 """In a folder that a save has put beside the checkpoint's place."""
@@ -76,6 +76,10 @@ class Staging:
         where another save is writing.
         """
         path = self._path
+        if path == Path.cwd():
+            raise FileExistsError(
+                f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
+            )
         if not (_is_free(path) or (_is_complete(path) and _is_ours(path))):
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
@@ -204,10 +208,13 @@ def _is_free(path: Path) -> bool:
 
 def _is_ours(folder: Path) -> bool:
     """A folder with nothing in it but files that a save writes."""
+    return folder.is_dir() and all(entry.is_file() and belongs_to_checkpoint(entry.name) for entry in folder.iterdir())
+
+
+def belongs_to_checkpoint(name: str) -> bool:
+    """Whether a file of this name is one that a save writes."""
     ours = (MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp", MARK_FILE)
-    return folder.is_dir() and all(
-        entry.is_file() and (entry.name in ours or entry.suffix == ".distcp") for entry in folder.iterdir()
-    )
+    return name in ours or name.endswith(".distcp")
 
 
 def _is_leftover(folder: Path) -> bool:

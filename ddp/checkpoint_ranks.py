@@ -84,7 +84,13 @@ def check_same_call(path: str | os.PathLike[str], optimizer: object, ranks: Chec
 
     Collective.
     """
-    target = ranks.alike(lambda: Path(os.path.realpath(path)), f"the beginning of {what}")
+
+    def absolute() -> Path:
+        if not os.fspath(path):
+            raise ValueError(f"{what} was given '' as its path: name a folder")
+        return Path(os.path.realpath(path))
+
+    target = ranks.alike(absolute, f"the beginning of {what}")
     said = ranks.gather(
         ((str(target), optimizer is not None), new_id()), f"the comparison of calls of {what} between ranks"
     )

@@ -49,9 +49,31 @@ def open_checkpoint(path: Path, *, check_sizes: bool = True) -> Stored:
             f"'{folder / METADATA_FILE}' is of another save than '{folder / MANIFEST_FILE}' ({found or 'no id'}, and "
             f"{manifest.save_id or 'no id'}): files of two checkpoints are mixed in this folder"
         )
+    _check_told(manifest, metadata)
     if check_sizes:
         check_files(folder, metadata, manifest.save_id)
     return Stored(folder, manifest, metadata)
+
+
+def _check_told(manifest: Manifest, metadata: Metadata) -> None:
+    """Raise ``ValueError`` unless manifest and metadata tell of the same tensors: nothing has been allocated yet."""
+    told = {f"model.{name}": entry.shape for name, entry in {**manifest.parameters, **manifest.buffers}.items()}
+    for name, entry in manifest.parameters.items():
+        told.update({f"optimizer.state.{name}.{key}": entry.shape for key in entry.state})
+        if entry.has_master:
+            told[f"master.{name}"] = entry.shape
+    stored: Any = metadata.state_dict_metadata
+    for key, shape in told.items():
+        if key not in stored:
+            raise ValueError(f"'{key}' is missing in the checkpoint's metadata, though its manifest names it")
+        if tuple(stored[key].size) != shape:
+            raise ValueError(
+                f"'{key}' is {list(stored[key].size)} in the checkpoint's metadata, though its manifest has "
+                f"{list(shape)}"
+            )
+    if len(stored) > len(told):
+        unknown = min(set(stored) - set(told))
+        raise ValueError(f"'{unknown}' is in the checkpoint's metadata, though its manifest does not name it")
 
 
 def write_pieces(

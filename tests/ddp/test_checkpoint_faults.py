@@ -415,6 +415,15 @@ def test_an_empty_folder_is_a_fine_place(tmp_path: Path) -> None:
     assert not checkpoint_folder.replaced(tmp_path).exists()
 
 
+@pytest.mark.parametrize("path", ["", "."])
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileExistsError), match=r"name a folder|save to a folder in it"):
+        save_checkpoint(path, Everything())
+    assert Path.cwd() == tmp_path
+    save_checkpoint("c", Everything())
+
+
 def test_a_missing_parent_is_made(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
     load_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
