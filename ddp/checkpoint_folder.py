@@ -149,10 +149,12 @@ class Staging:
             writer = mark.read(200)
             mark.close()
             raise _in_use(self.folder, writer)
-        mark.truncate(0)
-        mark.write(f"process {os.getpid()} on {socket.gethostname()}")
-        mark.flush()
         self._mark = mark
+        mark.truncate(0)
+        try:  # at once: a full disk is not found when the file is closed
+            os.write(mark.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(where)) from error
 
     def _release(self) -> None:
         if self._mark is not None:

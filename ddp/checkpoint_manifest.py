@@ -106,10 +106,13 @@ class Manifest:
             raise ValueError(
                 f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra"
             )
-        with staging.open("w") as file:
-            file.write(written)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with staging.open("w") as file:
+                file.write(written)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a write's does not name the file
+            raise OSError(error.errno, error.strerror, str(staging)) from error
         staging.replace(folder / MANIFEST_FILE)
 
     @classmethod

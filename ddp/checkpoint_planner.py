@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -177,8 +177,21 @@ class PiecesLoadPlanner(LoadPlanner):
         """Nothing is left to do: ``tensor`` is a view of where it belongs."""
 
 
+class _NotingFile(io.FileIO):
+    """Notes why it could not be written: torch's serialization says at which position instead."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
 class _HeadedFiles(FileSystem):
-    """DCP's files, but that data files begin with the id of their save."""
+    """DCP's files, but that data files begin with the id of their save, and errors of writing name the file."""
 
     def __init__(self, save_id: str) -> None:
         self._head = head_of(save_id)
@@ -186,10 +199,21 @@ class _HeadedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """As DCP's, which notes where in the stream it writes each tensor."""
-        with super().create_stream(path, mode) as stream:
-            if "w" in mode and os.fspath(path).endswith(".distcp"):
-                cast(BinaryIO, stream).write(self._head)
-            yield stream
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        file = _NotingFile(path, "wb")
+        try:
+            with io.BufferedWriter(file) as written:
+                if os.fspath(path).endswith(".distcp"):
+                    written.write(self._head)
+                yield written
+        except Exception as error:
+            reason = file.failure or error
+            if not isinstance(reason, OSError):
+                raise
+            raise OSError(reason.errno, reason.strerror, os.fspath(path)) from error
 
 
 class PieceWriter(FileSystemWriter):

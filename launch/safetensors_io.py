@@ -153,8 +153,12 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f"{target.name}.incomplete")
     metadata = {"format": "pt", _TIED: json.dumps(dict(tied))}
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, staging, metadata)
-    staging.replace(target)
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, staging, metadata)
+        staging.replace(target)
+    except (SafetensorError, OSError) as error:
+        staging.unlink(missing_ok=True)  # half a file would keep the disk full
+        raise OSError(f"'{target}' could not be written ({error})") from error
 
 
 def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
