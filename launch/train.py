@@ -95,7 +95,7 @@ class _Trainer:
         self.windows = validation_windows(
             self.corpus.validation, count=settings.eval_sequences, sequence_length=settings.sequence_length
         )
-        check_tokens(int(self.windows.inputs.max()), config.model.vocab_size)
+        check_tokens(self.windows.largest, config.model.vocab_size)
         self.unit = "token" if config.data.source == "tokens" else "byte"
 
         # Model: weights from the seed alone.
@@ -240,7 +240,7 @@ class _Trainer:
             global_batch_size=settings.global_batch_size,
             sequence_length=settings.sequence_length,
         )
-        check_tokens(int(batch.inputs.max()), self.config.model.vocab_size)
+        check_tokens(batch.largest, self.config.model.vocab_size)
         device = self.runtime.device
         return Batch(batch.inputs.to(device), batch.targets.to(device))
 
