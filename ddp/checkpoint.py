@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import checkpoint_folder as folders
 from .agreement import saying
 from .checkpoint_boxes import Piece
 from .checkpoint_contents import ModelLoad, Notes, StoredNames, check_model, make_manifest, pieces_of_model
+from .checkpoint_folder import Staging
 from .checkpoint_manifest import SavedOptimizer
 from .checkpoint_optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
 from .checkpoint_ranks import check_same_call, place_of_experts
@@ -50,13 +50,15 @@ def save_checkpoint(
                is written
 
     Call it between steps: gradients are not saved. The folder appears when it is complete. A checkpoint that is there
-    already is replaced then; anything else at ``path`` is refused with ``FileExistsError``. All ranks raise alike.
+    already is replaced then; anything else at ``path``, and another save to it that is under way, is refused with
+    ``FileExistsError``. All ranks raise alike.
     """
     from .checkpoint_storage import check_written, write_pieces
 
     source = source_of(model)
     ranks = source.ranks
-    target = check_same_call(path, optimizer, ranks, "save_checkpoint")
+    target, save_id = check_same_call(path, optimizer, ranks, "save_checkpoint")
+    staging = Staging(target)
     names = StoredNames(*place_of_experts(source.expert_axes, ranks))
 
     def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
@@ -70,23 +72,22 @@ def save_checkpoint(
         notes = Notes.of(holding, names, describe_slices(holding))
         if ranks.leads:
             _check_json(extra)
-            folders.begin(target)
+            staging.begin()
         return parts, notes, saved
 
-    pieces, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
-    staging = folders.incomplete(target)
-    all_notes = ranks.alike(
-        lambda: write_pieces(staging, pieces, notes, ranks.group) if ranks.writes else [],
-        f"the writing of checkpoint '{target}'",
-    )
-
-    def finish() -> None:
+    def finish(all_notes: list[Notes]) -> None:
         if ranks.leads:
-            check_written(staging)
-            make_manifest(all_notes, names, saved, extra).write(staging)
-            folders.complete(target)
+            check_written(staging.folder, save_id)
+            make_manifest(all_notes, names, saved, extra, save_id).write(staging.folder)
+            staging.complete()
 
-    ranks.alike(finish, f"the completion of checkpoint '{target}'")
+    with staging:
+        pieces, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+        all_notes = ranks.alike(
+            lambda: write_pieces(staging.folder, save_id, pieces, notes, ranks.group) if ranks.writes else [],
+            f"the writing of checkpoint '{target}'",
+        )
+        ranks.alike(lambda: finish(all_notes), f"the completion of checkpoint '{target}'")
 
 
 @torch.no_grad()
@@ -107,7 +108,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     source = source_of(model)
     ranks = source.ranks
-    target = check_same_call(path, optimizer, ranks, "load_checkpoint")
+    target, _ = check_same_call(path, optimizer, ranks, "load_checkpoint")
     names = StoredNames(*place_of_experts(source.expert_axes, ranks))
 
     def prepare() -> "_Load":
@@ -124,6 +125,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         return load
 
     load = ranks.alike(prepare, f"the opening of checkpoint '{target}'")
+    opened = ranks.gather(load.stored.manifest.save_id, "the comparison between ranks of what load_checkpoint opened")
+    if len(set(opened)) > 1:
+        raise ValueError(f"'{target}' was replaced while it was opened, and ranks have different ones: load it again")
     try:
         ranks.alike(lambda: read_pieces(load.stored, load.pieces, ranks.group), f"the reading of checkpoint '{target}'")
     except Exception as error:

@@ -75,13 +75,14 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     for name, param in module.named_parameters(remove_duplicate=False):
         if first.setdefault(param, name) != name:
             tied[name] = first[param]
-    persistent = {
-        f"{prefix}.{local}" if prefix else local
-        for prefix, owner in module.named_modules()
-        for local in owner._buffers
-        if local not in owner._non_persistent_buffers_set
-    }
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    buffers: dict[str, Tensor] = {}
+    for prefix, owner in module.named_modules():
+        for local, buffer in owner._buffers.items():
+            if buffer is not None and local not in owner._non_persistent_buffers_set:
+                buffers[f"{prefix}.{local}" if prefix else local] = buffer
+    # A buffer may have several names, and the first may be one that is not persistent.
+    first_of = {id(buffer): name for name, buffer in reversed(buffers.items())}
+    buffers = {name: buffer for name, buffer in buffers.items() if first_of[id(buffer)] == name}
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
@@ -170,6 +171,7 @@ def make_manifest(
     names: StoredNames,
     optimizer: SavedOptimizer | None,
     extra: Any,
+    save_id: str,
 ) -> Manifest:
     """The manifest of what all ranks have, in their order. Raises ``ValueError`` where they contradict each other."""
     parameters: dict[str, SavedTensor] = {}
@@ -192,7 +194,7 @@ def make_manifest(
             raise ValueError(
                 f"experts of set {index} are on no rank of the first instance, which writes: instances must hold all"
             )
-    return Manifest(parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
+    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:

@@ -6,14 +6,18 @@ before any tensor has been touched. What is not a tensor is in it too: no data f
 
 import dataclasses
 import json
+import math
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from .checkpoint_id import known_id
 
 __all__ = [
     "MANIFEST_FILE",
@@ -34,6 +38,11 @@ METADATA_FILE = ".metadata"
 """Torch's own, beside it."""
 FORMAT = "maingrad.checkpoint"
 VERSION = 1
+MOST_BYTES = 2**26
+"""Of the file."""
+_MOST_DIMS = 64
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,9 @@ class SavedOptimizer:
 class Manifest:
     """Everything but the tensors."""
 
+    save_id: str | None
+    """That of the other files too. None: saved before there were ids."""
+
     parameters: Mapping[str, SavedTensor]
     buffers: Mapping[str, SavedTensor]
     tied: Mapping[str, str]
@@ -89,10 +101,18 @@ class Manifest:
         """Write the file, and have its bytes on the disk before it has its name."""
         content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **dataclasses.asdict(self)}
         staging = folder / MANIFEST_STAGING
-        with staging.open("w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        written = json.dumps(content, indent=1)
+        if len(written) > MOST_BYTES:
+            raise ValueError(
+                f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra"
+            )
+        try:
+            with staging.open("w") as file:
+                file.write(written)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a write's does not name the file
+            raise OSError(error.errno, error.strerror, str(staging)) from error
         staging.replace(folder / MANIFEST_FILE)
 
     @classmethod
@@ -100,57 +120,87 @@ class Manifest:
         """Read the file. Raises ``ValueError`` where it is not ours, damaged, or of another version."""
         path = folder / MANIFEST_FILE
         try:
+            if path.stat().st_size > MOST_BYTES:
+                raise ValueError(f"{path.stat().st_size} bytes are more than any manifest has")
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
             raise ValueError(
                 f"'{folder}' is no complete checkpoint of maingrad: it has no {MANIFEST_FILE}, which is written last"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"'{path}' is truncated or damaged ({error})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         version = content.get("version")
-        if version != VERSION:
-            raise ValueError(f"'{path}' has version {version} of the format, and this maingrad reads version {VERSION}")
+        if type(version) is not int or version != VERSION:
+            raise ValueError(
+                f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
+            )
         try:
             return cls._parse(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # values of any kind in any place raise nearly anything
             raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
 
     @classmethod
     def _parse(cls, content: Mapping[str, Any]) -> "Manifest":
-        optimizer = content["optimizer"]
+        optimizer, num_groups = content["optimizer"], 0
         if optimizer is not None:
-            groups = tuple(dict(group) for group in optimizer["groups"])
+            groups = tuple(_a(dict, group, "a parameter group") for group in _a(list, optimizer["groups"], "groups"))
             for value in (value for group in groups for value in group.values()):
                 from_json(value)  # so that what cannot be read is found here
-            optimizer = SavedOptimizer(str(optimizer["optimizer_class"]), groups)
+            optimizer = SavedOptimizer(_a(str, optimizer["optimizer_class"], "optimizer_class"), groups)
+            num_groups = len(groups)
         parameters, buffers = (
-            {name: _parse_tensor(entry) for name, entry in content[kind].items()} for kind in ("parameters", "buffers")
+            {name: _parse_tensor(name, entry, num_groups) for name, entry in _a(dict, content[kind], kind).items()}
+            for kind in ("parameters", "buffers")
         )
-        num_expert_sets = int(content["num_expert_sets"])
-        return cls(parameters, buffers, dict(content["tied"]), num_expert_sets, optimizer, content["extra"])
+        num_expert_sets = _a(int, content["num_expert_sets"], "num_expert_sets")
+        tied = _a(dict, content["tied"], "tied")
+        for alias, first in tied.items():
+            if _a(str, first, f"what '{alias}' is tied to") not in parameters:
+                raise ValueError(f"'{alias}' is tied to {reprlib.repr(first)}, which is no parameter")
+        save_id = known_id(content["save_id"]) if "save_id" in content else None
+        if save_id is None and "save_id" in content:
+            raise ValueError(f"{reprlib.repr(content['save_id'])} is no id of a save")
+        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"])
 
 
-def _parse_tensor(entry: Mapping[str, Any]) -> SavedTensor:
-    dtype_named(entry["dtype"])
-    for value in entry["scalars"].values():
+def _a(kind: type[T], value: Any, what: str) -> T:
+    """``value``, of this very type: JSON's true is no number. Raises ``TypeError``."""
+    if type(value) is not kind:
+        raise TypeError(f"{reprlib.repr(value)} as {what}")
+    return value
+
+
+def _parse_tensor(name: str, entry: Mapping[str, Any], num_groups: int) -> SavedTensor:
+    shape = tuple(_a(int, size, f"a size of '{name}'") for size in _a(list, entry["shape"], f"the shape of '{name}'"))
+    if len(shape) > _MOST_DIMS or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= 2**62:
+        raise ValueError(f"'{name}' has shape {reprlib.repr(shape)}")
+    group = entry["group"]
+    if group is not None and not 0 <= _a(int, group, f"the group of '{name}'") < num_groups:
+        raise ValueError(f"'{name}' is in group {reprlib.repr(group)} of {num_groups}")
+    scalars = _a(dict, entry["scalars"], f"the scalars of '{name}'")
+    for value in scalars.values():
         from_json(value)
     return SavedTensor(
-        shape=tuple(int(size) for size in entry["shape"]),
-        dtype=entry["dtype"],
-        group=None if entry["group"] is None else int(entry["group"]),
-        has_master=bool(entry["has_master"]),
-        state={key: str(dtype_named(dtype)).removeprefix("torch.") for key, dtype in entry["state"].items()},
-        scalars=dict(entry["scalars"]),
+        shape=shape,
+        dtype=_dtype_name(entry["dtype"]),
+        group=group,
+        has_master=_a(bool, entry["has_master"], f"has_master of '{name}'"),
+        state={key: _dtype_name(dtype) for key, dtype in _a(dict, entry["state"], f"the state of '{name}'").items()},
+        scalars=scalars,
     )
+
+
+def _dtype_name(name: Any) -> str:
+    return str(dtype_named(_a(str, name, "a dtype"))).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype of this name; raises ``ValueError`` where there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"'{name}' is no dtype")
+        raise ValueError(f"{reprlib.repr(name)} is no dtype")
     return dtype
 
 
@@ -173,5 +223,7 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(from_json(each) for each in value)
     if isinstance(value, dict):
+        if not isinstance(value["tensor"], bool | int | float):
+            raise TypeError(f"{reprlib.repr(value['tensor'])} as the value of a tensor")
         return torch.tensor(value["tensor"], dtype=dtype_named(value["dtype"]))
     return value

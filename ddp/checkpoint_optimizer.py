@@ -16,6 +16,21 @@ __all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "pieces_of_
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed here: never taken from a checkpoint."""
 
+_COUNT_STEPS = (
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+)
+"""Torch's classes that count the steps of each parameter beside its moments."""
+
 
 def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
     """Its class and its groups' hyperparameters."""
@@ -55,6 +70,15 @@ def pieces_of_optimizer(holding: Holding, names: StoredNames) -> list[Piece]:
         stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
         pieces += [Piece(("optimizer", "state", stored, key), *place, value) for key, value in part.state().items()]
     return pieces
+
+
+def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None:
+    """Raise ``ValueError`` for moments whose number of steps is missing: the next step would fail on it."""
+    if entry.state and saved.optimizer_class in _COUNT_STEPS and "step" not in entry.scalars:
+        raise ValueError(
+            f"the checkpoint has {sorted(entry.state)} of parameter '{name}' and no 'step', which "
+            f"{saved.optimizer_class} keeps with them: its manifest is damaged"
+        )
 
 
 class OptimizerLoad(NamedTuple):
@@ -97,6 +121,7 @@ class OptimizerLoad(NamedTuple):
             if part.group is None or part.updated is None:
                 continue
             _check_width(part, entry)
+            _check_counted(saved, part.name, entry)
             updated = part.updated
             if updated not in state:
                 group = optimizer.groups[part.group]

@@ -8,13 +8,15 @@ the file was cut.
 import io
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -38,6 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.futures import Future
 
 from .checkpoint_boxes import Piece, check_tiling
+from .checkpoint_id import check_head, head_of
 
 __all__ = ["PieceReader", "PieceWriter", "PiecesLoadPlanner", "PiecesSavePlanner"]
 
@@ -174,20 +177,65 @@ class PiecesLoadPlanner(LoadPlanner):
         """Nothing is left to do: ``tensor`` is a view of where it belongs."""
 
 
+class _NotingFile(io.FileIO):
+    """Notes why it could not be written: torch's serialization says at which position instead."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+class _HeadedFiles(FileSystem):
+    """DCP's files, but that data files begin with the id of their save, and errors of writing name the file."""
+
+    def __init__(self, save_id: str) -> None:
+        self._head = head_of(save_id)
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """As DCP's, which notes where in the stream it writes each tensor."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        file = _NotingFile(path, "wb")
+        try:
+            with io.BufferedWriter(file) as written:
+                if os.fspath(path).endswith(".distcp"):
+                    written.write(self._head)
+                yield written
+        except Exception as error:
+            reason = file.failure or error
+            if not isinstance(reason, OSError):
+                raise
+            raise OSError(reason.errno, reason.strerror, os.fspath(path)) from error
+
+
 class PieceWriter(FileSystemWriter):
     """DCP's writer of one file for each rank. The metadata does not say on which machine's path it was written."""
 
+    def __init__(self, path: Path, save_id: str) -> None:
+        super().__init__(path)
+        self.fs = _HeadedFiles(save_id)
+        self._id = save_id
+
     def storage_meta(self) -> StorageMeta:
         """The id of this save, without the path."""
-        return StorageMeta(save_id=self.save_id)
+        return StorageMeta(save_id=self._id)
 
 
 class PieceReader(FileSystemReader):
     """DCP's reader, with metadata that has been checked. It reads each stored chunk once, and names it in errors."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, metadata: Metadata, save_id: str | None) -> None:
         super().__init__(path)
         self._metadata = metadata
+        self._id = save_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata given; nothing is unpickled."""
@@ -202,7 +250,9 @@ class PieceReader(FileSystemReader):
         places = self._metadata.storage_data
         in_order = sorted(by_chunk, key=lambda index: (places[index].relative_path, places[index].offset))
         for name, indices in itertools.groupby(in_order, key=lambda index: str(places[index].relative_path)):
-            with (Path(self.path) / name).open("rb") as file:
+            path = Path(self.path) / name
+            with path.open("rb") as file:
+                check_head(file, path, self._id)
                 for index in indices:
                     chunk = self._read_chunk(file, index)
                     for item in by_chunk[index]:

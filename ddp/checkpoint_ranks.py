@@ -8,10 +8,11 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from .agreement import alike, gather
+from .checkpoint_id import new_id
 from .failure_report import FailureReporter
 from .rank_grid import RankGrid
 
-__all__ = ["CheckpointRanks", "check_same_call", "place_of_experts"]
+__all__ = ["CheckpointRanks", "SameCall", "check_same_call", "place_of_experts"]
 
 T = TypeVar("T")
 
@@ -67,17 +68,33 @@ def place_of_experts(expert_axes: Sequence[dist.ProcessGroup] | None, ranks: Che
     return known.index(first) if first >= 0 else -1, len(known)
 
 
-def check_same_call(path: str | os.PathLike[str], optimizer: object, ranks: CheckpointRanks, what: str) -> Path:
-    """The absolute path. Raises ``ValueError`` on all ranks unless they were given one, and all an optimizer or none.
+class SameCall(NamedTuple):
+    """A save or a load, as all ranks know it."""
+
+    path: Path
+    """Absolute."""
+    id: str
+    """Its own: no other call has it."""
+
+
+def check_same_call(path: str | os.PathLike[str], optimizer: object, ranks: CheckpointRanks, what: str) -> SameCall:
+    """Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
 
     what  the call, for errors
 
     Collective.
     """
-    target = ranks.alike(lambda: Path(os.path.realpath(path)), f"the beginning of {what}")
-    calls: Sequence[tuple[str, bool]] = ranks.gather(
-        (str(target), optimizer is not None), f"the comparison of calls of {what} between ranks"
+
+    def absolute() -> Path:
+        if not os.fspath(path):
+            raise ValueError(f"{what} was given '' as its path: name a folder")
+        return Path(os.path.realpath(path))
+
+    target = ranks.alike(absolute, f"the beginning of {what}")
+    said = ranks.gather(
+        ((str(target), optimizer is not None), new_id()), f"the comparison of calls of {what} between ranks"
     )
+    calls = [call for call, _ in said]
     other = next((call for call in calls if call[0] != calls[0][0]), None)
     if other is not None:
         raise ValueError(
@@ -85,4 +102,5 @@ def check_same_call(path: str | os.PathLike[str], optimizer: object, ranks: Chec
         )
     if len(set(calls)) > 1:
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
-    return target
+    _, first_id = said[0]
+    return SameCall(target, first_id)

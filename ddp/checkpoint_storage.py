@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from .agreement import saying
 from .checkpoint_boxes import Piece
 from .checkpoint_folder import describe_missing, find
-from .checkpoint_manifest import Manifest
+from .checkpoint_manifest import MANIFEST_FILE, METADATA_FILE, Manifest
 from .checkpoint_metadata import check_files, read_metadata
 from .checkpoint_planner import PieceReader, PiecesLoadPlanner, PiecesSavePlanner, PieceWriter
 
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 def open_checkpoint(path: Path, *, check_sizes: bool = True) -> Stored:
     """What the checkpoint at ``path`` holds. No process group is needed.
 
-    check_sizes  look at every data file's size
+    check_sizes  look at every data file's size, and which save it is of
 
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint.
     """
@@ -43,25 +43,56 @@ def open_checkpoint(path: Path, *, check_sizes: bool = True) -> Stored:
     if not folder.is_dir():
         raise ValueError(f"'{folder}' is a file, and a checkpoint is a folder")
     manifest, metadata = Manifest.read(folder), read_metadata(folder)
+    found = None if metadata.storage_meta is None else metadata.storage_meta.save_id
+    if found != manifest.save_id:
+        raise ValueError(
+            f"'{folder / METADATA_FILE}' is of another save than '{folder / MANIFEST_FILE}' ({found or 'no id'}, and "
+            f"{manifest.save_id or 'no id'}): files of two checkpoints are mixed in this folder"
+        )
+    _check_told(manifest, metadata)
     if check_sizes:
-        check_files(folder, metadata)
+        check_files(folder, metadata, manifest.save_id)
     return Stored(folder, manifest, metadata)
 
 
-def write_pieces(folder: Path, pieces: Sequence[Piece], notes: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _check_told(manifest: Manifest, metadata: Metadata) -> None:
+    """Raise ``ValueError`` unless manifest and metadata tell of the same tensors: nothing has been allocated yet."""
+    told = {f"model.{name}": entry.shape for name, entry in {**manifest.parameters, **manifest.buffers}.items()}
+    for name, entry in manifest.parameters.items():
+        told.update({f"optimizer.state.{name}.{key}": entry.shape for key in entry.state})
+        if entry.has_master:
+            told[f"master.{name}"] = entry.shape
+    stored: Any = metadata.state_dict_metadata
+    for key, shape in told.items():
+        if key not in stored:
+            raise ValueError(f"'{key}' is missing in the checkpoint's metadata, though its manifest names it")
+        if tuple(stored[key].size) != shape:
+            raise ValueError(
+                f"'{key}' is {list(stored[key].size)} in the checkpoint's metadata, though its manifest has "
+                f"{list(shape)}"
+            )
+    if len(stored) > len(told):
+        unknown = min(set(stored) - set(told))
+        raise ValueError(f"'{unknown}' is in the checkpoint's metadata, though its manifest does not name it")
+
+
+def write_pieces(
+    folder: Path, save_id: str, pieces: Sequence[Piece], notes: Any, group: dist.ProcessGroup | None
+) -> list[Any]:
     """Write what the ranks of ``group`` hold between them, once; on the first of them returns everybody's notes.
 
     Collective over ``group``; None: this rank alone. Raises ``ValueError`` on all for elements that no rank holds.
     """
     planner = PiecesSavePlanner(pieces, notes)
-    writer = PieceWriter(folder)
+    writer = PieceWriter(folder, save_id)
     _run(lambda **how: save({}, storage_writer=writer, planner=planner, **how), group)
     return planner.all_notes
 
 
-def check_written(folder: Path) -> None:
-    """Raise ``ValueError`` where a rank's file is not where the others' are, or cannot be read again."""
-    check_files(folder, read_metadata(folder))
+def check_written(folder: Path, save_id: str) -> None:
+    """Raise ``ValueError`` where a rank's file is not where the others' are, cannot be read again, or is not this
+    save's: another job has written into the folder."""
+    check_files(folder, read_metadata(folder), save_id)
 
 
 def check_stored(metadata: Metadata, pieces: Sequence[Piece]) -> None:
@@ -82,7 +113,8 @@ def read_pieces(stored: Stored, pieces: Sequence[Piece], group: dist.ProcessGrou
 
     Raises ``ValueError`` on all for a file that does not hold what the metadata says.
     """
-    planner, reader = PiecesLoadPlanner(pieces, stored.metadata), PieceReader(stored.folder, stored.metadata)
+    planner = PiecesLoadPlanner(pieces, stored.metadata)
+    reader = PieceReader(stored.folder, stored.metadata, stored.manifest.save_id)
     _run(lambda **how: load({}, storage_reader=reader, planner=planner, **how), group)
 
 

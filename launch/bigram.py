@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .data import Batch, Tokens
+from .data import Batch, DataError, Tokens
 
 __all__ = ["MAX_VOCAB_SIZE", "Bigram", "fit_bigram"]
 
@@ -45,9 +45,9 @@ def fit_bigram(tokens: Tokens, vocab_size: int) -> Bigram:
 
 
 def check_tokens(largest: int, vocab_size: int) -> None:
-    """Raise ``ValueError`` for a token id outside the vocabulary."""
+    """Raise ``DataError`` for a token id outside the vocabulary."""
     if largest >= vocab_size:
-        raise ValueError(
+        raise DataError(
             f"token {largest} is outside the vocabulary: model.vocab_size = {vocab_size}; raise it to at least "
             f"{largest + 1}, or correct data.token_dtype"
         )

@@ -43,6 +43,11 @@ class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
 
+    @property
+    def largest(self) -> int:
+        """The largest token id; a target's may be larger than all inputs'."""
+        return max(int(self.inputs.max()), int(self.targets.max()))
+
 
 def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
     """Open the data of ``config``.
@@ -145,6 +150,15 @@ def _load_files(config: DataConfig, paths: Sequence[str]) -> Tokens:
 
 def _map_file(path: Path, dtype: np.dtype[np.unsignedinteger]) -> Tokens:
     """One file as a read-only array that costs no memory until it is read."""
+    try:
+        return _mapped(path, dtype)
+    except OSError as error:
+        raise DataError(
+            f"data file '{path}' cannot be read ({error.strerror}); correct its permissions, or data.paths"
+        ) from None
+
+
+def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> Tokens:
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         raise DataError(f"data file '{path}' {what} (working directory: {Path.cwd()}); correct data.paths")

@@ -1,4 +1,5 @@
-"""``metrics.jsonl``: one JSON object per line, each written out at once, so that a run cut short leaves whole lines.
+"""``metrics.jsonl``: one JSON object per line, each written out at once, so that a run cut short leaves whole lines,
+but perhaps for the last one.
 
 kind            when                    what
 ``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives
@@ -13,6 +14,7 @@ kind            when                    what
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,8 +46,13 @@ class MetricsWriter:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = self._records_to_keep(self._path)
-            self._file = self._path.open("w", encoding="utf-8")
+            # Beside its place first: whatever moment the process dies at, the old records are there, or these.
+            staging = self._path.with_name(f"{self._path.name}.incomplete")
+            self._file = staging.open("w", encoding="utf-8")
             self._file.writelines(json.dumps(record) + "\n" for record in kept)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            staging.replace(self._path)
         self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
         self._file.flush()
 
@@ -62,9 +69,23 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a file."""
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    """All records of a file, but a last one that was cut off where the process died.
+
+    Raises ``ValueError`` for another line that is no record.
+    """
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or "kind" not in record:
+                raise ValueError("it has no kind")
+        except ValueError as error:
+            if number == len(lines):  # nothing, where the file is whole
+                break
+            raise ValueError(f"'{path}', line {number}: no record ({error}); mend the line or remove it") from None
+        records.append(record)
+    return records
 
 
 def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:

@@ -67,12 +67,16 @@ def where_to_resume(config: Config) -> Path | None:
     return Path(wanted)
 
 
-def save_run(config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler) -> Path:
-    """Write the run as it is between two steps. Collective over the model's ranks."""
+def save_run(config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler, *, validated: bool) -> Path:
+    """Write the run as it is between two steps. Collective over the model's ranks.
+
+    validated  the model was, after this step: an interrupted run has not come to it
+    """
     path = checkpoint_path(Path(config.train.out_dir), pace.step)
     extra = {
         "step": pace.step,
         "seconds": pace.seconds,
+        "validated": validated,
         "schedule": schedule.state_dict(),
         "config": config_to_dict(config),
     }
@@ -80,8 +84,8 @@ def save_run(config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler
     return path
 
 
-def resume_run(path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler) -> None:
-    """Go on where the checkpoint was written. Collective over the model's ranks.
+def resume_run(path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler) -> bool:
+    """Go on where the checkpoint was written; whether the model was validated there. Collective over the model's ranks.
 
     Raises ``ConfigError`` for what is no checkpoint of ``maingrad train``, and for a run that would go on as another.
     """
@@ -96,6 +100,8 @@ def resume_run(path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedul
     _check_same_run(path, extra["config"], config)
     pace.step, pace.seconds = extra["step"], extra["seconds"]
     schedule.load_state_dict(extra["schedule"])
+    # Runs of before it was noted were validated wherever they were not interrupted.
+    return bool(extra.get("validated", True))
 
 
 def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:

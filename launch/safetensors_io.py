@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..ddp import DistributedOptimizer
 from ..ddp.checkpoint_boxes import Piece
 from ..ddp.checkpoint_contents import ModelTensors
+from ..ddp.checkpoint_folder import belongs_to_checkpoint
 from ..ddp.checkpoint_manifest import dtype_named
 from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call, place_of_experts
 from ..ddp.checkpoint_storage import check_stored, open_checkpoint, read_pieces
@@ -28,6 +29,19 @@ from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
 __all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
 
 _TIED = "maingrad.tied"
+_KINDS = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "C64": torch.complex64,
+}
+"""By the format's names, all that is not floating-point."""
 
 
 def export_safetensors(
@@ -42,6 +56,9 @@ def export_safetensors(
     stored = open_checkpoint(Path(checkpoint))
     manifest = stored.manifest
     _check_one_model(manifest.num_expert_sets)
+    place = Path(os.path.realpath(target))
+    if place.parent == stored.folder.resolve() and belongs_to_checkpoint(place.name):
+        raise ValueError(f"'{target}' is a file of the checkpoint itself: export to another one")
     pieces, by_name = [], {}
     for name, entry in {**manifest.parameters, **manifest.buffers}.items():
         master = dtype is not None and entry.has_master
@@ -74,7 +91,7 @@ def save_safetensors(
     """
     source = _whole_source_of(model)
     ranks, tensors = source.ranks, source.tensors
-    path = check_same_call(target, optimizer, ranks, "save_safetensors")
+    path, _ = check_same_call(target, optimizer, ranks, "save_safetensors")
     _, num_expert_sets = place_of_experts(source.expert_axes, ranks)
     ranks.alike(lambda: _check_one_model(num_expert_sets), "the comparison of experts")
     found: dict[str, Tensor] = {}
@@ -110,7 +127,7 @@ def load_safetensors(
     """
     whole = _whole_source_of(model)
     ranks, tensors = whole.ranks, whole.tensors
-    path = check_same_call(source, optimizer, ranks, "load_safetensors")
+    path, _ = check_same_call(source, optimizer, ranks, "load_safetensors")
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
     stored_as = ranks.alike(lambda: _match(path, tensors, present), f"the opening of '{path}'")
     if optimizer is not None:
@@ -136,8 +153,12 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f"{target.name}.incomplete")
     metadata = {"format": "pt", _TIED: json.dumps(dict(tied))}
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, staging, metadata)
-    staging.replace(target)
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, staging, metadata)
+        staging.replace(target)
+    except (SafetensorError, OSError) as error:
+        staging.unlink(missing_ok=True)  # half a file would keep the disk full
+        raise OSError(f"'{target}' could not be written ({error})") from error
 
 
 def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -205,7 +226,9 @@ def _check_like(stored: Any, tensor: Tensor, name: str, path: Path) -> None:
     shape, dtype = stored.get_shape(), stored.get_dtype()
     if list(shape) != list(tensor.shape):
         raise ValueError(f"'{name}' has shape {list(shape)} in '{path}' and {list(tensor.shape)} in the model")
-    if dtype.startswith(("F", "BF")) != tensor.is_floating_point():
+    # Floating-point values are rounded; a number of another kind would be another number.
+    same = dtype.startswith(("F", "BF")) if tensor.is_floating_point() else _KINDS.get(dtype) is tensor.dtype
+    if not same:
         raise ValueError(f"'{name}' is {dtype} in '{path}' and {tensor.dtype} in the model")
 
 

@@ -95,7 +95,7 @@ class _Trainer:
         self.windows = validation_windows(
             self.corpus.validation, count=settings.eval_sequences, sequence_length=settings.sequence_length
         )
-        check_tokens(int(self.windows.inputs.max()), config.model.vocab_size)
+        check_tokens(self.windows.largest, config.model.vocab_size)
         self.unit = "token" if config.data.source == "tokens" else "byte"
 
         # Model: weights from the seed alone.
@@ -111,8 +111,10 @@ class _Trainer:
         self.scheduler = LambdaLR(
             self.wrapped.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
         )
+        self.validated = True
+        """Whether nothing is owed for the steps taken: a validation that an interrupted run did not come to."""
         if resume_from is not None:
-            resume_run(resume_from, config, pace, self.wrapped, self.scheduler)
+            self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler)
             metrics.resume(pace.step)
             display.message(f"goes on from '{resume_from}', after step {pace.step}")
         self.recorder = StepRecorder(
@@ -129,11 +131,14 @@ class _Trainer:
         interrupted = False
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         since_log, start = 0, time.monotonic() - pace.seconds
+        if not self.validated and self._is_validated_here():
+            validation_loss = self._validate()
         log_start = time.monotonic()
         while pace.fraction < 1.0 and not interrupted:
             lr = float(self.scheduler.get_last_lr()[0])
             loss_sum += self._step(pace.step)
             pace.step += 1
+            self.validated = False
             since_log += 1
             if since_log == settings.log_every or pace.step == settings.steps:
                 # The one place where the host waits for the device, and ranks for each other's hosts.
@@ -151,10 +156,10 @@ class _Trainer:
                 since_log, log_start = 0, time.monotonic()
                 loss_sum.zero_()
             self.scheduler.step()
-            over = pace.fraction >= 1.0
-            if not interrupted and (over or pace.step % settings.eval_every == 0):
+            if not interrupted and self._is_validated_here():
                 validation_loss = self._validate()
                 log_start = time.monotonic()
+            over = pace.fraction >= 1.0
             if settings.save_every is not None and (over or interrupted or pace.step % settings.save_every == 0):
                 self._save()
                 log_start = time.monotonic()
@@ -198,8 +203,12 @@ class _Trainer:
         recorder.step_ended()
         return total / settings.num_microbatches
 
+    def _is_validated_here(self) -> bool:
+        """Whether a validation follows the step that the run is after."""
+        return self.pace.fraction >= 1.0 or self.pace.step % self.config.train.eval_every == 0
+
     def _save(self) -> None:
-        path = save_run(self.config, self.pace, self.wrapped, self.scheduler)
+        path = save_run(self.config, self.pace, self.wrapped, self.scheduler, validated=self.validated)
         self.display.message(f"step {self.pace.step:>5}  checkpoint in '{path}'")
 
     def _own_loss(self, loss: Tensor) -> Tensor:
@@ -231,7 +240,7 @@ class _Trainer:
             global_batch_size=settings.global_batch_size,
             sequence_length=settings.sequence_length,
         )
-        check_tokens(int(batch.inputs.max()), self.config.model.vocab_size)
+        check_tokens(batch.largest, self.config.model.vocab_size)
         device = self.runtime.device
         return Batch(batch.inputs.to(device), batch.targets.to(device))
 
@@ -251,6 +260,7 @@ class _Trainer:
         with self.wrapped.failures.watch("the sum of validation losses"):
             loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
         loss = loss_sum / count
+        self.validated = True
         self.metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
         self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per {self.unit}")
         return loss

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpointed import Everything, Experts, assert_same_files, build, files_content, model_state, take_steps
 from gloo import run_ranks
 from loops import assert_same, weights, wrap
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import load as torchs_load
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
@@ -504,3 +504,35 @@ def test_the_documentation_runs(tmp_path: Path) -> None:
     for block in DOCS[3:]:
         exec(block.replace('"runs/', f'"{tmp_path}/'), {})
     assert (tmp_path / "fp32.safetensors").exists()
+
+
+class SharedBuffers(nn.Module):
+    """One buffer under a name that is not persistent, and then under two that are; one under such names of modules."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("cache", torch.full((2,), value), persistent=False)
+        self.register_buffer("running", self.cache)
+        self.register_buffer("again", self.cache)
+        self.inner, self.other = nn.Module(), nn.Module()
+        self.inner.register_buffer("table", torch.full((4,), value), persistent=False)
+        self.other.register_buffer("table", self.inner.table)
+        self.other.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_buffer_counts_where_any_of_its_names_is_persistent(tmp_path: Path, wrapped: bool) -> None:
+    def make(value: float) -> nn.Module:
+        return wrap(SharedBuffers(value), **ZERO1) if wrapped else SharedBuffers(value)
+
+    save_checkpoint(tmp_path / "c", make(7.0))
+    model = make(0.0)
+    load_checkpoint(tmp_path / "c", model)
+    assert_same(model.state_dict(), make(7.0).state_dict())
+    tensors, manifest = files_content(tmp_path / "c")
+    assert set(manifest["buffers"]) == {"running", "other.table"}, "and is stored once"
+    assert set(tensors["model"]) == {"weight", "running", "other.table"}

@@ -160,7 +160,7 @@ def test_damage_is_one_error_before_anything_changes(
 def test_damage_inside_a_data_file_is_found_while_reading(checkpoint: Path, ranks: int) -> None:
     path = checkpoint / "__1_0.distcp"
     content = path.read_bytes()
-    path.write_bytes(content[:40] + bytes(len(content) - 80) + content[-40:])
+    path.write_bytes(content[:64] + bytes(len(content) - 128) + content[-64:])
     errors = simulate(errors_of, ranks, lambda: load_checkpoint(checkpoint, *build(torch.bfloat16, **ZERO1)))
     for error in errors:
         assert error == errors[0]
@@ -344,7 +344,7 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -
 STAGES = {
     "tensors": "maingrad.ddp.checkpoint_planner.PieceWriter.finish",
     "manifest": "maingrad.ddp.checkpoint_manifest.Manifest.write",
-    "move": "maingrad.ddp.checkpoint_folder.complete",
+    "move": "maingrad.ddp.checkpoint_folder.Staging.complete",
 }
 
 
@@ -413,6 +413,15 @@ def test_an_empty_folder_is_a_fine_place(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, Everything(), extra="here")
     assert load_checkpoint(tmp_path, Everything()) == "here"
     assert not checkpoint_folder.replaced(tmp_path).exists()
+
+
+@pytest.mark.parametrize("path", ["", "."])
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileExistsError), match=r"name a folder|save to a folder in it"):
+        save_checkpoint(path, Everything())
+    assert Path.cwd() == tmp_path
+    save_checkpoint("c", Everything())
 
 
 def test_a_missing_parent_is_made(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def hostile_pickles(witness: Path) -> dict[str, bytes]:
         "torch.distributed.checkpoint.metadata.Metadata.__init__.__globals__": (
             b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x1dMetadata.__init__.__globals__\x93."
         ),
-        "a persistent id": b"S'x'\nQ.",
+        "a persistent id": b"\x8c\x01xQ.",
         "torch.distributed.checkpoint.filesystem.FileSystemReader": (
             b"ctorch.distributed.checkpoint.filesystem\nFileSystemReader\n."
         ),
@@ -115,20 +115,21 @@ def tensor(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...
     return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), parts)
 
 
-def at(path: Any, offset: Any = 0, length: Any = 8) -> dict[MetadataIndex, Any]:
+def at(path: Any, offset: Any = 0, length: Any = 24) -> dict[MetadataIndex, Any]:
     return {MetadataIndex("a", (0, 0)): _StorageInfo(path, offset, length)}
 
 
 WHOLE = tensor((2, 3), ((0, 0), (2, 3)))
 HERE = at("__0_0.distcp")
+TWO = {**HERE, MetadataIndex("a", (1, 0)): _StorageInfo("__0_0.distcp", 24, 12)}
 UNTRUE: dict[str, tuple[Metadata, str]] = {
     "a gap": (Metadata({"a": tensor((2, 3), ((0, 0), (1, 3)))}, storage_data=HERE), r"elements \[3, 6\) are missing"),
     "an overlap": (
-        Metadata({"a": tensor((2, 3), ((0, 0), (2, 3)), ((1, 0), (1, 3)))}, storage_data=HERE),
+        Metadata({"a": tensor((2, 3), ((0, 0), (2, 3)), ((1, 0), (1, 3)))}, storage_data=TWO),
         r"elements \[3, 6\) are there twice",
     ),
     "outside": (Metadata({"a": tensor((2, 3), ((0, 0), (3, 3)))}, storage_data=HERE), "are no run of elements"),
-    "nowhere": (Metadata({"a": WHOLE}, storage_data={}), "a chunk of 'a' lies nowhere"),
+    "nowhere": (Metadata({"b": WHOLE}, storage_data=HERE), "a chunk of 'b' lies nowhere"),
     "too much": (
         Metadata({"a": WHOLE}, storage_data={**HERE, MetadataIndex("b", (0,)): _StorageInfo("x", 0, 8)}),
         "1 chunks in 2 places",
@@ -138,6 +139,19 @@ UNTRUE: dict[str, tuple[Metadata, str]] = {
     "the root": (Metadata({"a": WHOLE}, storage_data=at("/etc/hostname")), "outside the checkpoint"),
     "negative": (Metadata({"a": WHOLE}, storage_data=at("x", -1)), "-1 where a size"),
     "no number": (Metadata({"a": WHOLE}, storage_data=at("x", "1")), "'1' where a size"),
+    "one place for two": (
+        Metadata(
+            {"a": WHOLE, "b": WHOLE},
+            storage_data={**HERE, MetadataIndex("b", (0, 0)): _StorageInfo("__0_0.distcp", 23, 24)},
+        ),
+        "'b' lies where another chunk does",
+    ),
+    "one chunk for many": (
+        Metadata(dict.fromkeys("abc", WHOLE), storage_data=HERE),
+        "more chunks than the 1 places",
+    ),
+    "few bytes for many": (Metadata({"a": WHOLE}, storage_data=at("x", 0, 23)), r"of sizes \[2, 3\] in 23 bytes"),
+    "beyond numbers": (Metadata({"a": WHOLE}, storage_data=at("x", 2**70)), r"where a size"),
     "no places": (Metadata({"a": WHOLE}), "'NoneType' object"),
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointed import Everything, build, take_steps
+from checkpointed import Everything, build, left_by_a_save, take_steps
 from ending_ranks import assert_gone, run_to_the_end, the_report
 from loops import assert_same
 from torch import nn
@@ -106,28 +106,28 @@ def one_before(folder: Path) -> None:
 def two_between_renames(folder: Path) -> None:
     """As a save leaves them that dies there."""
     one_before(folder)
-    (folder / "c").rename(folder / "c.replaced")
+    left_by_a_save(folder / "c", "c.replaced")
     save_checkpoint(folder / "d", make(2), extra=2)
-    (folder / "d").rename(folder / "c.incomplete")
+    left_by_a_save(folder / "d", "c.incomplete")
 
 
 def one_that_was_never_moved(folder: Path) -> None:
     """As a first save leaves it that dies before it is moved."""
     one_before(folder)
-    (folder / "c").rename(folder / "c.incomplete")
+    left_by_a_save(folder / "c", "c.incomplete")
 
 
 def one_that_was_put_away(folder: Path) -> None:
     """As a save leaves it that dies between the renames, if what it wrote is lost."""
     one_before(folder)
-    (folder / "c").rename(folder / "c.replaced")
+    left_by_a_save(folder / "c", "c.replaced")
 
 
 def half_a_leftover(folder: Path) -> None:
     """As a save leaves it that dies while it deletes what was there before."""
     one_before(folder)
     save_checkpoint(folder / "d", make(2), extra=2)
-    (folder / "d").rename(folder / "c.replaced")
+    left_by_a_save(folder / "d", "c.replaced")
     (folder / "c.replaced" / "maingrad.json").unlink()
 
 

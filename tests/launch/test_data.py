@@ -1,5 +1,7 @@
 """Data: every source, its errors, and batches that do not depend on the number of ranks."""
 
+import errno
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,19 @@ def test_token_files_are_memory_mapped(tmp_path: Path, dtype: Any, largest: int)
     read = validation_windows(corpus.train, count=1, sequence_length=8)
     assert read.inputs.tolist() == [[5, largest] * 4]
     assert read.inputs.dtype == torch.int64
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    path = tmp_path / "data.bin"
+    path.write_bytes(b"x" * 1000)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:  # whoever runs the tests may be allowed to read everything
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    with pytest.raises(DataError, match=rf"data file '{path}' cannot be read \({os.strerror(number)}\)"):
+        load_corpus(DataConfig(source="text", paths=(str(path),)), sequence_length=8)
 
 
 @pytest.mark.parametrize(

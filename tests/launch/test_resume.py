@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
+import os
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpointed import left_by_a_save
 from gloo import run_ranks
 from tiny_run import tiny_config
 from torch import nn
@@ -15,7 +19,7 @@ from torch import nn
 from maingrad.ddp.checkpoint import save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.config import Config, ConfigError
-from maingrad.launch.metrics import read_metrics
+from maingrad.launch.metrics import MetricsWriter, read_metrics
 from maingrad.launch.model import build_model
 from maingrad.launch.run_state import where_to_resume
 from maingrad.launch.signals import StopRequest
@@ -118,6 +122,83 @@ def test_an_interrupted_run_goes_on_by_itself(tmp_path: Path):
     assert train(config).losses == (), "nothing is left to do"
 
 
+def records_of_the_run(folder: Path, out: str) -> list[tuple[Any, ...]]:
+    """Steps and validations, with their losses."""
+    return [
+        (record["kind"], record["step"], record["loss"])
+        for record in read_metrics(folder / out / "metrics.jsonl")
+        if record["kind"] in ("step", "validation")
+    ]
+
+
+@pytest.mark.parametrize("at", [3, 4, 6])
+def test_wherever_it_was_interrupted_no_validation_is_lost(tmp_path: Path, at: int):
+    """After an evaluation's step, after the last step, and after neither; and not twice."""
+    whole = train(config_of(tmp_path, "whole", eval_every=2))
+    config = config_of(tmp_path, "run", eval_every=2, save_every=100, resume="auto")
+    stop = StopRequest()
+    interrupted = train(config, stop=stop, display=StopsAt(at - 1, stop))
+    assert (interrupted.interrupted, interrupted.steps) == (True, at)
+    rest = train(config)
+    assert rest.validation_loss == whole.validation_loss
+    assert records_of_the_run(tmp_path, "run") == records_of_the_run(tmp_path, "whole")
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["kind"], last["validation_loss"]) == ("final", whole.validation_loss)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_last_line_that_was_cut_does_not_stop_a_resume(tmp_path: Path, cut: int):
+    train(config_of(tmp_path, "run", save_every=2))
+    before = records_of_the_run(tmp_path, "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    train(config_of(tmp_path, "run", save_every=2, resume=checkpoint(tmp_path, "run", 4)))
+    assert records_of_the_run(tmp_path, "run") == before
+
+
+def test_a_line_in_the_middle_that_is_no_record_is_named(tmp_path: Path):
+    train(config_of(tmp_path, "run"))
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], lines[1][:-10] + b"\n", *lines[2:]]))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl', line 2: no record"):
+        read_metrics(path)
+
+
+def resume_and_die(folder: Path, at: int) -> bool:
+    """In a child, which is killed before its ``at``-th operation on the records; whether it was."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    left = [at]
+
+    def audit(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in ("open", "os.rename", "os.truncate") and "metrics.jsonl" in str(arguments[0]):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    writer = MetricsWriter(folder / "metrics.jsonl")
+    writer.resume(4)
+    writer.write("step", step=5, loss=0.5)
+    os._exit(0)
+
+
+def test_a_kill_while_records_are_written_anew_loses_none(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    for step in range(1, 7):
+        writer.write("step", step=step, loss=1.0 / step)
+    writer.close()
+    before, at = path.read_bytes(), 1
+    while resume_and_die(tmp_path, at):
+        assert path.read_bytes() == before
+        at += 1
+    assert at > 3, "nothing was killed"
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
 def test_records_after_the_checkpoint_are_those_of_the_resumed_run(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=2))
     train(config_of(tmp_path, "run", save_every=2, resume=checkpoint(tmp_path, "run", 4)))
@@ -143,7 +224,7 @@ def test_auto_takes_the_newest_complete_one(tmp_path: Path):
 def test_a_checkpoint_that_a_save_left_beside_its_place_is_gone_on_from(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=3))
     newest = Path(checkpoint(tmp_path, "run", 6))
-    newest.rename(newest.with_name(f"{newest.name}.incomplete"))
+    left_by_a_save(newest, f"{newest.name}.incomplete")
     assert where_to_resume(config_of(tmp_path, "run", resume="auto")) == newest
     assert len(train(config_of(tmp_path, "run", resume=str(newest), steps=8)).losses) == 2
 

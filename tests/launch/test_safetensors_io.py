@@ -166,6 +166,32 @@ def test_a_file_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path, name: 
         load_safetensors(path, Everything())
 
 
+@pytest.mark.parametrize(
+    "stored, kept",
+    [("int64", "uint8"), ("complex64", "uint8"), ("int32", "int64"), ("float32", "bool"), ("bool", "float32")],
+)
+def test_numbers_of_another_kind_are_not_cast(tmp_path: Path, stored: str, kept: str) -> None:
+    def holding(dtype: str) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", torch.full((3,), 1, dtype=getattr(torch, dtype)))
+        return model
+
+    save_safetensors(tmp_path / "file", holding(stored))
+    with pytest.raises(ValueError, match=rf"'table' is \w+ in '{tmp_path}/file' and torch\.{kept} in the model"):
+        load_safetensors(tmp_path / "file", holding(kept))
+    load_safetensors(tmp_path / "file", holding(stored))
+
+
+@pytest.mark.parametrize("name", ["maingrad.json", ".metadata", "__0_0.distcp"])
+def test_a_checkpoint_is_not_exported_onto_itself(tmp_path: Path, name: str) -> None:
+    save_checkpoint(tmp_path / "c", Everything(), extra=1)
+    (tmp_path / "link").symlink_to(tmp_path / "c")
+    for target in (tmp_path / "c" / name, tmp_path / "link" / name):
+        with pytest.raises(ValueError, match=rf"{name}' is a file of the checkpoint itself"):
+            export_safetensors(tmp_path / "c", target)
+    assert load_checkpoint(tmp_path / "c", Everything()) == 1
+
+
 @pytest.mark.parametrize("length", [0, 4, 100, -1])
 def test_a_truncated_file_is_named(tmp_path: Path, length: int) -> None:
     path = tmp_path / "model.safetensors"

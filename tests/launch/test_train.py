@@ -17,6 +17,7 @@ from tiny_run import tiny_config
 from maingrad.launch import simulate
 from maingrad.launch.config import Config, ConfigError, OptimizerConfig
 from maingrad.launch.config_file import load_config, structure
+from maingrad.launch.data import DataError
 from maingrad.launch.metrics import read_metrics
 from maingrad.launch.pace import cosine_with_warmup
 from maingrad.launch.runtime import Runtime, process_group_from_env
@@ -310,6 +311,15 @@ def test_token_outside_the_vocabulary(tmp_path: Path):
     np.arange(2000, dtype=np.uint16).tofile(path)
     config = tiny_config(tmp_path, data={"source": "tokens", "paths": [str(path)]}, model={"vocab_size": 300})
     with pytest.raises(ValueError, match=r"outside the vocabulary: model\.vocab_size = 300; raise it to at least"):
+        train(config)
+
+
+def test_a_target_outside_the_vocabulary(tmp_path: Path):
+    """The last token of all is nobody's input."""
+    path = tmp_path / "tokens.bin"
+    np.append(np.arange(2000, dtype=np.uint16) % 300, np.uint16(300)).tofile(path)
+    config = tiny_config(tmp_path, data={"source": "tokens", "paths": [str(path)]}, model={"vocab_size": 300})
+    with pytest.raises(DataError, match=r"token 300 is outside the vocabulary: model\.vocab_size = 300"):
         train(config)
 
 

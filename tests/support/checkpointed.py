@@ -68,11 +68,19 @@ def model_state(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     return {**weights(ddp), **{name: buffer.clone() for name, buffer in ddp.module.named_buffers()}}
 
 
+def left_by_a_save(folder: Path, name: str) -> Path:
+    """Put a checkpoint where a save that died has left it, under this name, with the mark of such a folder."""
+    (folder / "maingrad.saving").touch()
+    return folder.rename(folder.with_name(name))
+
+
 def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All tensors, as torch's own converter reads them, and the manifest."""
+    """All tensors, as torch's own converter reads them, and the manifest but for the save's id."""
     whole = folder.parent / f"{folder.name}.whole.pt"
     dcp_to_torch_save(folder, whole)
-    return torch.load(whole), json.loads((folder / "maingrad.json").read_text())
+    manifest = json.loads((folder / "maingrad.json").read_text())
+    del manifest["save_id"]
+    return torch.load(whole), manifest
 
 
 def assert_same_files(first: Path, second: Path) -> None:
