@@ -9,6 +9,7 @@ graph twice, for inputs and again for weights, and puts what it finds into ``.gr
 it is never used here, and refused elsewhere (see ``SplitBackwardWatch``).
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from ..ddp.data_parallel import DistributedDataParallel
 from ..ddp.wgrad_module import DelayedWgradModule
@@ -88,6 +90,7 @@ class PipelineStage(pipelining.PipelineStage):
                 f"{', '.join(self.queue.pending_owners)}; call stage.queue.clear() to give that step up"
             )
         self._num_backwards = 0
+        self.chunks = _microbatches_of_the_caller() or self.chunks
         super().clear_runtime_states()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,9 +119,29 @@ class PipelineStage(pipelining.PipelineStage):
         with self.queue.microbatch(self._microbatch), self._no_sync(unless=final):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """To a stage before on this rank. torch's schedules ask in ``eval()`` too, where torch's stage fails."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """From a stage behind on this rank."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the stage's last W: what is not under way yet is reduced from here on."""
+        """After the stage's last W: what is not under way yet is reduced from here on. Nothing in ``schedule.eval()``.
+
+        ``RuntimeError`` where the step had another number of backwards than of microbatches: the mean is wrong then.
+        """
+        if not self.has_backward:
+            return
         self.queue.check_empty()
+        if self._num_backwards != self.chunks:
+            raise RuntimeError(
+                f"stage {self.stage_index}: {self._num_backwards} backwards in a step of {self.chunks} microbatches, "
+                f"so that each was scaled by 1 / {self.chunks}; run this stage by one of torch's schedules, or give "
+                f"each schedule a PipelineStage of its own around the same module"
+            )
         for wrapper in self._wrappers:
             if wrapper.config.overlap_grad_reduce and wrapper.require_backward_grad_sync:
                 wrapper.start_grad_sync()
@@ -162,3 +185,17 @@ class PipelineStage(pipelining.PipelineStage):
             for wrapper in () if unless else self._wrappers:
                 stack.enter_context(wrapper.no_sync())
             yield
+
+
+def _microbatches_of_the_caller() -> int | None:
+    """Of the schedule whose step is about to run; None where nobody of torch's calls.
+
+    torch tells a stage their number when a schedule first runs on it, and never again: of two schedules that take turns
+    the other's would count. Nothing that a schedule hands to its stages in each step names the schedule, or its number.
+    """
+    frame = sys._getframe(1)
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        schedule = frame.f_locals.get("self")
+        if isinstance(schedule, _PipelineSchedule):
+            return schedule._n_microbatches
+    return None
