@@ -155,9 +155,8 @@ def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
     It speaks of forwards, so that a backward may come at any time later. A module with ``delay_wgrad_compute=True``
     keeps using its own queue. Raises ``RuntimeError`` in a module whose parameters belong to a foreign provider, since
     Megatron asks once, when it wraps, which gradients are delayed. Inside reentrant recompute the forward that counts
-    runs in backward, outside the block, and weight gradients are computed there; recompute without reentrance wants the
-    recomputed forward to save what the first one did, which an unfused module does in the block or outside, not both.
-    ``delay_wgrad_compute`` works with both.
+    runs in backward, outside the block, and weight gradients are computed there. Recompute without reentrance delays as
+    its first forward did, whether its backward runs in a block or not.
     """
     with delaying_into(queue):
         yield queue

@@ -148,10 +148,11 @@ def test_steps_under_no_sync_accumulate(kind: str) -> None:
         assert all((mine[name] - grad).abs().max() <= 1e-6 for name, grad in expected.items())
 
 
-def test_recomputed_blocks_keep_their_slots() -> None:
-    outcomes = simulate(pipelined, 4, "ZBV", 2, 4, True, OVERLAP, recompute=True)
+@pytest.mark.parametrize("fused", [True, False])
+def test_recomputed_blocks_keep_their_slots(fused: bool) -> None:
+    outcomes = simulate(pipelined, 4, "ZBV", 2, 4, fused, OVERLAP, recompute=True)
     check_slots(outcomes, 4, 2, splits=True)
-    check_numbers(outcomes, simulate(unpipelined, 2, None, 4, True, **OVERLAP))
+    check_numbers(outcomes, simulate(unpipelined, 2, None, 4, fused, **OVERLAP))
 
 
 def unwrapped(stage_class: Any) -> list[torch.Tensor]:
