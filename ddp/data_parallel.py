@@ -220,6 +220,12 @@ class DistributedDataParallel(nn.Module):
                 divide_by_tokens(self.reduced_grads(), num_tokens, self.grids["dense"], self.device)
         self._finished = True
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether this iteration has left nothing in any bucket so far."""
+        written = any(record.written for record in self.records)  # also where a backward failed before its first hook
+        return not (self._launched or written) and all(bucket.idle for bucket in self.buckets)
+
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
         """After ``start_grad_sync``: wait for some of them; with the last one ``finish_grad_sync`` is done.
 
@@ -245,8 +251,7 @@ class DistributedDataParallel(nn.Module):
 
         Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
         """
-        written = any(record.written for record in self.records)  # also where a backward failed before its first hook
-        if not (self._launched or written or not all(bucket.idle for bucket in self.buckets)):
+        if self.is_clear:
             return
         check_nothing_pending(self.records, "zero_grad_buffer()")
         for bucket in self.buckets:
@@ -264,6 +269,18 @@ class DistributedDataParallel(nn.Module):
         self._readiness.reset()
         self._launched = self._checked = self._finished = False
         self.iteration += 1
+
+    def abandon_iteration(self) -> None:
+        """``zero_grad_buffer`` after a backward that failed: to be called on all ranks, in whatever state each is.
+
+        With ``overlap_grad_reduce`` some rank may have launched buckets: all are reduced, and thrown away. Raises
+        ``RuntimeError`` while delayed weight gradients are pending.
+        """
+        check_nothing_pending(self.records, "abandon_iteration()")
+        if self.config.overlap_grad_reduce:
+            self._launcher.launch_rest()
+        self._launcher.wait()
+        self.zero_grad_buffer()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients where they are."""
