@@ -139,6 +139,11 @@ class PipelineStage(pipelining.PipelineStage):
             self._iterations = [wrapper.iteration for wrapper in self._wrappers]
         loss = bwd_kwargs["stage_output"]
         if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:  # torch.autograd refuses it without a gradient to start with
+                raise RuntimeError(
+                    f"stage {self.stage_index}: loss_fn must return a scalar, got shape {tuple(loss.shape)}; return "
+                    f"its mean() or sum()"
+                )
             bwd_kwargs = {**bwd_kwargs, "output_grads": torch.full_like(loss, 1.0 / (self.chunks or 1))}
         with self.queue.microbatch(self._microbatch), self._no_sync(unless=final):
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)

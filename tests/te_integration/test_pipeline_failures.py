@@ -229,3 +229,26 @@ def failed_forward() -> list[dict[str, Tensor]]:
 
 def test_losses_of_a_step_that_failed_are_forgotten() -> None:
     check_equal(simulate(failed_forward, 1)[0][0], simulate(undisturbed, 1, "Interleaved1F1B", {})[0][2])
+
+
+# ---- Losses that torch refuses. ----
+
+
+def of_each_row() -> None:
+    """Scalar in torch's trial of the first step, which refuses others by itself; of one row each later on."""
+    pipeline = Pipeline("Interleaved1F1B")
+    rows_apart = False
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().mean(1) if rows_apart else loss_fn(y, target)
+
+    pipeline.schedule = pipelining.ScheduleInterleaved1F1B(pipeline.stages, MICROBATCHES, loss, scale_grads=False)
+    pipeline.step(0)
+    pipeline.grads()
+    rows_apart = True
+    pipeline.step(1)
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"stage 1: loss_fn must return a scalar, got shape \(3,\); return its mean"):
+        simulate(of_each_row, 1)
