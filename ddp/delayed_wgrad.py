@@ -77,6 +77,11 @@ class DelayedWgrad:
         """Whether it is a gradient of this weight."""
         return any(own is weight for own in self.weights())
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether every weight that it serves was freed: nobody can read the gradient."""
+        return self.weights is not tuple and not self.weights()
+
     def is_last_of(self, record: GradRecord) -> bool:
         """Whether no other weight gradient of this microbatch is pending there."""
         return not any(
