@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .attachment import attach_params, detach_params, discard_grads
-from .bucket import Bucket, Phase
+from .bucket import Bucket, Phase, check_nothing_under_way
 from .config import DistributedDataParallelConfig
 from .failure_report import FailureReporter
 from .grad_record import GradRecord
 from .init_sync import broadcast_model, check_whose_experts, has_experts
-from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_wiring
+from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_whole, check_wiring
 from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .nan_check import NanCheck
@@ -223,8 +223,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def is_clear(self) -> bool:
         """Whether this iteration has left nothing in any bucket so far."""
-        written = any(record.written for record in self.records)  # also where a backward failed before its first hook
-        return not (self._launched or written) and all(bucket.idle for bucket in self.buckets)
+        return not self._launched and all(bucket.is_clear for bucket in self.buckets)
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
         """After ``start_grad_sync``: wait for some of them; with the last one ``finish_grad_sync`` is done.
@@ -254,12 +253,7 @@ class DistributedDataParallel(nn.Module):
         if self.is_clear:
             return
         check_nothing_pending(self.records, "zero_grad_buffer()")
-        for bucket in self.buckets:
-            if bucket.phase is Phase.REDUCING:
-                raise RuntimeError(
-                    f"{bucket.name} is still being reduced: call finish_grad_sync() after the last backward of an "
-                    f"iteration and before zero_grad_buffer()"
-                )
+        check_nothing_under_way(self.buckets)
         for bucket in self.buckets:
             bucket.reset()
         discard_grads(self._wired)
@@ -271,11 +265,7 @@ class DistributedDataParallel(nn.Module):
         self.iteration += 1
 
     def abandon_iteration(self) -> None:
-        """``zero_grad_buffer`` after a backward that failed: to be called on all ranks, in whatever state each is.
-
-        With ``overlap_grad_reduce`` some rank may have launched buckets: all are reduced, and thrown away. Raises
-        ``RuntimeError`` while delayed weight gradients are pending.
-        """
+        """``zero_grad_buffer`` after a backward that failed; on all ranks: what one has launched is reduced first."""
         check_nothing_pending(self.records, "abandon_iteration()")
         if self.config.overlap_grad_reduce:
             self._launcher.launch_rest()
@@ -303,11 +293,7 @@ class DistributedDataParallel(nn.Module):
                dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) ``.grad`` is ``main_grad``, without a copy
         """
         self.check_reduced("expose_grads()")
-        if self.config.use_distributed_optimizer:
-            raise RuntimeError(
-                "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
-                "use maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
-            )
+        check_whole(self.config)
         for wired in self._wired:
             expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
 
