@@ -1,6 +1,7 @@
 """A bucket at run time: its phase, which of its parameters are ready, and the memory that one collective reduces."""
 
 import enum
+from collections.abc import Iterable
 from functools import cached_property
 
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from .grad_record import GradRecord
 from .layout import BucketLayout
 
-__all__ = ["Bucket", "Phase"]
+__all__ = ["Bucket", "Phase", "check_nothing_under_way"]
 
 
 class Phase(enum.Enum):
@@ -92,6 +93,11 @@ class Bucket:
         elif phase is Phase.REDUCED:
             self._close("was reduced: call zero_grad_buffer() before the next iteration's backward")
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether nobody has written anything: a backward that failed may have, before its first hook."""
+        return self.idle and not any(record.written for record in self.records)
+
     def mark_ready(self, record: GradRecord) -> None:
         """The last contribution of one parameter is in; the bucket is ready with the last of its parameters."""
         if record.ready:
@@ -114,3 +120,13 @@ class Bucket:
         closed = f"{self.name} {reason}"
         for record in self.records:
             record.closed = closed
+
+
+def check_nothing_under_way(buckets: Iterable[Bucket]) -> None:
+    """No collective has a bucket's memory."""
+    for bucket in buckets:
+        if bucket.phase is Phase.REDUCING:
+            raise RuntimeError(
+                f"{bucket.name} is still being reduced: call finish_grad_sync() after the last backward of an "
+                f"iteration and before zero_grad_buffer()"
+            )

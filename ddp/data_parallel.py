@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .attachment import attach_params, detach_params, discard_grads
-from .bucket import Bucket, Phase
+from .bucket import Bucket, Phase, check_nothing_under_way
 from .config import DistributedDataParallelConfig
 from .failure_report import FailureReporter
 from .grad_record import GradRecord
 from .init_sync import broadcast_model, check_whose_experts, has_experts
-from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_wiring
+from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_whole, check_wiring
 from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .nan_check import NanCheck
@@ -220,6 +220,11 @@ class DistributedDataParallel(nn.Module):
                 divide_by_tokens(self.reduced_grads(), num_tokens, self.grids["dense"], self.device)
         self._finished = True
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether this iteration has left nothing in any bucket so far."""
+        return not self._launched and all(bucket.is_clear for bucket in self.buckets)
+
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
         """After ``start_grad_sync``: wait for some of them; with the last one ``finish_grad_sync`` is done.
 
@@ -245,16 +250,10 @@ class DistributedDataParallel(nn.Module):
 
         Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
         """
-        written = any(record.written for record in self.records)  # also where a backward failed before its first hook
-        if not (self._launched or written or not all(bucket.idle for bucket in self.buckets)):
+        if self.is_clear:
             return
         check_nothing_pending(self.records, "zero_grad_buffer()")
-        for bucket in self.buckets:
-            if bucket.phase is Phase.REDUCING:
-                raise RuntimeError(
-                    f"{bucket.name} is still being reduced: call finish_grad_sync() after the last backward of an "
-                    f"iteration and before zero_grad_buffer()"
-                )
+        check_nothing_under_way(self.buckets)
         for bucket in self.buckets:
             bucket.reset()
         discard_grads(self._wired)
@@ -264,6 +263,14 @@ class DistributedDataParallel(nn.Module):
         self._readiness.reset()
         self._launched = self._checked = self._finished = False
         self.iteration += 1
+
+    def abandon_iteration(self) -> None:
+        """``zero_grad_buffer`` after a backward that failed; on all ranks: what one has launched is reduced first."""
+        check_nothing_pending(self.records, "abandon_iteration()")
+        if self.config.overlap_grad_reduce:
+            self._launcher.launch_rest()
+        self._launcher.wait()
+        self.zero_grad_buffer()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients where they are."""
@@ -286,11 +293,7 @@ class DistributedDataParallel(nn.Module):
                dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) ``.grad`` is ``main_grad``, without a copy
         """
         self.check_reduced("expose_grads()")
-        if self.config.use_distributed_optimizer:
-            raise RuntimeError(
-                "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
-                "use maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
-            )
+        check_whole(self.config)
         for wired in self._wired:
             expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
 

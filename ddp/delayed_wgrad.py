@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .grad_record import GradRecord, PendingWgrad
+from .recompute import current_checkpoint
 
-__all__ = ["DelayedWgrad", "delay_blocks", "delaying_into"]
+__all__ = ["DelayedWgrad", "delay_blocks", "delaying_into", "queue_of_block"]
 
 _sequence = itertools.count()
 
@@ -75,6 +77,11 @@ class DelayedWgrad:
         """Whether it is a gradient of this weight."""
         return any(own is weight for own in self.weights())
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether every weight that it serves was freed: nobody can read the gradient."""
+        return self.weights is not tuple and not self.weights()
+
     def is_last_of(self, record: GradRecord) -> bool:
         """Whether no other weight gradient of this microbatch is pending there."""
         return not any(
@@ -129,20 +136,47 @@ class _DelayBlocks(threading.local):
         # Attributes of each thread's own: torch.compile guards no default that a class holds for all threads.
         self.queue: Any = None
         """That of the innermost block."""
+        self.region: Any = None
+        """The checkpointed region in which that block was entered; None outside of regions."""
         self.num_entered = 0
         """Blocks so far: whoever asks twice knows whether there was one in between."""
 
 
 delay_blocks = _DelayBlocks()
+_around: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""Checkpointed regions whose first forward ran in a block: its queue."""
+
+
+def queue_of_block() -> Any:
+    """Where a forward that runs now delays to: the queue of the innermost block around it, or None.
+
+    A recompute goes by the block around the region's first forward, and not by one around the backward: it must save
+    what that forward did. Blocks inside the region are entered again.
+    """
+    queue = delay_blocks.queue
+    if torch.compiler.is_compiling() or (queue is None and not _around):
+        return queue
+    checkpoint = current_checkpoint()
+    if checkpoint is None:
+        return queue
+    region, again = checkpoint
+    if queue is not None and delay_blocks.region is region:
+        return queue
+    if again:
+        return _around.get(region)
+    if queue is not None:
+        _around[region] = queue
+    return queue
 
 
 @contextmanager
 def delaying_into(queue: Any) -> Iterator[None]:
     """Forwards of this thread delay the weight gradients of all our modules into ``queue``."""
-    before = delay_blocks.queue
-    delay_blocks.queue = queue
+    before = delay_blocks.queue, delay_blocks.region
+    checkpoint = None if torch.compiler.is_compiling() else current_checkpoint()
+    delay_blocks.queue, delay_blocks.region = queue, None if checkpoint is None else checkpoint[0]
     delay_blocks.num_entered += 1
     try:
         yield
     finally:
-        delay_blocks.queue = before
+        delay_blocks.queue, delay_blocks.region = before

@@ -6,13 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from .bucket import Phase
+from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .main_grad import record_of
 from .torch_ddp import is_taken
 from .waiting_modules import registered_params
 from .wiring import WiredParam
 
-__all__ = ["check_nothing_bypassed", "check_nothing_pending", "check_scalable", "check_wiring"]
+__all__ = [
+    "check_nothing_bypassed",
+    "check_nothing_pending",
+    "check_scalable",
+    "check_whole",
+    "check_wiring",
+]
 
 
 def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
@@ -61,6 +68,15 @@ def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: s
                 f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you (PCGrad, "
                 f"autograd.grad), call maingrad.ddp.add_grad(param, grad) in its place, before the last backward"
             )
+
+
+def check_whole(config: DistributedDataParallelConfig) -> None:
+    """Each rank has whole gradients once they are reduced."""
+    if config.use_distributed_optimizer:
+        raise RuntimeError(
+            "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
+            "use maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
+        )
 
 
 def check_scalable(wired: Iterable[WiredParam], caller: str) -> None:

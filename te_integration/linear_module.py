@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ddp.delayed_wgrad import delay_blocks
+from ..ddp.delayed_wgrad import queue_of_block
 from ..ddp.main_grad import check_delayable, is_fusable
 from ..ddp.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from ..ddp.wgrad_module import DelayedWgradModule
@@ -51,8 +51,11 @@ class LinearModule(DelayedWgradModule):
 
     def queue_now(self) -> WgradQueue | None:
         """Where weight gradients of a forward that runs now will wait: the module's own queue comes first."""
-        of_block: WgradQueue | None = delay_blocks.queue
-        return self.wgrad_queue if self.wgrad_queue is not None else of_block
+        if self.wgrad_queue is not None:
+            own: WgradQueue = self.wgrad_queue
+            return own
+        of_block: WgradQueue | None = queue_of_block()
+        return of_block
 
     def multiply(
         self,

@@ -9,14 +9,17 @@ graph twice, for inputs and again for weights, and puts what it finds into ``.gr
 it is never used here, and refused elsewhere (see ``SplitBackwardWatch``).
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from ..ddp.data_parallel import DistributedDataParallel
 from ..ddp.wgrad_module import DelayedWgradModule
@@ -79,16 +82,38 @@ class PipelineStage(pipelining.PipelineStage):
         self._wrappers = [module for module in submodule.modules() if isinstance(module, DistributedDataParallel)]
         self._microbatch = -1  # of the running or latest backward
         self._num_backwards = 0  # in this step
+        self._is_incomplete = False  # some backwards of this step were begun, and not all are done
+        self._iterations: list[int] = []  # of the wrappers, when the first was begun
 
     def clear_runtime_states(self) -> None:
-        """The start of a step. ``RuntimeError`` where an abandoned one left weight gradients: they would be added."""
-        if len(self.queue):
+        """The start of a step. ``RuntimeError`` where one that failed has left gradients: they would be added."""
+        schedule = _calling_schedule()
+        if schedule is not None:
+            self.chunks = schedule._n_microbatches
+            schedule._internal_losses.clear()  # of a step that failed: torch would run backward from them
+        if not self._has_leavings():
+            self._num_backwards, self._is_incomplete = 0, False
+        elif self.has_backward:
             raise RuntimeError(
-                f"stage {self.stage_index}: {len(self.queue)} weight gradients of an earlier step are pending, of "
-                f"{', '.join(self.queue.pending_owners)}; call stage.queue.clear() to give that step up"
+                f"stage {self.stage_index}: an earlier step failed after {self._num_backwards} backwards, and has left "
+                f"gradients{self._pending_text()}, which would be added to this step's: call stage.abandon_step() of "
+                f"every stage, on every rank, which throws this iteration's gradients away"
             )
-        self._num_backwards = 0
         super().clear_runtime_states()
+
+    def abandon_step(self) -> None:
+        """Give up a step that failed, and all gradients of the iteration with it, those of steps under ``no_sync`` too.
+
+        Every stage and every rank must call it, replicas as well: buckets that one of them has launched are reduced to
+        their end. What was sent between ranks and not received is not taken back: where a rank of a longer pipeline has
+        failed by itself, make process groups, stages and schedule anew.
+        """
+        self.queue.clear()
+        for wrapper in self._wrappers:
+            wrapper.abandon_iteration()
+        for param in self._unwrapped_params():
+            param.grad = None
+        self._num_backwards, self._is_incomplete = 0, False
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """F."""
@@ -108,17 +133,47 @@ class PipelineStage(pipelining.PipelineStage):
         Counted, since a schedule that splits backwards sets ``last_backward`` with its last W only: too late for what
         is complete in B.
         """
-        self._num_backwards += 1
-        final = self._launches_early and (last_backward or self._num_backwards == self.chunks)
+        final = self._launches_early and (last_backward or self._num_backwards + 1 == self.chunks)
+        if not self._is_incomplete:
+            self._is_incomplete = True
+            self._iterations = [wrapper.iteration for wrapper in self._wrappers]
         loss = bwd_kwargs["stage_output"]
         if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:  # torch.autograd refuses it without a gradient to start with
+                raise RuntimeError(
+                    f"stage {self.stage_index}: loss_fn must return a scalar, got shape {tuple(loss.shape)}; return "
+                    f"its mean() or sum()"
+                )
             bwd_kwargs = {**bwd_kwargs, "output_grads": torch.full_like(loss, 1.0 / (self.chunks or 1))}
         with self.queue.microbatch(self._microbatch), self._no_sync(unless=final):
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+            result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        self._num_backwards += 1
+        self._is_incomplete = self._num_backwards != self.chunks
+        return result
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """To a stage before on this rank. torch's schedules ask in ``eval()`` too, where torch's stage fails."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """From a stage behind on this rank."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the stage's last W: what is not under way yet is reduced from here on."""
+        """After the stage's last W: what is not under way yet is reduced from here on. Nothing in ``schedule.eval()``.
+
+        ``RuntimeError`` where the step had another number of backwards than of microbatches: the mean is wrong then.
+        """
+        if not self.has_backward:
+            return
         self.queue.check_empty()
+        if self._num_backwards != self.chunks:
+            raise RuntimeError(
+                f"stage {self.stage_index}: {self._num_backwards} backwards in a step of {self.chunks} microbatches, "
+                f"so that each was scaled by 1 / {self.chunks}; run this stage by one of torch's schedules, or give "
+                f"each schedule a PipelineStage of its own around the same module"
+            )
         for wrapper in self._wrappers:
             if wrapper.config.overlap_grad_reduce and wrapper.require_backward_grad_sync:
                 wrapper.start_grad_sync()
@@ -152,6 +207,24 @@ class PipelineStage(pipelining.PipelineStage):
         stages_here = list(self.stage_index_to_group_rank.values()).count(self.group_rank)
         return stages_here == 1 and len(self._wrappers) == 1
 
+    def _has_leavings(self) -> bool:
+        """Whether a step that failed has left gradients, and nobody has thrown them away since."""
+        if len(self.queue):
+            return True
+        if not self._is_incomplete:
+            return False
+        begun = zip(self._wrappers, self._iterations, strict=True)
+        return any(not wrapper.is_clear and wrapper.iteration == before for wrapper, before in begun) or any(
+            param.grad is not None for param in self._unwrapped_params()
+        )
+
+    def _pending_text(self) -> str:
+        return f" ({len(self.queue)} pending, of {', '.join(self.queue.pending_owners)})" if len(self.queue) else ""
+
+    def _unwrapped_params(self) -> list[nn.Parameter]:
+        wrapped = {id(param) for wrapper in self._wrappers for param in wrapper.module.parameters()}
+        return [param for param in self.submod.parameters() if id(param) not in wrapped]
+
     def _wgrad_runner(self) -> Callable[[], None]:
         """torch's ``dw_builder``: called after each B, for what its W slot will call."""
         return partial(self.queue.drain_microbatch, self._microbatch)
@@ -162,3 +235,18 @@ class PipelineStage(pipelining.PipelineStage):
             for wrapper in () if unless else self._wrappers:
                 stack.enter_context(wrapper.no_sync())
             yield
+
+
+def _calling_schedule() -> Any:
+    """torch's schedule whose step is about to run; None where nobody of torch's calls.
+
+    torch tells a stage the number of microbatches when a schedule first runs on it, and never again: of two schedules
+    that take turns the other's would count. Nothing that a schedule hands to its stages in each step names it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, _PipelineSchedule):
+            return found
+        frame = frame.f_back
+    return None

@@ -5,6 +5,7 @@ work that fits anywhere later in the schedule; drained in bucket order, each buc
 gradients of the next.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +32,14 @@ class WgradQueue:
 
     Entries of one backward form a microbatch, reentrant recompute included; microbatches are numbered as their
     backwards come, or named by ``microbatch``. For one parameter entries run in the order in which they were queued.
+    Threads that drain one queue do so one after the other. Draining raises ``RuntimeError`` that names a module whose
+    weights were freed, after it has computed the others, and its entries are gone then.
     """
 
     def __init__(self) -> None:
         self._entries: deque[DelayedWgrad] = deque()
         self._retired: list[DelayedWgrad] = []  # tensors that another stream still reads
+        self._draining = threading.RLock()
         self._named_microbatch: int | None = None
         self._backward = -1  # graph task of the latest entry
         self._microbatch = -1
@@ -53,6 +57,9 @@ class WgradQueue:
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradQueue":
         """An empty queue: what is pending belongs to the original's parameters."""
         return WgradQueue()
+
+    def __reduce__(self) -> Any:
+        return WgradQueue, ()
 
     def put(self, entry: DelayedWgrad) -> None:
         """Append one; called from backward."""
@@ -94,8 +101,9 @@ class WgradQueue:
 
     def drain_oldest_microbatch(self) -> None:
         """Compute the oldest microbatch's, in the order in which they were queued; nothing where none is pending."""
-        if self._entries:
-            oldest = self._entries[0].pending.microbatch
+        entries = tuple(self._entries)
+        if entries:
+            oldest = entries[0].pending.microbatch
             self._run(lambda entry: entry.pending.microbatch == oldest, key=lambda entry: 0)
 
     def drain_module(self, module: nn.Module) -> None:
@@ -120,9 +128,20 @@ class WgradQueue:
             )
 
     def _run(self, chosen: Callable[[DelayedWgrad], bool], key: Callable[[DelayedWgrad], int]) -> None:
-        mine = sorted((entry for entry in self._entries if chosen(entry)), key=key)  # stable: queued order within a key
-        for entry in mine:
-            self._run_one(entry)
+        with self._draining:
+            entries = tuple(self._entries)  # backwards may queue more meanwhile
+            orphans = [entry for entry in entries if entry.is_orphaned]
+            mine = [entry for entry in entries if not entry.is_orphaned and chosen(entry)]
+            for entry in sorted(mine, key=key):  # stable: queued order within a key
+                self._run_one(entry)
+            for entry in orphans:
+                self._entries.remove(entry)
+            try:
+                for entry in orphans:
+                    entry.run()  # raises, and names the module
+            finally:
+                for entry in orphans:
+                    entry.drop()
 
     def _run_one(self, entry: DelayedWgrad) -> None:
         self._retired = [retired for retired in self._retired if retired.in_use]
@@ -140,7 +159,9 @@ def drain_modules(model: nn.Module) -> None:
     queues = dict.fromkeys(queue for queue in found if isinstance(queue, WgradQueue))
     waiting = [(entry.bucket_index, entry.sequence, entry, queue) for queue in queues for entry in queue]
     for _, _, entry, queue in sorted(waiting, key=lambda item: item[:2]):
-        queue._run_one(entry)
+        with queue._draining:
+            if entry in queue._entries:  # and not drained by another thread since
+                queue._run_one(entry)
 
 
 @contextmanager
@@ -155,9 +176,8 @@ def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
     It speaks of forwards, so that a backward may come at any time later. A module with ``delay_wgrad_compute=True``
     keeps using its own queue. Raises ``RuntimeError`` in a module whose parameters belong to a foreign provider, since
     Megatron asks once, when it wraps, which gradients are delayed. Inside reentrant recompute the forward that counts
-    runs in backward, outside the block, and weight gradients are computed there; recompute without reentrance wants the
-    recomputed forward to save what the first one did, which an unfused module does in the block or outside, not both.
-    ``delay_wgrad_compute`` works with both.
+    runs in backward, outside the block, and weight gradients are computed there. Recompute without reentrance delays as
+    its first forward did, whether its backward runs in a block or not.
     """
     with delaying_into(queue):
         yield queue
