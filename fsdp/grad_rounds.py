@@ -192,12 +192,9 @@ class GradRounds:
             self._finish()
 
     def _finish(self) -> None:
-        for going in self._all:
-            if not going.round.under_way:
-                for bucket in going.buckets:
-                    bucket.grad_shard.show_zeros()
         self._settle_all()
         for bucket in self._buckets:
+            bucket.grad_shard.show_zeros()  # where no backward came, or all that came was cleared
             bucket.grad_shard.publish()
         for going in self._all:
             going.round.end()

@@ -442,6 +442,7 @@ def test_what_is_abandoned_in_a_unit_stays_out_of_later_iterations_that_do_not_u
         for each in (model, twin):
             each.left_out = 0
         one_backward(model, batches_of(rank, 1, step=1))
+        assert all(param.grad is not None for param in model.parameters()), "zeros, as of what nobody uses"
 
         def run(each: Any, batches: Batches) -> None:
             each.left_out = 0

@@ -99,6 +99,7 @@ def _optimizer(program: Program) -> Optimizer:
     optimizer = program.optimizer
     if program.dtype in ROUNDED:
         optimizer = replace(optimizer, scaled=False)
+    if program.dtype != "float64":
         # Training that diverges would carry roundings from one iteration into the next, and enlarge them.
         small = tuple((name, min(value, 0.01) if name == "lr" else value) for name, value in optimizer.options)
         optimizer = replace(optimizer, options=small)
@@ -227,7 +228,8 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration) -> Iteratio
     )
     iteration = replace(iteration, finish=_finish(program, phase, iteration))
     see = tuple(what for what in iteration.see if what != "grads" or _shows_grads(program, phase, iteration))
-    extras = [_extra(program, phase, extra, count) for extra in iteration.extras]
+    alike = _launches_alike(program, phase) and all(micro.ranks is None for micro in micros)
+    extras = [_extra(program, phase, extra, count, alike) for extra in iteration.extras]
     return replace(iteration, see=see, extras=tuple(extra for extra in extras if extra is not None))
 
 
@@ -290,7 +292,8 @@ def _some(ranks: Ranks, size: int) -> Ranks:
     return tuple(rank for rank in ranks if rank < size)
 
 
-def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | None:
+def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool) -> Extra | None:
+    """``alike``: all ranks have launched the same reductions when the last backward ends."""
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind == ("deepcopy" if fsdp else "kept gathered"):
         return None
@@ -301,7 +304,7 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | 
     if kind in AFTER:
         at = count + 1
     elif kind == "mean loss":
-        if not _launches_alike(program, phase):
+        if not alike:  # a collective of the user's own would come before others there
             return None
         at = count
     else:
@@ -314,8 +317,7 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int) -> Extra | 
 
 
 def _launches_alike(program: Program, phase: Phase) -> bool:
-    """Whether all ranks have launched the same reductions when the last backward ends: a collective of the user's own
-    comes before the others there."""
+    """Whether ranks that run the same microbatches do."""
     wrapper = phase.wrapper
     uses_differ = any("branch" in block.kind for block in program.model.blocks)
     return not uses_differ or isinstance(wrapper, Fsdp) or not wrapper.overlap
