@@ -124,6 +124,12 @@ class Unit:
 
     # ---- Forward. ----
 
+    @property
+    def needs_graph(self) -> bool:
+        """What it returns leads to it, also where forward has used nothing that is trained. What the outermost unit
+        returns is the user's to judge."""
+        return self.name != "" and any(bucket.trainable for bucket in self.buckets)
+
     def before_forward(
         self, root: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Passage | None]:

@@ -117,6 +117,10 @@ class Passage:
             outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
             tensors = _tensors_of(outputs)
         self._inputs.clear()
+        if self.use.unit.needs_graph and not any(tensor.grad_fn is not None for tensor in tensors):
+            # Another rank may have used what it trains, and this one what is frozen: backward comes to it on both.
+            outputs = tree_map(_with_graph, outputs)
+            tensors = _tensors_of(outputs)
         opened = False
         for tensor in tensors:
             if tensor.grad_fn is not None:
@@ -156,6 +160,24 @@ def _on_input(reference: "weakref.ref[Passage]", grad: Tensor) -> None:
     passage = reference()
     if passage is not None:
         passage.on_input()
+
+
+class _WithGraph(torch.autograd.Function):
+    """A copy that has a graph, which leads nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _with_graph(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    return _WithGraph.apply(leaf, leaf.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
 
 
 def _tensors_of(outputs: Any) -> list[Tensor]:

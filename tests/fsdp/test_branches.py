@@ -1,0 +1,103 @@
+"""Data that leads ranks to different layers of a unit: backward comes to the same units, in the same order, on all."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_twin import assert_same_grads, batches_of, mean_loss, options_of, plain_grads, ranks_of
+from torch import Tensor, nn
+
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+WIDTH = 5
+
+
+class Branch(nn.Module):
+    """The layer that is not trained, or the one that is, as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+        self.trained = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.frozen if x[0, 0] > 0 else self.trained)(x)
+
+
+class Net(nn.Module):
+    """A frozen stem: the first block's inputs require no gradient. Blocks run in an order of their own."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+        self.blocks = nn.ModuleList([Branch(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Branch()])
+        self.head = nn.Linear(WIDTH, 3, dtype=torch.float64)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for index in self.order:
+            x = torch.tanh(self.blocks[index](x))
+        return self.head(x)
+
+
+def one_backward(model: nn.Module, batches: Any) -> None:
+    mean_loss(model(batches[0])).backward()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0, 0), (0, 2, 1), (0, 2, 0), (2, 0)], ids=str)
+@pytest.mark.parametrize("kind", ["zero3", "zero2", "zero1", "hsdp", "zero3, once"])
+def test_a_branch_to_what_is_frozen_on_some_ranks(kind: str, order: tuple[int, ...]) -> None:
+    def on_each_rank() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        model, twin = Net(order), Net(order)
+        for block in model.blocks:
+            fully_shard(block, **options_of(kind))
+        fully_shard(model, **options_of(kind))
+        for step in range(4):
+            everyones = [[10 * batch - 5 for batch in batches_of(other, 1, step=step)] for other in range(size)]
+            one_backward(model, everyones[rank])
+            trained = {name for name, param in model.named_parameters() if param.requires_grad}
+            expected = plain_grads(twin, one_backward, everyones)
+            assert_same_grads(model, {name: grad if name in trained else None for name, grad in expected.items()})
+            assert all(param.grad is not None for param in model.parameters() if param.requires_grad)
+            model.zero_grad()
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
+def test_what_a_unit_returns_keeps_its_values_and_integers() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"detached": self.layer(x).detach(), "index": x.argmax(-1), "name": "counts"}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = fully_shard(Counts())
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            found = self.inside(x)
+            return self.head(found["detached"]), found
+
+    def on_each_rank() -> None:
+        model: Any = fully_shard(Outer())
+        x = torch.randn(3, WIDTH)
+        y, found = model(x)
+        assert found["name"] == "counts" and torch.equal(found["index"], x.argmax(-1))
+        with torch.no_grad():
+            assert torch.equal(found["detached"], model(x)[1]["detached"])
+        y.sum().backward()
+        assert not any(param.grad.detach().any() for param in model.inside.parameters())
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            model(x)[1]["index"].float().sum().backward()
+
+    simulate(on_each_rank, 2)
