@@ -58,6 +58,7 @@ PUBLIC = {
         "DistributedDataParallelConfig",
         "DistributedOptimizer",
         "GradScaler",
+        "add_grad",
         "clip_grad_norm",
         "load_checkpoint",
         "recorded_backward_order",
