@@ -210,8 +210,10 @@ class GradRounds:
         These are sent as they are computed, which may be now on one rank, and after what this sends on another. So all
         ranks refuse, those too that have none pending.
         """
+        if self._due is None and not self._num_waited:
+            return
         num_waited = sum(going.round.has_waited for going in self._all)
-        over = self._due is None and (num_waited == 0 or num_waited < self._num_waited)  # an optimizer has stepped
+        over = self._due is None and num_waited < self._num_waited  # an optimizer has stepped
         if not over and not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
             unit = next(going.round.name for going in self._all if going.round.waits or going.round.has_waited)
             if self._due is not None:

@@ -64,6 +64,8 @@ class Unit:
         self.name = name
         """In the outermost unit; empty for that one."""
         self.buckets = tuple(buckets)
+        self.trains = any(bucket.trainable for bucket in buckets)
+        """Some of its parameters are."""
         self.policy = policy
         self.grid = grid
         self.device = device
@@ -128,7 +130,7 @@ class Unit:
     def needs_graph(self) -> bool:
         """What it returns leads to it, also where forward has used nothing that is trained. What the outermost unit
         returns is the user's to judge."""
-        return self.name != "" and any(bucket.trainable for bucket in self.buckets)
+        return self.trains and self.name != ""
 
     def before_forward(
         self, root: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]
