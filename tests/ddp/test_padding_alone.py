@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_elements import FewElements
 from loops import weights, wrap
 from torch import Tensor, nn, optim
 
@@ -43,27 +44,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 GROUPS: dict[str, list[dict[str, Any]]] = {"one group": [], "two groups": [{"params": "*.bias", "lr": 0.01}]}
 
 
-class Net(nn.Module):
-    """Everything fits into one shard: most ranks have padding alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.nothing = nn.Parameter(torch.empty(0, 4))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).tanh()) * self.scale
-
-
 def run(
     options: dict[str, Any],
     config: dict[str, Any],
     steps: range,
     load: Path | None = None,
     save: Path | None = None,
-    make: Any = Net,
+    make: Any = FewElements,
 ) -> dict[str, Tensor]:
     """The same batches on all ranks."""
     ddp = wrap(make(), **config)
@@ -136,7 +123,7 @@ def test_muon_goes_on_where_ranks_have_no_matrix(tmp_path: Path) -> None:
 
 
 def padding_has_no_state() -> tuple[int, int]:
-    ddp = wrap(Net(), use_distributed_optimizer=True)
+    ddp = wrap(FewElements(), use_distributed_optimizer=True)
     optimizer = DistributedOptimizer(ddp, lr=0.02, optimizer_class=optim.SGD, momentum=0.9)
     (ddp(torch.ones(3, 4)) - 1).square().mean().backward()
     ddp.finish_grad_sync()
@@ -146,6 +133,6 @@ def padding_has_no_state() -> tuple[int, int]:
 
 def test_a_rank_without_a_parameter_has_no_state() -> None:
     found = simulate(padding_has_no_state, 8)
-    assert sum(numel for numel, _ in found) == sum(param.numel() for param in Net().parameters())
+    assert sum(numel for numel, _ in found) == sum(param.numel() for param in FewElements().parameters())
     assert any(numel == 0 for numel, _ in found), "no rank has padding alone"
     assert all((numel == 0) == (states == 0) for numel, states in found)

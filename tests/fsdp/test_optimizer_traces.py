@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from few_elements import FewElements
 from loops import assert_same
 from stale_memory import stale_empty
 from torch import Tensor, nn, optim
@@ -55,25 +56,11 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Net(nn.Module):
-    """Few elements, so that ranks have none of some parameters; one parameter has none at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.nothing = nn.Parameter(torch.empty(0, 4))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x).tanh()) * self.scale
-
-
 def build(name: str, place: str, groups: bool = False) -> tuple[Any, optim.Optimizer]:
     config = dict(PLACES[place][1])
     if place == "hsdp_zero1":
         config["mesh"] = dist.init_device_mesh("cpu", (2, 2))
-    model = Net()
+    model = FewElements()
     fully_shard(model.up, **config)
     fully_shard(model, **config)
     cls, options = OPTIONS[name]
@@ -234,7 +221,7 @@ def state_before_the_first_step() -> None:
         assert {len(state), *(type(entry["sum"]) for entry in state.values())} == {6, DTensor}
         assert all((entry["sum"].full_tensor() == 0.1).all() for entry in state.values())
     shapes = [tuple(entry["sum"].shape) for entry in get_state_dict(model, optimizer)[1]["state"].values()]
-    assert sorted(shapes) == sorted(tuple(param.shape) for param in Net().parameters())
+    assert sorted(shapes) == sorted(tuple(param.shape) for param in FewElements().parameters())
 
 
 def test_state_before_the_first_step_is_of_whole_parameters() -> None:

@@ -133,18 +133,7 @@ OURS = (
 """Kinds that the library has modules for."""
 ONCE_DIFFERENTIABLE = ("attention", "recurrent")
 """Kinds of which torch has no second derivatives everywhere."""
-IN_HALF = (
-    "linear",
-    "mlp",
-    "norm linear",
-    "norm mlp",
-    "grouped linear",
-    "grouped mlp",
-    "branch",
-    "shared branch",
-    "idle",
-    "scale",
-)
+IN_HALF = (*(kind for kind in OURS if kind != "experts"), "scale")
 """Kinds that programs in bf16 have."""
 
 
