@@ -110,22 +110,23 @@ _WEIGHTS = {
 
 _ADAM = {"lr": 0.01, "eps": 1e-3, "betas": (0.8, 0.9)}
 # What is left of a gradient that is zero, 1e-17, must stay small when it is divided by its own size: hence eps.
+# Steps are small, because training that diverges would enlarge roundings from one iteration to the next.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "SGD": ("SGD", {"lr": 0.1}),
-    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
-    "Nesterov": ("SGD", {"lr": 0.05, "momentum": 0.8, "nesterov": True}),
-    "dampened": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "SGD": ("SGD", {"lr": 0.01}),
+    "momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
+    "Nesterov": ("SGD", {"lr": 0.01, "momentum": 0.8, "nesterov": True}),
+    "dampened": ("SGD", {"lr": 0.01, "momentum": 0.9, "dampening": 0.3}),
     "Adam": ("Adam", _ADAM),
     "AMSGrad": ("Adam", _ADAM | {"amsgrad": True}),
     "AdamW": ("AdamW", _ADAM),
     "RMSprop": ("RMSprop", {"lr": 0.01, "eps": 1e-3, "momentum": 0.5}),
     "centered": ("RMSprop", {"lr": 0.01, "eps": 1e-2, "centered": True}),
-    "Adagrad": ("Adagrad", {"lr": 0.05, "eps": 1e-3}),
-    "Adadelta": ("Adadelta", {"lr": 0.5, "eps": 1e-3}),
+    "Adagrad": ("Adagrad", {"lr": 0.01, "eps": 1e-3}),
+    "Adadelta": ("Adadelta", {"lr": 0.01, "eps": 1e-3}),
     "Adamax": ("Adamax", {"lr": 0.01, "eps": 1e-3}),
     "NAdam": ("NAdam", {"lr": 0.01, "eps": 1e-3}),
     "RAdam": ("RAdam", {"lr": 0.01, "eps": 1e-3}),
-    "ASGD": ("ASGD", {"lr": 0.05}),
+    "ASGD": ("ASGD", {"lr": 0.01}),
 }
 
 

@@ -75,7 +75,7 @@ def _much_simpler(program: Program) -> Iterator[Program]:
     """Whole parts are what they are where nobody says anything."""
     plain = tuple(Block(block.kind, library=block.library) for block in program.model.blocks)
     yield replace(program, model=replace(Model(), blocks=plain, variants=program.model.variants), dtype="float64")
-    yield replace(program, optimizer=Optimizer("SGD", (("lr", 0.1),)))
+    yield replace(program, optimizer=Optimizer("SGD", (("lr", 0.01),)))
     for index, phase in enumerate(program.phases):
         for wrapper in _simpler_wrappers(phase.wrapper):
             yield _with_phase(program, index, replace(phase, wrapper=wrapper))
@@ -166,7 +166,7 @@ def _defaults(program: Program) -> Iterator[Program]:
         for part in _back_to_defaults(block, Block()):
             blocks = (*program.model.blocks[:index], part, *program.model.blocks[index + 1 :])
             yield replace(program, model=replace(program.model, blocks=blocks))
-    yield replace(program, optimizer=Optimizer("SGD", (("lr", 0.1),)))
+    yield replace(program, optimizer=Optimizer("SGD", (("lr", 0.01),)))
     yield from (replace(program, optimizer=part) for part in _back_to_defaults(program.optimizer, Optimizer(), "name"))
     for drop in range(len(program.optimizer.options)):
         options = tuple(

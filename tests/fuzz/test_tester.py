@@ -23,7 +23,7 @@ from shrinking import shrink, size_of
 from valid import valid
 
 HERE = Path(__file__).resolve().parent
-SGD = Optimizer("SGD", (("lr", 0.1),))
+SGD = Optimizer("SGD", (("lr", 0.01),))
 
 
 # ---- Only what users have. ----
@@ -63,7 +63,7 @@ def test_a_script_stands_alone(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     # The same with a learning rate that plain PyTorch does not have.
-    path.write_text(script(program, "a program").replace("lr=0.1, optimizer_class", "lr=0.2, optimizer_class"))
+    path.write_text(script(program, "a program").replace("lr=0.01, optimizer_class", "lr=0.02, optimizer_class"))
     done = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert "Differs: rank 0: weights 0: stem.weight: off by" in done.stderr
 

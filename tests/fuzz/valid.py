@@ -99,10 +99,6 @@ def _optimizer(program: Program) -> Optimizer:
     optimizer = program.optimizer
     if program.dtype in ROUNDED:
         optimizer = replace(optimizer, scaled=False)
-    if program.dtype != "float64":
-        # Training that diverges would carry roundings from one iteration into the next, and enlarge them.
-        small = tuple((name, min(value, 0.01) if name == "lr" else value) for name, value in optimizer.options)
-        optimizer = replace(optimizer, options=small)
     if dict(optimizer.options).get("fused") and optimizer.name not in ("SGD", "Adam", "AdamW", "Adagrad"):
         optimizer = replace(optimizer, options=tuple(each for each in optimizer.options if each[0] != "fused"))
     return optimizer
