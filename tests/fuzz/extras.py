@@ -7,7 +7,7 @@ for each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, an
 from collections.abc import Callable
 
 from pen import Pen
-from programs import Extra
+from programs import Ddp, Extra
 from wrappers import write_zero
 
 Writer = Callable[[Pen, Extra, str, int], None]
@@ -183,11 +183,13 @@ def _average(pen: Pen, extra: Extra, name: str, step: int) -> None:
 
 def _rescale(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """Parameters are changed in place by somebody else than the optimizer."""
+    half = pen.plain and pen.half
+    rounded = half and isinstance(pen.phase.wrapper, Ddp)  # its parameters are bf16; shards are fp32
     with pen.inside("with torch.no_grad():"):
-        with pen.inside(f"for param in {pen.owner}.parameters():"):
+        with pen.inside(f"for param in {'model' if rounded else pen.owner}.parameters():"):
             pen("param.mul_(0.75)")
-    if pen.plain and pen.half:
-        pen("masters.give()")
+    if half:
+        pen("masters.follow()" if rounded else "masters.give()")
 
 
 def _write_back(pen: Pen, extra: Extra, name: str, step: int) -> None:

@@ -52,6 +52,12 @@ class Masters(nn.Module):
             for param, master in self.pairs():
                 param.copy_(master)
 
+    def follow(self):
+        """Take what somebody changed in the model; what still is its master's rounding keeps all of its bits."""
+        with torch.no_grad():
+            for param, master in self.pairs():
+                master.copy_(torch.where(master.bfloat16() == param, master, param))
+
 
 def zeros_where_none(model):
     """A parameter that nobody has used has the gradient zero."""
