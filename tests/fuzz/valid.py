@@ -314,9 +314,9 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
 
 def _launches_alike(program: Program, phase: Phase) -> bool:
     """Whether ranks that run the same microbatches do."""
-    wrapper = phase.wrapper
     uses_differ = any("branch" in block.kind for block in program.model.blocks)
-    return not uses_differ or isinstance(wrapper, Fsdp) or not wrapper.overlap
+    early = _delays(program, phase) if isinstance(phase.wrapper, Fsdp) else phase.wrapper.overlap
+    return not (uses_differ and early)
 
 
 def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:
