@@ -11,13 +11,15 @@ __all__ = ["GradRecord", "PendingWgrad"]
 class PendingWgrad:
     """One weight gradient that was queued and not computed yet."""
 
-    __slots__ = ("microbatch", "owner")
+    __slots__ = ("microbatch", "owner", "part_in_grad")
 
-    def __init__(self, owner: str, microbatch: int = -1) -> None:
+    def __init__(self, owner: str, microbatch: int = -1, *, part_in_grad: bool = False) -> None:
         self.owner = owner
         """The module, for errors and records."""
         self.microbatch = microbatch
         """Given by the queue; -1 where the queue is a foreign module's."""
+        self.part_in_grad = part_in_grad
+        """A foreign module's backward has left something in ``.grad``, which its ``backward_dw`` will look at."""
 
 
 class GradRecord:

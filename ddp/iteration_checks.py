@@ -53,9 +53,9 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:
 
 
 def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: str) -> None:
-    """A hook empties ``.grad`` whenever autograd has filled it."""
+    """A hook empties ``.grad`` whenever autograd has filled it, but for what a foreign ``backward_dw`` asks."""
     for param, record in wired:
-        if param.grad is not None and not record.exposed:
+        if param.grad is not None and not record.exposed and not record.pending:
             if is_taken(param):
                 raise RuntimeError(
                     f"{caller}: torch.nn.parallel.DistributedDataParallel reduces parameter '{record.name}' as well, "

@@ -9,6 +9,7 @@ Transformer Engine's, so either side can be theirs; this file is the only one he
     attach() --- main_grad, grad_added_to_main_grad --> accumulator_of()       (backward, before any GEMM)
                                                         open_for_write()       (does this GEMM overwrite?)
     absorb_grad() <------- flag, .grad ---------------- hand_over()            (after it: the flag, what is returned)
+                  <------- .grad ---------------------- backward_dw()          (later, where a foreign module delays)
 
 ``GradRecord`` is what our own provider knows of a parameter beyond the shared attributes. A foreign provider has none.
 The consumer's side is put together in ``wgrad_target.py``, and for modules in ``wgrad_module.py``.
@@ -19,7 +20,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .grad_record import GradRecord
+from .grad_record import GradRecord, PendingWgrad
 from .placeholder import placeholder
 from .return_table import Returned, wgrad_outcome
 
@@ -43,6 +44,8 @@ __all__ = [
     "mark_delayed",
     "open_for_write",
     "record_of",
+    "take_grad_of_backward",
+    "take_grad_of_backward_dw",
 ]
 
 _RECORD = "_maingrad_record"
@@ -143,6 +146,43 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     else:
         record.view.add_(grad)
     record.num_hook_writes += 1
+
+
+def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
+    """The post-accumulate-grad hook: ``absorb_grad``, or, where a module of others delays, what can be done already.
+
+    What such a module's backward has left in ``.grad`` may be the gradient (biases under fp8, and of activations), or
+    memory that its ``backward_dw`` has yet to fill and will assign (Transformer Engine's ``GroupedLinear``). Only
+    ``backward_dw`` tells them apart, by looking at ``.grad``: so ``.grad`` stays until then. What another owner of a
+    tied weight has added is taken at once, since ``backward_dw`` would assign over it; so is a placeholder.
+    """
+    if record.foreign_delayer is None:
+        absorb_grad(param, record)
+        return
+    at_once = record.shared or getattr(param, "grad_added_to_main_grad", False)
+    if at_once:
+        absorb_grad(param, record)
+    record.pending.append(PendingWgrad(record.foreign_delayer, part_in_grad=not at_once and param.grad is not None))
+
+
+def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> None:
+    """A module of others, ``owner``, has run its ``backward_dw`` for its oldest microbatch.
+
+    Raises ``RuntimeError`` where backward has announced no such gradient: the bucket may have been reduced without it.
+    """
+    mine = next((pending for pending in record.pending if pending.owner == owner), None)
+    if mine is None:
+        raise RuntimeError(
+            f"parameter '{record.name}': {owner}.backward_dw() ran more often than backwards of this parameter, and "
+            f"gradients count once a backward: a module of others that delays is used once in a forward, its weights "
+            f"are not tied to another that delays, and torch.autograd.grad is not called through it; build it with "
+            f"delay_wgrad_compute=False"
+        )
+    absorb_grad(param, record)
+    if any(pending.part_in_grad for pending in record.pending if pending is not mine):
+        # Theirs have been added with this one's. Their backward_dw must not find None, or it assigns what it lacks.
+        param.grad = torch.zeros_like(param)
+    record.delayed_wgrad_done(mine)
 
 
 def add_grad(param: Tensor, grad: Tensor) -> None:

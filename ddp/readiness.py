@@ -16,10 +16,10 @@ from torch.autograd import Variable
 
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
-from .grad_record import GradRecord, PendingWgrad
+from .grad_record import GradRecord
 from .graph_walk import differentiable_tensors, walk_graph
 from .launcher import BucketLauncher
-from .main_grad import absorb_grad
+from .main_grad import take_grad_of_backward
 from .wgrad_module import listen_to_foreign_delays
 from .wiring import WiredParam
 
@@ -117,9 +117,7 @@ class Readiness:
 
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """A parameter's gradient of one backward is complete: in ``.grad``, in ``main_grad``, or queued."""
-        if record.foreign_delayer is not None:
-            record.pending.append(PendingWgrad(record.foreign_delayer))  # it comes in the module's backward_dw
-        absorb_grad(param, record)
+        take_grad_of_backward(param, record)
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
         if not (self.sync and self._overlap):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from .grad_record import GradRecord
-from .main_grad import absorb_grad, is_delayed, mark_delayed
+from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
 
 __all__ = ["DelayedWgradModule", "FusedWgradModule", "forms_of", "listen_to_foreign_delays", "note_shard"]
 
@@ -97,11 +97,7 @@ def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable
 
         def computed(owner: str = owner) -> None:
             live, live_record = weak_param(), weak_record()
-            if live is None or live_record is None:
-                return
-            mine = next((pending for pending in live_record.pending if pending.owner == owner), None)
-            if mine is not None:
-                absorb_grad(live, live_record)
-                live_record.delayed_wgrad_done(mine)
+            if live is not None and live_record is not None:
+                take_grad_of_backward_dw(live, live_record, owner)
 
         register(computed)

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from ..ddp.bucket import Bucket, Phase
 from ..ddp.collectives import all_gather_shards
 from ..ddp.failure_report import FailureReporter
-from ..ddp.grad_record import GradRecord, PendingWgrad
+from ..ddp.grad_record import GradRecord
 from ..ddp.layout import BucketLayout
-from ..ddp.main_grad import absorb_grad, attach_lazily, forget_failed_backward
+from ..ddp.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ..ddp.param_gather import ParamGather
 from ..ddp.placements import Placement, Placements
 from ..ddp.reduction import GradReduction
@@ -295,9 +295,7 @@ def _absorb(
     live = here()
     if live is None or live.bucket is None:
         return
-    if record.foreign_delayer is not None:
-        record.pending.append(PendingWgrad(record.foreign_delayer))  # it comes in the module's backward_dw
-    absorb_grad(param, record)
+    take_grad_of_backward(param, record)
     if raw_stream is not None:
         live.bucket.streams.add(raw_stream())
     live._on_grad(live)

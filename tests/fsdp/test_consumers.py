@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import ForeignDelayedLinear, ForeignLinear
+from foreign import DELAYED_FORMS, ForeignDelayedLinear, ForeignLinear
 from modules import ALL_FACTORIES, FEATURES, make
 from sharded_twin import mean_loss, no_sync, one_backward, train_beside
 from torch import Tensor, nn
@@ -129,11 +129,17 @@ def test_foreign_modules_that_accumulate_themselves(kind: str) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("form", DELAYED_FORMS)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "alone"])
-def test_foreign_modules_that_delay(kind: str, fused: bool) -> None:
+def test_foreign_modules_that_delay(kind: str, form: str) -> None:
+    options = DELAYED_FORMS[form]
+
+    def plain(features: int, out: int) -> nn.Module:
+        return nn.Linear(features, out, bias="bias_when" in options)
+
     make_model = first_then_plain(
-        lambda: foreign_stack(lambda features, out: ForeignDelayedLinear(features, out, fused=fused)), plain_stack
+        lambda: foreign_stack(lambda features, out: ForeignDelayedLinear(features, out, **options)),
+        lambda: foreign_stack(plain),
     )
     train_beside(kind, make_model, shard_children, delayed_run, microbatches=3)
 

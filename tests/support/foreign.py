@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ForeignLinear", "ForeignProvider", "LazyForeignProvider"]
+__all__ = ["DELAYED_FORMS", "ForeignDelayedLinear", "ForeignLinear", "ForeignProvider", "LazyForeignProvider"]
 
 
 class ForeignProvider:
@@ -124,35 +124,45 @@ class ForeignLinear(nn.Linear):
 
 class _ForeignDelayedFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, module: "ForeignDelayedLinear") -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, module: "ForeignDelayedLinear") -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.module, ctx.origin = module, weight
-        return torch.nn.functional.linear(input, weight)
+        return torch.nn.functional.linear(input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         input, weight = ctx.saved_tensors
         module = ctx.module
         dy, x = grads[0].flatten(0, -2), input.flatten(0, -2)
-        module.waiting.append((dy, x, main_grad_of(ctx.origin) if module.fused else None))
+        dbias = dy.sum(0) if module.bias_when == "backward" else None
+        buffer = torch.full_like(weight, float("nan")) if module.buffer and not module.fused else None
+        module.waiting.append((dy, x, main_grad_of(ctx.origin) if module.fused else buffer))
         if not module.fused:
-            return grads[0] @ weight, None, None
+            return grads[0] @ weight, buffer, dbias, None
         ctx.origin.grad_added_to_main_grad = True
-        return grads[0] @ weight, torch.full_like(weight, float("nan")), None
+        return grads[0] @ weight, torch.full_like(weight, float("nan")), dbias, None
 
 
 class ForeignDelayedLinear(nn.Linear):
-    """Delays as Transformer Engine does: marks its weight, and calls the provider back after ``backward_dw``."""
+    """Delays as Transformer Engine does: marks its parameters, and calls the provider back after ``backward_dw``.
 
-    def __init__(self, in_features: int, out_features: int, *, fused: bool) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.fused = fused
+    buffer     not fused, it hands autograd memory that ``backward_dw`` fills: ``te.GroupedLinear``
+    bias_when  "no" bias; its gradient comes in "backward", and ``backward_dw`` has none (``te.LayerNormMLP``'s first,
+               all under fp8); or in "backward_dw" alone
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, fused: bool, buffer: bool = False, bias_when: str = "no"
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias_when != "no")
+        self.fused, self.buffer, self.bias_when = fused, buffer, bias_when
         self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self.hooks: list[Any] = []
-        self.weight.skip_backward_post_hook = True
+        for param in self.parameters():
+            param.skip_backward_post_hook = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return _ForeignDelayedFunction.apply(input, self.weight, self)
+        return _ForeignDelayedFunction.apply(input, self.weight, self.bias, self)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
         self.hooks.append(hook)
@@ -164,10 +174,25 @@ class ForeignDelayedLinear(nn.Linear):
     def backward_dw(self) -> None:
         if not self.waiting:
             return
-        dy, x, main_grad = self.waiting.pop(0)
-        if main_grad is not None:
-            main_grad.add_(dy.t() @ x)
+        dy, x, out = self.waiting.pop(0)
+        dbias = dy.sum(0) if self.bias_when == "backward_dw" else None
+        if self.fused:
+            out.add_(dy.t() @ x)
         else:
-            self.weight.grad = dy.t() @ x
+            self.weight.grad = dy.t() @ x if out is None else torch.mm(dy.t(), x, out=out)
+        if self.bias is not None and self.bias.grad is None:
+            self.bias.grad = dbias.to(self.bias.dtype)
         for hook in self.hooks:
             hook()
+
+
+DELAYED_FORMS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "fused, bias in backward": {"fused": True, "bias_when": "backward"},
+    "fused, bias in backward_dw": {"fused": True, "bias_when": "backward_dw"},
+    "plain": {"fused": False},
+    "plain, bias in backward": {"fused": False, "bias_when": "backward"},
+    "plain, a buffer first": {"fused": False, "buffer": True},
+    "plain, a buffer first, bias in backward_dw": {"fused": False, "buffer": True, "bias_when": "backward_dw"},
+}
+"""Options of ``ForeignDelayedLinear``, by what it does."""

@@ -4,19 +4,19 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from foreign import ForeignDelayedLinear
+from foreign import DELAYED_FORMS, ForeignDelayedLinear
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.te_integration import Linear
 
 
-def build(fused: bool) -> nn.Sequential:
+def build(form: str) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        ForeignDelayedLinear(6, 8, fused=fused),
+        ForeignDelayedLinear(6, 8, **DELAYED_FORMS[form]),
         nn.LayerNorm(8),
-        ForeignDelayedLinear(8, 8, fused=fused),
+        ForeignDelayedLinear(8, 8, **DELAYED_FORMS[form]),
         Linear(8, 4, fuse_wgrad_accumulation=True),
     )
 
@@ -26,7 +26,8 @@ def batch(index: int) -> torch.Tensor:
 
 
 def plain_gradients(model: nn.Sequential, batches: int) -> dict[str, torch.Tensor]:
-    twin = nn.Sequential(nn.Linear(6, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Linear(8, 4))
+    bias = model[0].bias is not None
+    twin = nn.Sequential(nn.Linear(6, 8, bias=bias), nn.LayerNorm(8), nn.Linear(8, 8, bias=bias), nn.Linear(8, 4))
     twin.load_state_dict(model.state_dict())
     for index in range(batches):
         twin(batch(index)).square().sum().backward()
@@ -39,17 +40,15 @@ def backward_dw(model: nn.Module) -> None:
             module.backward_dw()
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("lag", [0, 1, 2])
-def test_their_delayed_gradients_count_and_hold_their_bucket(fused: bool, microbatches: int, lag: int) -> None:
-    if lag >= microbatches:
-        lag = microbatches - 1
-    model = build(fused)
+@pytest.mark.parametrize("form", DELAYED_FORMS)
+@pytest.mark.parametrize(("microbatches", "lag"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+def test_their_delayed_gradients_count_and_hold_their_bucket(form: str, microbatches: int, lag: int) -> None:
+    model = build(form)
     expected = plain_gradients(model, microbatches)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
     of = {record.name: bucket for bucket in ddp.buckets for record in bucket.records}
-    assert [b.layout.delayed for b in ddp.buckets] == [False] * 4 + [True] * 2, "found without being told"
+    delayed = 2 if model[0].bias is None else 4
+    assert [b.layout.delayed for b in ddp.buckets] == [False] * 4 + [True] * delayed, "found without being told"
     for iteration in range(2):
         for index in range(microbatches):
             with nullcontext() if index == microbatches - 1 else ddp.no_sync():
@@ -58,7 +57,7 @@ def test_their_delayed_gradients_count_and_hold_their_bucket(fused: bool, microb
                 backward_dw(model)
         for _ in range(lag):
             assert of["2.weight"].phase.value == of["0.weight"].phase.value == "accumulating", iteration
-            with pytest.raises(RuntimeError, match=r"'2.weight' waits for \d of ForeignDelayedLinear"):
+            with pytest.raises(RuntimeError, match=r"'2.(weight|bias)' waits for \d of ForeignDelayedLinear"):
                 ddp.finish_grad_sync()
             backward_dw(model)
         assert {bucket.phase.value for bucket in ddp.buckets} == {"reducing"}, "launched without finish_grad_sync"
@@ -67,3 +66,22 @@ def test_their_delayed_gradients_count_and_hold_their_bucket(fused: bool, microb
             torch.testing.assert_close(parameter.main_grad, expected[name])
             assert parameter.grad is None
         ddp.zero_grad_buffer()
+
+
+class UsedTwice(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x))
+
+
+@pytest.mark.parametrize("form", ["fused", "plain"])
+def test_5_their_second_use_in_a_forward_is_refused_when_it_is_computed(form: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), UsedTwice(ForeignDelayedLinear(8, 8, **DELAYED_FORMS[form])))
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    ddp(batch(0)).square().sum().backward()
+    model[1].layer.backward_dw()
+    with pytest.raises(RuntimeError, match=r"'1.layer.weight': ForeignDelayedLinear.backward_dw\(\) ran more often"):
+        model[1].layer.backward_dw()

@@ -58,6 +58,6 @@ def test_their_gradients_reach_main_grad(name: str, delayed: bool, fused: bool) 
     ddp.finish_grad_sync()
     for parameter_name, parameter in module.named_parameters():
         exact = total[parameter_name]
-        error = (parameter.main_grad.double() - exact).norm() / exact.norm()
-        # The reference rounds each of its gradients to bf16 once.
-        assert error <= torch.finfo(torch.bfloat16).eps, parameter_name
+        error = (parameter.main_grad.double() - exact).norm()
+        # The reference rounds each of its gradients to bf16 once. An expert without rows has the gradient zero.
+        assert error <= torch.finfo(torch.bfloat16).eps * exact.norm(), parameter_name
