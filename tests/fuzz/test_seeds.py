@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = 72
-SHARES = 4
+PROGRAMS = 24
+SHARES = 2
 
 
 @pytest.mark.timeout(600)
