@@ -311,7 +311,7 @@ class DistributedDataParallel(AroundModule):
     def check_started(self, caller: str) -> None:
         """Raise unless ``start_grad_sync`` has launched what was left: the iteration's backwards are over."""
         if not self._launched:
-            raise RuntimeError(f"{caller} before finish_grad_sync() or start_grad_sync(): gradients are not reduced yet")
+            raise RuntimeError(f"{caller} before finish_grad_sync() or start_grad_sync(): nothing is reduced yet")
 
     def check_reduced(self, caller: str) -> None:
         """Raise unless every bucket of this iteration is reduced."""
