@@ -36,6 +36,7 @@ class GradRecord:
         "exposed",
         "first_write_overwrites",
         "foreign_delayer",
+        "left_in_grad",
         "make_room",
         "name",
         "num_fused_writes",
@@ -75,6 +76,8 @@ class GradRecord:
         """Called after each; set by the provider."""
         self.foreign_delayer: str | None = None
         """A module that is not ours delays this gradient and calls back after its ``backward_dw``."""
+        self.left_in_grad: Tensor | None = None
+        """Zeros in ``.grad``, which tell a foreign ``backward_dw`` that backward has computed this gradient."""
         self.pending: list[PendingWgrad] = []
         """Weight gradients that were queued and not computed yet."""
         self.awaits_delayed = False

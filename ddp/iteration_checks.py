@@ -55,7 +55,7 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:
 def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: str) -> None:
     """A hook empties ``.grad`` whenever autograd has filled it."""
     for param, record in wired:
-        if param.grad is not None and not record.exposed:
+        if param.grad is not None and not record.exposed and param.grad is not record.left_in_grad:
             if is_taken(param):
                 raise RuntimeError(
                     f"{caller}: torch.nn.parallel.DistributedDataParallel reduces parameter '{record.name}' as well, "

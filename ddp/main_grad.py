@@ -19,11 +19,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .grad_record import GradRecord
+from .grad_record import GradRecord, PendingWgrad
 from .placeholder import placeholder
 from .return_table import Returned, wgrad_outcome
 
 __all__ = [
+    "absorb_before_delay",
+    "absorb_delayed",
     "absorb_grad",
     "accumulator_of",
     "add_grad",
@@ -164,6 +166,27 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
     record.num_hook_writes += 1
 
 
+def absorb_before_delay(param: Tensor, record: GradRecord) -> None:
+    """``absorb_grad`` in the backward of a module that is not ours, and whose ``backward_dw`` is yet to come.
+
+    Transformer Engine's computes a bias gradient in either, and says so by nothing but ``.grad``: ``backward_dw``
+    assigns one where there is none. Where backward has brought it, zeros stay until the last ``backward_dw``.
+    """
+    brought = param.grad is not None and not getattr(param, "grad_added_to_main_grad", False)
+    absorb_grad(param, record)
+    if brought:
+        param.grad = record.left_in_grad = torch.zeros_like(param)
+
+
+def absorb_delayed(param: Tensor, record: GradRecord, pending: PendingWgrad) -> None:
+    """After that ``backward_dw``: what it has left in ``.grad``, unless these are the zeros."""
+    if record.left_in_grad is None or param.grad is not record.left_in_grad:
+        absorb_grad(param, record)
+    elif record.pending[-1] is pending:
+        param.grad = record.left_in_grad = None
+    record.delayed_wgrad_done(pending)
+
+
 def add_grad(param: Tensor, grad: Tensor) -> None:
     """Add ``grad`` [shape of ``param``] to what this iteration has brought a wrapped parameter, as a backward would.
 
@@ -201,6 +224,7 @@ def forget_failed_backward(param: Tensor) -> None:
     record = record_of(param)
     if record is not None:
         record.consumer_wrote = record.sum_in_grad = False
+        record.left_in_grad = None
 
 
 # ---- Consumer: what a module asks of a weight and tells about it. ----

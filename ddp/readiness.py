@@ -19,7 +19,7 @@ from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord, PendingWgrad
 from .graph_walk import differentiable_tensors, walk_graph
 from .launcher import BucketLauncher
-from .main_grad import absorb_grad
+from .main_grad import absorb_before_delay, absorb_grad
 from .wgrad_module import listen_to_foreign_delays
 from .wiring import WiredParam
 
@@ -119,7 +119,9 @@ class Readiness:
         """A parameter's gradient of one backward is complete: in ``.grad``, in ``main_grad``, or queued."""
         if record.foreign_delayer is not None:
             record.pending.append(PendingWgrad(record.foreign_delayer))  # it comes in the module's backward_dw
-        absorb_grad(param, record)
+            absorb_before_delay(param, record)
+        else:
+            absorb_grad(param, record)
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
         if not (self.sync and self._overlap):

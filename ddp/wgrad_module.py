@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from .grad_record import GradRecord
-from .main_grad import absorb_grad, is_delayed, mark_delayed
+from .main_grad import absorb_delayed, is_delayed, mark_delayed
 
 __all__ = ["DelayedWgradModule", "FusedWgradModule", "forms_of", "listen_to_foreign_delays", "note_shard"]
 
@@ -101,7 +101,6 @@ def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable
                 return
             mine = next((pending for pending in live_record.pending if pending.owner == owner), None)
             if mine is not None:
-                absorb_grad(live, live_record)
-                live_record.delayed_wgrad_done(mine)
+                absorb_delayed(live, live_record, mine)
 
         register(computed)

@@ -24,7 +24,7 @@ from ..ddp.collectives import all_gather_shards
 from ..ddp.failure_report import FailureReporter
 from ..ddp.grad_record import GradRecord, PendingWgrad
 from ..ddp.layout import BucketLayout
-from ..ddp.main_grad import absorb_grad, attach_lazily, forget_failed_backward
+from ..ddp.main_grad import absorb_before_delay, absorb_grad, attach_lazily, forget_failed_backward
 from ..ddp.param_gather import ParamGather
 from ..ddp.placements import Placement, Placements
 from ..ddp.reduction import GradReduction
@@ -297,7 +297,9 @@ def _absorb(
         return
     if record.foreign_delayer is not None:
         record.pending.append(PendingWgrad(record.foreign_delayer))  # it comes in the module's backward_dw
-    absorb_grad(param, record)
+        absorb_before_delay(param, record)
+    else:
+        absorb_grad(param, record)
     if raw_stream is not None:
         live.bucket.streams.add(raw_stream())
     live._on_grad(live)

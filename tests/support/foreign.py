@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ForeignLinear", "ForeignProvider", "LazyForeignProvider"]
+__all__ = ["ForeignDelayedWithBias", "ForeignLinear", "ForeignProvider", "LazyForeignProvider"]
 
 
 class ForeignProvider:
@@ -169,5 +169,66 @@ class ForeignDelayedLinear(nn.Linear):
             main_grad.add_(dy.t() @ x)
         else:
             self.weight.grad = dy.t() @ x
+        for hook in self.hooks:
+            hook()
+
+
+class _DelayedWithBiasFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, module: "ForeignDelayedWithBias") -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.module, ctx.origin = module, weight
+        return torch.nn.functional.linear(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        input, weight = ctx.saved_tensors
+        module, origin = ctx.module, ctx.origin
+        dy, x = grads[0].flatten(0, -2), input.flatten(0, -2)
+        bgrad = dy.sum(0) if module.bias_in_backward else None
+        module.waiting.append((x, dy, main_grad_of(origin) if module.fused else None))
+        wgrad = None
+        if module.fused and hasattr(origin, "grad_added_to_main_grad"):
+            origin.grad_added_to_main_grad = True
+            zeros = getattr(origin, "zero_out_wgrad", False)
+            wgrad = torch.full_like(weight, 0.0 if zeros else float("nan"))
+        return grads[0] @ weight, wgrad, bgrad, None
+
+
+class ForeignDelayedWithBias(nn.Linear):
+    """Transformer Engine 2's ``Linear(delay_wgrad_compute=True)``, weight and bias, as its published code has it.
+
+    The GEMM of the weight gradient computes the bias gradient as well, unless backward has done so already, as it does
+    where gradients are quantised; ``backward_dw`` tells by ``bias.grad`` alone. Both parameters are marked.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, fused: bool, bias_in_backward: bool) -> None:
+        super().__init__(in_features, out_features)
+        self.fused, self.bias_in_backward = fused, bias_in_backward
+        self.waiting: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self.hooks: list[Any] = []
+        for param in self.parameters():
+            param.skip_backward_post_hook = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _DelayedWithBiasFunction.apply(input, self.weight, self.bias, self)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        self.hooks.append(hook)
+
+    def need_backward_dw(self) -> bool:
+        return True  # that it delays at all
+
+    @torch.no_grad()
+    def backward_dw(self) -> None:
+        x, dy, main_grad = self.waiting.pop(0)
+        wgrad = dy.t() @ x
+        bgrad = None if self.bias_in_backward else dy.sum(0)
+        if main_grad is not None:
+            main_grad.add_(wgrad)
+        else:
+            self.weight.grad = wgrad.to(self.weight.dtype)
+        if self.bias.grad is None:
+            self.bias.grad = bgrad.to(self.bias.dtype)  # type: ignore[union-attr]  # as theirs fails
         for hook in self.hooks:
             hook()
