@@ -85,7 +85,7 @@ def _take_back(attached: list[_Attached], *, dropped: bool) -> None:
         if param is None:
             continue
         clear_exposed_grad(param, entry.record)
-        detach(param)
+        detach(param, gone=entry.record.name)
         if dropped:
             owners = [module for owner in entry.owners if (module := owner()) is not None]
             mark_dropped(param, entry.record.name, owners)

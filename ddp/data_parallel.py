@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
 from .bucket import Bucket, Phase, check_nothing_under_way
 from .config import DistributedDataParallelConfig
@@ -46,7 +47,7 @@ __all__ = ["DistributedDataParallel"]
 _OURS = "a model in maingrad.ddp.DistributedDataParallel"
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(AroundModule):
     """Data parallelism over contiguous gradient buckets, with Megatron-core's verbs.
 
     ``main_grad`` of every trainable parameter is a view of a bucket. Gradients of any number of microbatches accumulate
@@ -74,6 +75,7 @@ class DistributedDataParallel(nn.Module):
 
     Gradients are averaged over the ranks of ``process_group``, those of experts too: an expert has seen the tokens of
     all of them. With ``calculate_per_token_loss`` they are summed, and divided by all ranks' tokens.
+    What else the module has (``config``, say; ours is ``ddp_config``) is reached through it: ``AroundModule``.
 
     Raises ``ValueError`` at construction for settings that cannot take effect, where the model differs between ranks,
     and where a launcher has started several ranks and there is no process group.
@@ -91,7 +93,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.config = config = config or DistributedDataParallelConfig()
+        self.ddp_config = config = config or DistributedDataParallelConfig()
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
         self.failures = FailureReporter()
         with self.failures.watch("the comparison of configs between ranks"):
@@ -151,6 +153,7 @@ class DistributedDataParallel(nn.Module):
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
         self._attachment = attach_params(self, self._wired, self._readiness, self.grids)
+        self._end_making()
         if init_sync:
             self.broadcast_params()
 
@@ -188,6 +191,7 @@ class DistributedDataParallel(nn.Module):
         where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
         self._check_in_use("start_grad_sync()")
+        self._before_forward()  # where the forward was a method of the module's own
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
@@ -204,7 +208,7 @@ class DistributedDataParallel(nn.Module):
         Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
         ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds something.
         """
-        check_num_tokens(num_tokens, wanted=self.config.calculate_per_token_loss)
+        check_num_tokens(num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
         if self._finished:
             raise RuntimeError(
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
@@ -238,7 +242,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def can_wait_by_bucket(self) -> bool:
         """Whether ``finish_grad_sync`` does no more than wait."""
-        return not (self.config.check_for_nan_in_grad or self.config.calculate_per_token_loss)
+        return not (self.ddp_config.check_for_nan_in_grad or self.ddp_config.calculate_per_token_loss)
 
     @property
     def is_reduced(self) -> bool:
@@ -267,7 +271,7 @@ class DistributedDataParallel(nn.Module):
     def abandon_iteration(self) -> None:
         """``zero_grad_buffer`` after a backward that failed; on all ranks: what one has launched is reduced first."""
         check_nothing_pending(self.records, "abandon_iteration()")
-        if self.config.overlap_grad_reduce:
+        if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
         self._launcher.wait()
         self.zero_grad_buffer()
@@ -293,7 +297,7 @@ class DistributedDataParallel(nn.Module):
                dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) ``.grad`` is ``main_grad``, without a copy
         """
         self.check_reduced("expose_grads()")
-        check_whole(self.config)
+        check_whole(self.ddp_config)
         for wired in self._wired:
             expose_grad(wired.owned.param, wired.record, dtype or wired.dtype)
 
@@ -307,10 +311,7 @@ class DistributedDataParallel(nn.Module):
     def check_started(self, caller: str) -> None:
         """Raise unless ``start_grad_sync`` has launched what was left: the iteration's backwards are over."""
         if not self._launched:
-            raise RuntimeError(
-                f"{caller} before finish_grad_sync() or start_grad_sync(): this iteration's gradients are not reduced "
-                f"yet"
-            )
+            raise RuntimeError(f"{caller} before finish_grad_sync() or start_grad_sync(): nothing is reduced yet")
 
     def check_reduced(self, caller: str) -> None:
         """Raise unless every bucket of this iteration is reduced."""
@@ -383,12 +384,11 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable
     def _before_forward(self) -> None:
-        if self._checked:
-            return
-        self._check_in_use("forward")
-        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
-        check_wiring(self._wired, self.module)
-        self._checked = True
+        if not self._checked:
+            self._check_in_use("forward")
+            check_not_inside((wired.owned.param for wired in self._wired), _OURS)
+            check_wiring(self._wired, self.module)
+            self._checked = True
 
     def _check_in_use(self, caller: str) -> None:
         if not self._attachment.alive:

@@ -68,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"DistributedOptimizer needs a DistributedDataParallel model, got {type(model).__name__}")
         if max_grad_norm is not None and max_grad_norm <= 0:
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
-        whole = model.config.keep_params_whole
+        whole = model.ddp_config.keep_params_whole
         check_optimizer_class(optimizer_class, model.wired, whole=whole)
         self.model = model
         self.max_grad_norm = max_grad_norm
@@ -115,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._threads,
             )
             for flat in reversed(self._flats)
-            if placements_of(model.config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
+            if placements_of(model.ddp_config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
         self._keepers = find_keepers(model.module, self._gathers)
@@ -285,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A class that is not torch's may count its steps for all parameters together: it has one pass.
         """
         at_once = at_once or not is_of_torch(self.optimizer_class)
-        overlaps = self.model.config.overlap_param_gather and bool(self._gathers)
+        overlaps = self.model.ddp_config.overlap_param_gather and bool(self._gathers)
         if at_once or (self.model.is_reduced and not overlaps):
             return [self._flats]
         return step_order(self._flats, reduced=self.model.is_reduced, gathers=overlaps)
@@ -338,7 +338,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _let_parameters_wait(self) -> None:
         """From here on whoever reads a parameter waits for its gather; without overlap everybody waits now."""
-        if not self.model.config.overlap_param_gather:
+        if not self.model.ddp_config.overlap_param_gather:
             self.finish_param_sync()
             return
         modules = modules_below(self.model.module)
@@ -352,7 +352,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _shard(self) -> str:
         grid = self.model.grids["dense"]
-        first, size = (grid.inner_rank, grid.inner_size) if placements_of(self.model.config).inner.gathers else (0, 1)
+        sharded = placements_of(self.model.ddp_config).inner.gathers
+        first, size = (grid.inner_rank, grid.inner_size) if sharded else (0, 1)
         return f"{first + 1} of {size}"
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:

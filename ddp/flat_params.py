@@ -120,7 +120,7 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
     by_index = {bucket.index: bucket for bucket in model.buckets}
     flats = []
     for layout in model.plan.buffers:
-        gather = model.grids[layout.group].gather if model.config.copy_engine_param_gather else None
+        gather = model.grids[layout.group].gather if model.ddp_config.copy_engine_param_gather else None
         mapped_in = gather if group_size(gather) > 1 else None
         buffer = FlatBuffer(layout, layout.param_dtype, model.device, mapped_in=mapped_in)
         for bucket_layout in layout.buckets:

@@ -50,6 +50,7 @@ __all__ = [
 
 _RECORD = "_maingrad_record"
 _OVERWRITTEN_IN = "_maingrad_overwritten_in"
+_FORMER = "_maingrad_former"
 
 
 # ---- Provider: the record of one parameter, attaching it, and the hook's truth table. ----
@@ -69,6 +70,7 @@ def attach(param: Tensor, record: GradRecord) -> None:
     param.main_grad = record.view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     setattr(param, _RECORD, record)
+    param.__dict__.pop(_FORMER, None)
     if record.shared:
         # Another owner may return uninitialised placeholders; those must be zeros, since what autograd sums with
         # them is a real gradient that the hook adds.
@@ -93,8 +95,25 @@ def attach_lazily(param: Tensor, record: GradRecord) -> None:
     del param.main_grad  # type: ignore[attr-defined]  # nobody may write there unasked
 
 
-def detach(param: Tensor) -> None:
-    """Take back everything that ``attach`` or ``attach_lazily`` gave."""
+class _Former:
+    """On a parameter: the name that it had in a wrapper that is gone. A copy of the parameter has none."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
+
+
+def detach(param: Tensor, gone: str | None = None) -> None:
+    """Take back everything that ``attach`` or ``attach_lazily`` gave.
+
+    gone  the parameter's name in the user's wrapper, which is gone: for the error of a backward that comes too late
+    """
+    if gone is not None:
+        setattr(param, _FORMER, _Former(gone))
     for name in ("main_grad", "__fsdp_param__", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad", _RECORD):
         param.__dict__.pop(name, None)
 
@@ -264,7 +283,7 @@ def is_fusable(weight: Tensor) -> bool:
 def check_provided(weight: Tensor, owner: str) -> None:
     """Raise ``RuntimeError`` that names the module for a weight without ``main_grad``, or the promise of one."""
     if not has_main_grad(weight):
-        raise _no_provider(owner)
+        raise _no_provider(weight, owner)
 
 
 def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> Tensor:
@@ -282,7 +301,7 @@ def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> T
         main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # may allocate: only when it is written
         weight.main_grad = main_grad  # type: ignore[attr-defined]
     if main_grad is None:
-        raise _no_provider(owner)
+        raise _no_provider(weight, owner)
     if record is not None:
         raise RuntimeError(
             f"{owner}: weight.main_grad was replaced after wrapping, and what is written there would never be reduced; "
@@ -330,10 +349,19 @@ def hand_over_sum(weight: Tensor, record: GradRecord) -> None:
     absorb_grad(weight, record)
 
 
-def _no_provider(owner: str) -> RuntimeError:
+def _no_provider(weight: Tensor, owner: str) -> RuntimeError:
+    former: _Former | None = getattr(weight, _FORMER, None)
+    missing = f"{owner}: fuse_wgrad_accumulation=True needs weight.main_grad"
+    if former is not None:
+        return RuntimeError(
+            f"{missing}, and the wrapper that provided it for parameter '{former.name}' is gone (let go, or unwrap()); "
+            f"keep the wrapper until the last backward of its forwards is over, wrap the model again, or have autograd "
+            f"deliver its gradients: maingrad.te_integration.unconvert(model) before the forward"
+        )
     return RuntimeError(
-        f"{owner}: fuse_wgrad_accumulation=True needs weight.main_grad, and nobody provided it; wrap the "
-        f"model in maingrad.ddp.DistributedDataParallel, or build the module with fuse_wgrad_accumulation=False"
+        f"{missing}, and nobody provided it; wrap the model in maingrad.ddp.DistributedDataParallel, or have autograd "
+        f"deliver the gradient: build the module with fuse_wgrad_accumulation=False, or, as after convert_linears, "
+        f"call maingrad.te_integration.unconvert(model)"
     )
 
 

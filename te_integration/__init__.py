@@ -1,6 +1,7 @@
 """Modules whose weight-gradient GEMM runs straight into ``main_grad``, and the conversion of existing models."""
 
 from .convert import convert_linears as convert_linears
+from .convert import unconvert as unconvert
 from .grouped_linear import GroupedLinear as GroupedLinear
 from .grouped_mlp import GroupedMLP as GroupedMLP
 from .layer_norm_linear import LayerNormLinear as LayerNormLinear
@@ -30,4 +31,5 @@ __all__ = [
     "moe_permute",
     "moe_permute_with_probs",
     "moe_unpermute",
+    "unconvert",
 ]

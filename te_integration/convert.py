@@ -1,4 +1,4 @@
-"""``convert_linears``: the linear layers of an existing model become fused ones, in place."""
+"""``convert_linears``: an existing model's linear layers become fused ones, in place; ``unconvert`` takes it back."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -8,14 +8,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..ddp.main_grad import has_main_grad
-from .conv1d import fused_conv1d_class, is_conv1d_class
+from ..ddp.torch_fsdp import is_sharded_by_torch
+from ..ddp.wgrad_module import forms_of
+from .conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from .grouped_linear import GroupedLinear
+from .grouped_mlp import GroupedMLP
 from .layer_norm_linear import LayerNormLinear
 from .layer_norm_mlp import LayerNormMLP
 from .linear import Linear
 from .linear_module import LinearModule
 
-__all__ = ["Conversion", "convert_linears"]
+__all__ = ["Conversion", "convert_linears", "unconvert"]
+
+_OURS = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ATTENTION_MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -49,8 +54,8 @@ def convert_linears(model: nn.Module) -> Conversion:
     matrix (as ``nn.TransformerEncoderLayer`` does in its inference path) has a plain gradient there, which the hook
     adds; ``num_fused_writes`` in ``DistributedDataParallel.records`` tells which weights a fused GEMM really wrote.
 
-    A converted model needs a provider of ``main_grad`` by its first backward. ``torch.fx`` traces through fused layers
-    and not around them: trace first, then convert the ``GraphModule``.
+    A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` is the way back.
+    ``torch.fx`` traces through fused layers and not around them: trace first, then convert the ``GraphModule``.
 
     Raises ``TypeError`` if ``model`` is not a module, and ``ValueError``, with the model unchanged, if it is wrapped
     already: how a gradient is stored was decided then, from the modules that there were.
@@ -77,6 +82,44 @@ def convert_linears(model: nn.Module) -> Conversion:
     return Conversion(converted=tuple(converted), skipped=skipped)
 
 
+def unconvert(model: nn.Module) -> tuple[str, ...]:
+    """Have autograd deliver every weight gradient of ``model`` again, so that it needs no provider of ``main_grad``.
+
+    What ``convert_linears`` has made of ``nn.Linear`` and ``Conv1D`` has its class back; our own modules, whoever fused
+    them, stay ours with ``fuse_wgrad_accumulation=False``, and delay what they delay. As there, module objects stay,
+    with parameters, hooks, names and what was set on them; ``convert_linears`` may follow again.
+
+    Returns the names of the modules that were fused, in ``named_modules`` order. Raises ``TypeError`` if ``model`` is
+    not a module, and ``ValueError``, with the model unchanged, while it is wrapped or sharded, or where a module still
+    has weight gradients to compute.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unconvert takes an nn.Module, got {type(model).__name__}")
+    fused = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LinearModule) and module.fuse_wgrad_accumulation
+    }
+    for name, module in fused.items():
+        _check_free(name or type(module).__name__, module)
+    for module in fused.values():
+        _unfuse(module)
+    return tuple(fused)
+
+
+def _check_free(name: str, module: LinearModule) -> None:
+    for local, weight in module._parameters.items():  # type: ignore[attr-defined]  # nn.Module's
+        if weight is not None and _is_sharded(weight):
+            raise ValueError(f"unconvert: '{name}' is sharded already; call unconvert(model) before fully_shard")
+        if weight is not None and has_main_grad(weight):
+            raise ValueError(
+                f"unconvert: '{name}.{local}' has a main_grad, and its wrapper has decided how each gradient is "
+                f"written: take the model out first (model.unwrap(), or let the wrapper go)"
+            )
+    if module.need_backward_dw():
+        raise ValueError(f"unconvert: '{name}' has delayed weight gradients; call its backward_dw() first")
+
+
 def _fuse(module: nn.Module) -> None:
     cls: type = type(module)
     if is_conv1d_class(cls):
@@ -85,6 +128,18 @@ def _fuse(module: nn.Module) -> None:
     if cls is nn.Linear:
         module.__class__ = Linear
     cast(LinearModule, module).fuse_wgrad_accumulation = True
+
+
+def _unfuse(module: LinearModule) -> None:
+    own = vars(module)
+    own.pop("_uses", None)  # of products that were fused
+    if isinstance(module, FusedConv1D):
+        module.__class__ = module._unfused
+    elif type(module) is Linear and "label" not in own:  # which its constructor would have set
+        del own["fuse_wgrad_accumulation"]
+        cast(nn.Module, module).__class__ = nn.Linear
+    else:
+        module.fuse_wgrad_accumulation = False
 
 
 def _holds_linear_weight(module: nn.Module) -> bool:
@@ -104,9 +159,10 @@ def _why_not(module: nn.Module) -> str | None:
         return "already fused"
     if any(weight is not None and is_lazy(weight) for weight in weights):
         return f"{cls.__name__} has no weight yet: run one forward, then convert"
-    if not (cls in (nn.Linear, Linear, LayerNormLinear, LayerNormMLP, GroupedLinear) or is_conv1d_class(cls)):
-        ours = (LayerNormLinear, LayerNormMLP, GroupedLinear)
-        parents = {"nn.Linear": nn.Linear, **{each.__name__: each for each in ours}}
+    if not (cls in (nn.Linear, *_OURS) or is_conv1d_class(cls)):
+        if any(weight is not None and _is_sharded(weight) for weight in weights):
+            return f"{cls.__name__} is sharded already (fully_shard): call convert_linears before it"
+        parents = {"nn.Linear": nn.Linear, **{each.__name__: each for each in _OURS[1:]}}
         parent = next((name for name, each in parents.items() if isinstance(module, each)), "Conv1D")
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
     if "forward" in module.__dict__:
@@ -118,10 +174,16 @@ def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
     if weight is None:
         return f"{module}'s weight is computed from other parameters (weight_norm, spectral_norm, prune)"
     if nn.Parameter not in type(weight).__mro__:
-        return f"{module}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor"
+        before = "; convert before it is sharded (fully_shard, tensor parallelism)" if _is_sharded(weight) else ""
+        return f"{module}'s weight is a {type(weight).__name__}, whose gradient is not a plain tensor{before}"
     if weight.dtype not in _DTYPES:
         return f"{module}'s weight is {weight.dtype}: fused weight gradients are floating point of 16 to 64 bits"
     return None
+
+
+def _is_sharded(weight: nn.Parameter) -> bool:
+    """By ``maingrad.fsdp``, which is not imported here, or by torch."""
+    return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)
 
 
 def _attention_matrices(module: nn.MultiheadAttention) -> list[str]:

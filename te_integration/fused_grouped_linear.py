@@ -22,6 +22,7 @@ from .grouped_products import (
     differentiable_scale_grad,
     differentiable_wgrad,
 )
+from .transforms import refuse_in_transform
 from .wgrad_queue import WgradQueue
 
 __all__ = ["GroupedUse", "fused_grouped_linear"]
@@ -125,9 +126,8 @@ def fused_grouped_linear(
     experts = (weights,) if isinstance(weights, Tensor) else tuple(weights)
     biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
     call = _Call(offsets, dtype, len(experts), isinstance(bias, Tensor), out, grad_input)
-    # Function.apply in Python serves torch.func's transforms; without one, its C++ base does all there is to do.
-    apply = _FusedGroupedLinear.apply if torch._C._are_functorch_transforms_active() else _apply_directly
-    output: Tensor = apply(input, use, call, *experts, *biases, bias_scale)  # type: ignore[no-untyped-call]
+    refuse_in_transform(use.owner)
+    output: Tensor = _apply_directly(input, use, call, *experts, *biases, bias_scale)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -230,6 +230,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
             return (_gradients_with_graph if torch.is_grad_enabled() else _gradients)(ctx, grads[0], wanted)
 
 
+# Function.apply in Python serves torch.func's transforms, which are refused; its C++ base does all there is to do.
 _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 

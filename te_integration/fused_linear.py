@@ -81,9 +81,7 @@ def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, 
         dtype = torch.get_autocast_dtype(device_type)
     if not use.save_original_input:
         input = _cast(input, dtype)  # outside the function: second derivatives need a saved input that has a graph
-    # Function.apply in Python serves torch.func's transforms; without one, its C++ base does all there is to do.
-    apply = _FusedLinear.apply if torch._C._are_functorch_transforms_active() else _apply_directly
-    output: Tensor = apply(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
+    output: Tensor = _apply_directly(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -162,6 +160,7 @@ class _FusedLinear(torch.autograd.Function):
         return (dx, None, None, *dws, db)
 
 
+# Function.apply in Python serves torch.func's transforms, which never get here; its C++ base does all there is to do.
 _apply_directly = super(torch.autograd.Function, _FusedLinear).apply
 
 

@@ -13,6 +13,7 @@ from ..ddp.main_grad import check_delayable, is_fusable
 from ..ddp.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from ..ddp.wgrad_module import DelayedWgradModule
 from .fused_linear import LinearUse, fused_linear, run_outside_graph
+from .transforms import in_transform
 from .wgrad_queue import WgradQueue
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -95,7 +96,7 @@ class LinearModule(DelayedWgradModule):
             arguments = (input, weights, bias, queue, transposed, only_save)
             output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
             return output
-        if not all(map(is_fusable, needing)):
+        if in_transform() or not all(map(is_fusable, needing)):
             return None
         if queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import permute_rows, unpermute_rows
+from .transforms import refuse_in_transform
 
 __all__ = ["RowIdMap", "moe_permute", "moe_permute_with_probs", "moe_unpermute", "row_id_map"]
 
@@ -59,6 +60,7 @@ def moe_permute(inp: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tens
     The gradient of a token is the sum over its copies, in fp32, rounded once and the same in every run. The name is
     Transformer Engine's (``map_type="index"``). Raises ``ValueError`` for ids that do not fit the tokens.
     """
+    refuse_in_transform("moe_permute")
     sorting = _sorting(inp, expert_ids, num_experts)
     rows, _ = _Permute.apply(inp, None, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
     return rows, sorting
@@ -73,6 +75,7 @@ def moe_permute_with_probs(
             f"moe_permute_with_probs needs a probability for each choice: probs {tuple(probs.shape)}, "
             f"expert_ids {tuple(expert_ids.shape)}"
         )
+    refuse_in_transform("moe_permute_with_probs")
     sorting = _sorting(inp, expert_ids, num_experts)
     rows, row_probs = _Permute.apply(inp, probs, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
     return rows, row_probs, sorting
@@ -80,6 +83,7 @@ def moe_permute_with_probs(
 
 def moe_unpermute(inp: Tensor, sorting: RowIdMap) -> Tensor:
     """Sum each token's rows: ``inp`` [R, D] -> [T, D], in fp32 and rounded once; see ``moe_permute``."""
+    refuse_in_transform("moe_unpermute")
     output: Tensor = _Unpermute.apply(inp, sorting.places)  # type: ignore[no-untyped-call]
     return output
 

@@ -175,7 +175,7 @@ class PipelineStage(pipelining.PipelineStage):
                 f"each schedule a PipelineStage of its own around the same module"
             )
         for wrapper in self._wrappers:
-            if wrapper.config.overlap_grad_reduce and wrapper.require_backward_grad_sync:
+            if wrapper.ddp_config.overlap_grad_reduce and wrapper.require_backward_grad_sync:
                 wrapper.start_grad_sync()
         super().perform_reduce_grad(grad_scale_factor)
 

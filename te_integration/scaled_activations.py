@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels import scaled_glu, scaled_glu_backward
 from .activations import activation_named
+from .transforms import in_transform
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSwiGLU", "glu_options", "scaled_activation"]
 
@@ -103,8 +104,8 @@ def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str
         input = input.to(torch.get_autocast_dtype(device_type))
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1])
     row_scales = None if scales is None else scales.reshape(-1)
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        # A compiler fuses the steps that it sees, and chooses what to keep; torch.func differentiates them.
+    if torch.compiler.is_compiling() or in_transform():
+        # A compiler fuses the steps that it sees, and chooses what to keep; transforms differentiate them.
         output = scaled_glu(rows, row_scales, **options)
     else:
         output = _ScaledActivation.apply(rows, row_scales, options)  # type: ignore[no-untyped-call]

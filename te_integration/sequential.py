@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from ..ddp.around_module import AroundModule
+
 __all__ = ["Sequential"]
 
 
@@ -60,7 +62,7 @@ class Sequential(nn.Sequential):
     def _delaying(self) -> Iterator[Any]:
         """The modules that delay, and not the containers that only pass the call on; each once."""
         for module in self.modules():
-            if hasattr(module, "backward_dw") and not isinstance(module, Sequential):
+            if hasattr(module, "backward_dw") and not isinstance(module, Sequential | AroundModule):
                 yield module
 
 

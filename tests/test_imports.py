@@ -88,6 +88,7 @@ PUBLIC = {
         "moe_permute",
         "moe_permute_with_probs",
         "moe_unpermute",
+        "unconvert",
     },
     "maingrad.launch": {"simulate"},
 }

@@ -93,7 +93,7 @@ def all_launched(ddp: DistributedDataParallel) -> bool:
 
 def reduced_grads(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     """Every ``main_grad``, put together from the ranks' shards where they are sharded."""
-    for bucket in ddp.buckets if ddp.config.use_distributed_optimizer else ():
+    for bucket in ddp.buckets if ddp.ddp_config.use_distributed_optimizer else ():
         first, last = ddp.owned_range(bucket.layout)
         bucket.grad_data[:first] = 0
         bucket.grad_data[last:] = 0

@@ -13,13 +13,13 @@ WIDTH = 64
 MODULES = ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"]
 
 
-def make(name: str, te: Any, fused: bool, delayed: bool) -> nn.Module:
+def make(name: str, te: Any, fused: bool, delayed: bool, bias: bool) -> nn.Module:
     torch.manual_seed(0)
     options = {
         "params_dtype": torch.bfloat16,
         "fuse_wgrad_accumulation": fused,
         "delay_wgrad_compute": delayed,
-        "bias": False,
+        "bias": bias,
     }
     if name == "GroupedLinear":
         return te.GroupedLinear(4, WIDTH, WIDTH, **options)
@@ -35,11 +35,12 @@ def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["hook", "fused"])
 @pytest.mark.parametrize("delayed", [False, True], ids=["now", "delayed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("name", MODULES)
-def test_their_gradients_reach_main_grad(name: str, delayed: bool, fused: bool) -> None:
+def test_their_gradients_reach_main_grad(name: str, bias: bool, delayed: bool, fused: bool) -> None:
     te = pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
     batches = [torch.randn(32, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-    plain = make(name, te, fused=False, delayed=False)
+    plain = make(name, te, fused=False, delayed=False, bias=bias)
     total: dict[str, torch.Tensor] = {}
     for x in batches:
         plain.zero_grad()
@@ -47,7 +48,7 @@ def test_their_gradients_reach_main_grad(name: str, delayed: bool, fused: bool) 
         for parameter_name, parameter in plain.named_parameters():
             total[parameter_name] = total.get(parameter_name, 0.0) + parameter.grad.double()
 
-    module = make(name, te, fused, delayed)
+    module = make(name, te, fused, delayed, bias)
     module.load_state_dict(plain.state_dict())
     ddp = DistributedDataParallel(nn.Sequential(module), DistributedDataParallelConfig(overlap_grad_reduce=True))
     for index, x in enumerate(batches):
@@ -59,5 +60,5 @@ def test_their_gradients_reach_main_grad(name: str, delayed: bool, fused: bool) 
     for parameter_name, parameter in module.named_parameters():
         exact = total[parameter_name]
         error = (parameter.main_grad.double() - exact).norm()
-        # The reference rounds each of its gradients to bf16 once. An expert without rows has the gradient zero.
+        # The reference rounds each of its gradients to bf16 once; of an expert without tokens both are zero.
         assert error <= torch.finfo(torch.bfloat16).eps * exact.norm(), parameter_name
