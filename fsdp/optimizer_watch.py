@@ -22,11 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..ddp.param_groups import why_not_over
 from ..ddp.skipped_steps import prepare_skippable_step
 from .optimizer_state import translate_state_dicts
+from .sharded_grad import step_began, step_ended
+from .sharded_param import ShardedParameter
 
 if TYPE_CHECKING:
     from .sharded_bucket import ShardedBucket
 
-__all__ = ["mark_replaced", "replaced_in", "watch_steps"]
+__all__ = ["mark_replaced", "replaced_in", "watch_optimizers", "watch_steps"]
 
 _BUCKET = "_maingrad_bucket"
 _REPLACED = "_maingrad_sharded_in"
@@ -34,7 +36,7 @@ _REPLACED = "_maingrad_sharded_in"
 
 def watch_steps(bucket: "ShardedBucket") -> None:
     """Have optimizers over this bucket's shards watched."""
-    _register_once()
+    watch_optimizers()
     here = weakref.ref(bucket)
     for pair in bucket.pairs:
         setattr(pair.sharded, _BUCKET, here)
@@ -51,7 +53,8 @@ def replaced_in(param: Tensor) -> str | None:
 
 
 @functools.cache
-def _register_once() -> None:
+def watch_optimizers() -> None:
+    """Have torch tell of all optimizers' steps, from here on."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     for verb in ("state_dict", "load_state_dict"):
@@ -105,6 +108,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if buckets:
         translate_state_dicts(optimizer)
         prepare_skippable_step(optimizer)
+    if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
+        step_began(optimizer)
 
 
 def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
@@ -125,5 +130,6 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    step_ended(optimizer)
     for bucket in _buckets_of(optimizer):
         bucket.note_change()
