@@ -343,18 +343,20 @@ def _fill_where(self: Tensor, index: Any, value: Any) -> None:
     self.masked_fill_(index, value)
 
 
+_OVER_ALL: dict[str, Callable[..., Tensor]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "var": _var,
+    "std": _std,
+    "amax": _max,
+    "amin": _min,
+    "any": _any,
+    "all": _all,
+    "count_nonzero": _count_nonzero,
+}
+
 _OWN: dict[str, Callable[..., Any]] = {
-    **{name: _over_all(name, compute) for name, compute in {
-        "sum": _sum,
-        "mean": _mean,
-        "var": _var,
-        "std": _std,
-        "amax": _max,
-        "amin": _min,
-        "any": _any,
-        "all": _all,
-        "count_nonzero": _count_nonzero,
-    }.items()},
+    **{name: _over_all(name, compute) for name, compute in _OVER_ALL.items()},
     "max": _extremum_or_elementwise("max"),
     "min": _extremum_or_elementwise("min"),
     "dot": _dot,
@@ -365,7 +367,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "__float__": _one_element(Tensor.__float__),
     "__int__": _one_element(Tensor.__int__),
     "__setitem__": _fill_where,
-}  # fmt: skip
+}
 
 
 # ---- Refusals. ----
