@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..ddp.param_groups import why_not_over
 from ..ddp.skipped_steps import prepare_skippable_step
+from ..ddp.stock_optimizer import after_closure
 from .optimizer_state import translate_state_dicts
 from .sharded_grad import step_began, step_ended
 from .sharded_param import ShardedParameter
@@ -84,7 +85,7 @@ def _buckets_of(optimizer: Optimizer) -> list["ShardedBucket"]:
     return [bucket for bucket in buckets if bucket is not None]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     for param in _params_of(optimizer):
         unit = replaced_in(param)
         if unit is not None:
@@ -96,6 +97,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     buckets = _buckets_of(optimizer)
     if buckets:
         _check_class(optimizer, buckets)
+    if buckets:
+        translate_state_dicts(optimizer)
+        prepare_skippable_step(optimizer)
+    begin = functools.partial(_begin, optimizer, buckets)
+    with_closure = after_closure(args, kwargs, begin, functools.partial(step_ended, optimizer)) if buckets else None
+    if with_closure is None:
+        begin()
+    return with_closure
+
+
+def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
+    """The part of a step that reads gradients; a closure that computes them comes before it."""
     for bucket in buckets:
         why = bucket.why_unfinished
         if why is not None:
@@ -105,9 +118,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for bucket in buckets:
         if bucket.round is not None:
             bucket.round.has_waited = False
-    if buckets:
-        translate_state_dicts(optimizer)
-        prepare_skippable_step(optimizer)
     if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
         step_began(optimizer)
 
