@@ -6,6 +6,7 @@ whose turn has come is launched (``launcher.py``, ``collectives.py``); ``finish_
 """
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from .init_sync import broadcast_model, check_whose_experts, has_experts
 from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_whole, check_wiring
 from .launcher import BucketLauncher
 from .layout import BucketLayout
+from .master_param import WatchedMasters
 from .nan_check import NanCheck
 from .param_gather import ParamGather
 from .per_token import check_num_tokens, divide_by_tokens
@@ -142,6 +144,7 @@ class DistributedDataParallel(AroundModule):
         reductions = [self.reductions[bucket.layout.group] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, self.failures, device=self.device)
         self._gathers: Sequence[ParamGather] = ()
+        self._masters: weakref.ref[WatchedMasters] | None = None
 
         self._readiness = Readiness(self._wired, self._launcher, config, self.device)
 
@@ -336,9 +339,9 @@ class DistributedDataParallel(AroundModule):
         """The recording under way."""
         return self._launcher.timeline
 
-    def gather_before_compiled_code(self, gathers: Sequence[ParamGather]) -> None:
-        """Have compiled forwards wait for these: a ``DistributedOptimizer`` tells what it leaves under way."""
-        self._gathers = gathers
+    def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
+        """Have compiled forwards wait for ``gathers``, and all refuse parameters that are behind their ``masters``."""
+        self._gathers, self._masters = gathers, weakref.ref(masters)
 
     @property
     def wired(self) -> Sequence[WiredParam]:
@@ -370,6 +373,8 @@ class DistributedDataParallel(AroundModule):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
+        elif self._masters is not None and (masters := self._masters()) is not None:
+            masters.check()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._before_forward()

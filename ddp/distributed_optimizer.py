@@ -5,7 +5,6 @@ masters and moments, clipping and unscaling on the way; masters are rounded into
 gathered (``param_gather.py``), under the next forward where the config says so.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,8 @@ from .data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, runs_of, slices_of
 from .gather_guard import find_keepers, guard_reads
 from .grad_norm import clip_coefficient, global_grad_norm
+from .master_param import StateByMaster, WatchedMasters, late_grad
+from .optimizer_fit import check_fits, layout_key, shard_of_how_many
 from .param_gather import ParamGather
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .placements import placements_of
@@ -88,6 +89,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # The optimizer that does the arithmetic; one list of groups and one state for both, so that schedulers and
         # state dicts act on what the step reads.
         self._inner = optimizer_class(inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        self._masters = WatchedMasters({run.master: run.flat.bucket.name for run in self._runs})
+        self._inner.state = StateByMaster(self._masters, self._inner.state)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
@@ -119,7 +122,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
         self._keepers = find_keepers(model.module, self._gathers)
-        model.gather_before_compiled_code(self._gathers)
+        self._masters.follow_late = bool(self._gathers) or any(flat.master is not flat.mine for flat in self._flats)
+        model.follow(self._gathers, self._masters)
         self._in_charge = object()
         for wired in model.wired:
             wired.record.updater = self._in_charge
@@ -128,9 +132,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Clip, update the masters, round them into the parameters and gather these from all ranks."""
         if closure is not None:
-            raise ValueError("DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration")
+            raise ValueError(
+                "DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration; run what is "
+                "in it, then model.finish_grad_sync() and step(). One that calls closures (LBFGS) is a stock optimizer "
+                "with use_distributed_optimizer=False; its closure ends with model.finish_grad_sync() and "
+                "model.expose_grads()"
+            )
         self._check_in_charge()
         self.model.check_started("optimizer.step()")
+        self._adopt_assigned()
+        self._masters.check_gradless()
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
             raise RuntimeError(
@@ -151,6 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if flats[-1] is self._flats[-1]:  # what the next forward reads first is gathered first
                 self._start_gathers(early)
         self._start_gathers([gather for gather in self._gathers if gather not in early])
+        self._masters.note()
         self._let_parameters_wait()
 
     def finish_param_sync(self) -> None:
@@ -173,7 +185,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_storage()
         for index, piece in enumerate(self.slices):
-            version = piece.wired.owned.param._version
+            param = piece.wired.owned.param
+            if param.grad is not None and not piece.wired.record.exposed:
+                raise late_grad(piece.name)
+            version = param._version
             if version != self._versions[index]:
                 self._versions[index] = version
                 same = piece.master.to(piece.param.dtype) == piece.param
@@ -185,20 +200,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises ``RuntimeError`` where another ``DistributedOptimizer`` has replaced this one.
         """
         self._check_in_charge()
+        self._adopt_assigned()
         self.finish_param_sync()
         self._check_storage()
         settle_first_step(self._inner)
 
     @torch.no_grad()
     def mark_loaded(self) -> None:
-        """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's."""
+        """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's.
+
+        To be called by all ranks after a program has written to the tensors of ``param_groups``.
+        """
         self._check_in_charge()
+        self._adopt_assigned()
         self._threads.come_home()
         self.finish_param_sync()
         self._round(self._flats)
         self._start_gathers(self._gathers)
         self.finish_param_sync()
         self._versions = [piece.wired.owned.param._version for piece in self.slices]
+        self._masters.note()
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: Tensor) -> Tensor:
@@ -234,7 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.refresh_masters()
         state = super().state_dict()
         state["masters"] = [flat.master.detach() for flat in self._flats]
-        state["layout"], state["shard"] = self._layout_key(), self._shard()
+        state["layout"], state["shard"] = self._layout_key(), shard_of_how_many(self.model)
         return state
 
     @torch.no_grad()
@@ -276,6 +297,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
         """The class that does the arithmetic."""
         return type(self._inner)
+
+    def _adopt_assigned(self) -> None:
+        """``optimizer.state = ...`` and ``optimizer.param_groups = ...``: one list and one state for both."""
+        self._inner.param_groups = self.param_groups
+        if self.state is not self._inner.state:
+            given, self.state = self.state, self._inner.state
+            self.state.replace(given)  # type: ignore[attr-defined]
 
     # ---- One step's parts. ----
 
@@ -346,35 +374,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         guard_reads(modules, self._gathers, self._keepers, self._threads)
 
     def _layout_key(self) -> str:
-        cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in self._runs]
-        digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
-        return f"{self.optimizer_class.__name__}/{self.model.plan.fingerprint[:16]}/{digest}"
-
-    def _shard(self) -> str:
-        grid = self.model.grids["dense"]
-        sharded = placements_of(self.model.ddp_config).inner.gathers
-        first, size = (grid.inner_rank, grid.inner_size) if sharded else (0, 1)
-        return f"{first + 1} of {size}"
+        return layout_key(self.optimizer_class, self.model.plan, self._runs)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.settle()
-        if state_dict.get("layout") == self._layout_key():
-            lengths = {"state": None, "param_groups": len(self.param_groups), "masters": len(self._flats)}
-            for key, length in lengths.items():
-                if key not in state_dict or length not in (None, len(state_dict[key])):
-                    raise ValueError(f"this optimizer state is not as it was saved: '{key}' is missing, or cut")
-            return
-        saved, here = state_dict.get("shard"), self._shard()
-        if saved != here and None not in (saved, state_dict.get("layout")):
-            raise ValueError(
-                f"this optimizer state is that of shard {saved}, and this rank has shard {here}: each rank loads what "
-                f"it saved itself, on as many ranks; save_checkpoint writes what fits any"
-            )
-        raise ValueError(
-            f"this optimizer state was saved with another bucket plan, rank or number of ranks, with other "
-            f"parameter groups or another class: it has layout {state_dict.get('layout')}, and this is "
-            f"{self._layout_key()}; save_checkpoint writes what fits any"
-        )
+        lengths = {"state": None, "param_groups": len(self.param_groups), "masters": len(self._flats)}
+        check_fits(state_dict, self._layout_key(), shard_of_how_many(self.model), lengths)
 
     def _check_in_charge(self) -> None:
         if self.model.wired[0].record.updater is not self._in_charge:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .bucket import Bucket
 from .buffer import FlatBuffer
 from .collectives import group_size
 from .data_parallel import DistributedDataParallel
 from .layout import ParamSlot
+from .master_param import MasterParameter, make_master
 from .wiring import WiredParam
 
 __all__ = ["FlatBucket", "ParamSlice", "Run", "flatten_params", "inner_groups", "runs_of", "slices_of"]
@@ -51,7 +52,7 @@ class Run(NamedTuple):
     """First element, relative to this rank's range."""
     end: int
     group: int
-    master: nn.Parameter
+    master: MasterParameter
     """View of ``flat.master``; of the parameter's shape where parameters are kept whole."""
 
     @property
@@ -169,7 +170,7 @@ def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], 
         if whole:
             for piece in pieces:
                 shape = piece.slot.spec.shape or (1,)  # so that a scalar's moments differ from its counter of steps
-                master = nn.Parameter(flat.master[piece.start : piece.end].view(shape))
+                master = make_master(flat.master[piece.start : piece.end].view(shape))
                 runs.append(Run(flat, piece.start, piece.end, group_of(piece.wired), master))
             continue
         cuts: list[tuple[int, int]] = []  # (first element, group)
@@ -180,7 +181,7 @@ def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], 
         if not cuts:
             continue
         for (start, group), (end, _) in zip(cuts, [*cuts[1:], (flat.master.numel(), 0)], strict=True):
-            runs.append(Run(flat, start, end, group, nn.Parameter(flat.master[start:end])))
+            runs.append(Run(flat, start, end, group, make_master(flat.master[start:end])))
     return runs
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .grad_record import GradRecord
 from .main_grad import record_of
+from .master_param import MasterParameter
 
 __all__ = ["guard_stock_clipping"]
 
@@ -71,6 +72,11 @@ def _with_check(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(parameters: Iterable[Tensor], name: str) -> None:
     for parameter in parameters:
+        if isinstance(parameter, MasterParameter):
+            raise RuntimeError(
+                f"{name} over the tensors of a DistributedOptimizer's param_groups, which have no .grad: nothing would "
+                f"be clipped; give the optimizer max_grad_norm=, or call maingrad.ddp.clip_grad_norm(model, max_norm)"
+            )
         record = record_of(parameter)
         if record is not None and not record.exposed:
             _refuse_unexposed(record, name)

@@ -6,6 +6,7 @@ a no-op without a word. A hook that torch runs before every optimizer's step loo
 
 import functools
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from .grad_record import GradRecord
 from .main_grad import record_of
 from .skipped_steps import prepare_skippable_step
 
-__all__ = ["clear_exposed_grad", "expose_grad", "guard_stock_optimizers"]
+__all__ = ["after_closure", "clear_exposed_grad", "expose_grad", "guard_stock_optimizers"]
 
 
 def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
@@ -30,7 +31,10 @@ def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
         param.grad_dtype = dtype
     # Fused optimizers walk parameter and gradient in the order of memory: .grad has the parameter's strides.
     same = record.view.dtype is dtype and record.view.stride() == param.stride()
-    param.grad = record.view if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
+    # A tensor of its own: .grad.data = ... by somebody would take the accumulator's memory from it.
+    param.grad = (
+        record.view.detach() if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
+    )
     record.exposed = True
 
 
@@ -62,10 +66,44 @@ def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if not _guarding:
-        return
+        return None
     ours = _records_of(optimizer)
+    if ours and "zero_grad" not in vars(optimizer):
+        _check_zero_grad(optimizer)
+    if ours:
+        prepare_skippable_step(optimizer)
+    check = functools.partial(_check_exposed, optimizer, ours)
+    with_closure = after_closure(args, kwargs, check) if ours else None
+    if with_closure is None:
+        check()
+    return with_closure
+
+
+def after_closure(
+    args: Any, kwargs: Any, then: Callable[[], None], first: Callable[[], None] | None = None
+) -> tuple[Any, Any] | None:
+    """The arguments of a step with a closure that calls ``first``, itself and ``then``; None where it has none.
+
+    args  of ``step``, the optimizer first
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        if first is not None:
+            first()
+        loss = closure()
+        then()
+        return loss
+
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
     for record in ours:
         if record.updater is not None:
             raise RuntimeError(
@@ -77,12 +115,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
                 f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
-                f"before clipping and stepping, or use maingrad.ddp.DistributedOptimizer"
+                f"before clipping and stepping (a closure ends with them, and begins with model.zero_grad_buffer()), "
+                f"or use maingrad.ddp.DistributedOptimizer"
             )
-    if ours and "zero_grad" not in vars(optimizer):
-        _check_zero_grad(optimizer)
-    if ours:
-        prepare_skippable_step(optimizer)
 
 
 def _check_zero_grad(optimizer: Optimizer) -> None:

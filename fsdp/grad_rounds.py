@@ -22,6 +22,7 @@ from .grad_pool import GradPool
 from .grad_round import Round, RoundPhase
 from .memory import Meter
 from .sharded_bucket import ShardedBucket
+from .sharded_grad import step_ended
 from .sharded_param import call_grad_hooks
 from .unit import Unit
 
@@ -79,6 +80,7 @@ class GradRounds:
 
     def begin(self) -> None:
         """A forward starts: after an iteration's end the memory of gradients that were cleared is not needed."""
+        step_ended(None)  # one that has raised
         if self._device.type == "cuda":
             home = current_stream(self._device)
             if self._home is not None and self._home != home:

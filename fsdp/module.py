@@ -149,7 +149,8 @@ class FSDPModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
             "a fully sharded module is tied to its process groups and is not copied; build another model and load "
-            "state_dict() into it"
+            "state_dict() into it. One that averages weights (AveragedModel, EMA) is another one, sharded alike: under "
+            "torch.no_grad(), mean.lerp_(param, 0.1) for each pair of their parameters()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

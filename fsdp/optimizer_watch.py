@@ -21,12 +21,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..ddp.param_groups import why_not_over
 from ..ddp.skipped_steps import prepare_skippable_step
+from ..ddp.stock_optimizer import after_closure
 from .optimizer_state import translate_state_dicts
+from .sharded_grad import step_began, step_ended
+from .sharded_param import ShardedParameter
 
 if TYPE_CHECKING:
     from .sharded_bucket import ShardedBucket
 
-__all__ = ["mark_replaced", "replaced_in", "watch_steps"]
+__all__ = ["mark_replaced", "replaced_in", "watch_optimizers", "watch_steps"]
 
 _BUCKET = "_maingrad_bucket"
 _REPLACED = "_maingrad_sharded_in"
@@ -34,7 +37,7 @@ _REPLACED = "_maingrad_sharded_in"
 
 def watch_steps(bucket: "ShardedBucket") -> None:
     """Have optimizers over this bucket's shards watched."""
-    _register_once()
+    watch_optimizers()
     here = weakref.ref(bucket)
     for pair in bucket.pairs:
         setattr(pair.sharded, _BUCKET, here)
@@ -51,7 +54,8 @@ def replaced_in(param: Tensor) -> str | None:
 
 
 @functools.cache
-def _register_once() -> None:
+def watch_optimizers() -> None:
+    """Have torch tell of all optimizers' steps, from here on."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     for verb in ("state_dict", "load_state_dict"):
@@ -81,7 +85,7 @@ def _buckets_of(optimizer: Optimizer) -> list["ShardedBucket"]:
     return [bucket for bucket in buckets if bucket is not None]
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     for param in _params_of(optimizer):
         unit = replaced_in(param)
         if unit is not None:
@@ -93,6 +97,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     buckets = _buckets_of(optimizer)
     if buckets:
         _check_class(optimizer, buckets)
+    if buckets:
+        translate_state_dicts(optimizer)
+        prepare_skippable_step(optimizer)
+    begin = functools.partial(_begin, optimizer, buckets)
+    with_closure = after_closure(args, kwargs, begin, functools.partial(step_ended, optimizer)) if buckets else None
+    if with_closure is None:
+        begin()
+    return with_closure
+
+
+def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
+    """The part of a step that reads gradients; a closure that computes them comes before it."""
     for bucket in buckets:
         why = bucket.why_unfinished
         if why is not None:
@@ -102,9 +118,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for bucket in buckets:
         if bucket.round is not None:
             bucket.round.has_waited = False
-    if buckets:
-        translate_state_dicts(optimizer)
-        prepare_skippable_step(optimizer)
+    if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
+        step_began(optimizer)
 
 
 def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
@@ -125,5 +140,6 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    step_ended(optimizer)
     for bucket in _buckets_of(optimizer):
         bucket.note_change()

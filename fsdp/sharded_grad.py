@@ -1,25 +1,39 @@
-"""Gradients of sharded parameters, whose norms are those of the whole gradients.
+"""Gradients of sharded parameters: shards that say so, whichever way they are read.
 
 torch's own ``clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` ask each gradient for a norm, or whether it has
-Inf or NaN. Here the answer covers the shards of all ranks, and so is equal on all of them.
+Inf or NaN; programs log norms, means and extrema of ``.grad``, of copies, views and products of it. Here the answer
+covers the shards of all ranks, and so is equal on all of them, or there is none and an error says why.
 """
 
-import math
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_leaves
 
-from ..ddp.rank_grid import RankGrid
-from .sharded_param import ShardedParameter, ShardInfo, local_shape
+from .grad_reads import KINDS, NORMS, Kind, refuse
+from .over_ranks import whole
+from .shard_info import ShardInfo, local_shape
 
-__all__ = ["HeldGrad", "ShardedGrad", "changed_too_early", "in_flight", "make_held_grads", "make_sharded_grad"]
+if TYPE_CHECKING:
+    from .sharded_param import ShardedParameter
+
+__all__ = [
+    "HeldGrad",
+    "ShardedGrad",
+    "adopt_grad",
+    "changed_too_early",
+    "in_flight",
+    "make_held_grads",
+    "make_sharded_grad",
+    "step_began",
+    "step_ended",
+]
 
 
 class _Sums(Protocol):
@@ -30,20 +44,51 @@ in_flight: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Sums (``GradShard``) that a reduction under way is about to change: between an iteration's microbatches."""
 
 
+_PLAIN = Kind.PLAIN
+
+
+class _Step(threading.local):
+    optimizer: int | None = None
+    """The id of the optimizer over shards that is in its step, the outermost one."""
+
+
+_step = _Step()
+
+
+def step_began(optimizer: object) -> None:
+    """From here on what is made of gradients is plain: the class has said what its update depends on."""
+    if _step.optimizer is None:
+        _step.optimizer = id(optimizer)
+
+
+def step_ended(optimizer: object | None) -> None:
+    """Until here; None: also where a step has raised."""
+    if optimizer is None or _step.optimizer == id(optimizer):
+        _step.optimizer = None
+
+
 class ShardedGrad(Tensor):
-    """This rank's shard of a gradient: ``.grad`` of a ``ShardedParameter``, of the same shape.
+    """This rank's shard of a gradient: ``.grad`` of a ``ShardedParameter``, of the same shape, and what is made of it.
 
-    **Norms are global**, over the shards of all ranks, each element counted once: ``g.norm()``, ``torch.norm``,
-    ``torch.linalg.vector_norm``, ``torch.linalg.norm``, ``torch._foreach_norm``; and so are
-    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. Powers are summed in fp64, over all ranks of the
-    outermost unit: the norm of an expert, whose unit has a mesh of its own, is that of all ranks' experts at its place.
-    They are collective: all ranks call them, in the same order; a list costs one. So is the check for Inf and NaN of
-    ``torch.amp.GradScaler``, which then skips alike on all ranks. Norms along some dims, and of matrices, raise
-    ``RuntimeError``.
+    **Element-wise functions give shards**: ``g * 2``, ``g.abs()``, ``g.isnan()``, ``g.clone()``, ``g.float()``; so do
+    ``detach()``, ``data`` and views of all elements, ``g.view(-1)``. Such a tensor may become ``.grad``.
 
-    **All else is local**: element-wise functions, and reductions like ``sum`` and ``isnan().any()`` too, see the rank's
-    own elements, of which there may be none, and return plain tensors. In place they change this one.
-    Between an iteration's microbatches whatever is done to it comes after the reductions under way.
+    **Norms and sums are global**, over the shards of all ranks, each element counted once: ``norm()``, ``torch.norm``,
+    ``torch.linalg.vector_norm``, ``torch.linalg.norm``, ``torch._foreach_norm``, ``sum``, ``mean``, ``var``, ``std``,
+    ``max``, ``min``, ``any``, ``all``, ``count_nonzero``, ``dot``, ``equal``, ``allclose``; and so are
+    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. Sums are of fp64, over all ranks of the outermost unit:
+    the norm of an expert, whose unit has a mesh of its own, is that of all ranks' experts at its place. They are
+    collective: all ranks call them, in the same order; a list of norms costs one. So is the check for Inf and NaN of
+    ``torch.amp.GradScaler``, which then skips alike on all ranks. They return plain tensors.
+
+    **Shapes are local**: ``shape`` and ``numel()`` are those of the rank's own elements, of which there may be none;
+    ``shard.shape`` is the parameter's.
+
+    **All else raises** ``RuntimeError``: sums and norms along some dims, norms of matrices, indices, transposes,
+    products of matrices, ``torch.cat``. ``full_tensor()`` is the whole gradient, ``to_local()`` the rank's elements.
+
+    In place, element-wise functions change this one. Between an iteration's microbatches whatever is done to it comes
+    after the reductions under way. Within an optimizer's ``step`` all but norms is local and plain.
 
     A deep copy is a shard of its own memory. It is not pickled, as its process groups cannot be.
     """
@@ -59,27 +104,61 @@ class ShardedGrad(Tensor):
         kwargs = kwargs or {}
         if in_flight:
             _arrive(args, kwargs)
-        over_ranks = _OVER_RANKS.get(func)
-        if over_ranks is not None:
-            return over_ranks(*args, **kwargs)
-        if len(types) > 1 and torch.is_grad_enabled() and ShardedParameter in types:
+        kind = KINDS[func]
+        if kind is not _PLAIN and func in NORMS:
+            return NORMS[func](*args, **kwargs)
+        if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
             return NotImplemented  # the parameter has something to say about that
-        return _disabled_torch_function_impl(func, types, args, kwargs)
+        if kind is _PLAIN or _step.optimizer is not None:
+            return _disabled_torch_function_impl(func, types, args, kwargs)
+        if kind is Kind.ELEMENTWISE:
+            return _elementwise(func, types, args, kwargs)
+        if isinstance(kind, Kind):
+            refuse(_first(args, kwargs), _name_of(func))
+        return kind(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """A shard of the same memory. Setting it writes the values: the reductions have the memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        if data.shape != self.shape:
+            raise RuntimeError(
+                f".grad.data = ... of a sharded parameter: the gradient has this rank's elements alone ({self.shard}), "
+                f"of shape {tuple(self.shape)}, and was given {tuple(data.shape)}"
+            )
+        with torch.no_grad():
+            self.copy_(data)
+
+    def to_local(self) -> Tensor:
+        """A plain tensor of this rank's elements, in the same memory: whatever is read of it is local."""
+        if in_flight:
+            _arrive((self,), {})
+        return _disabled_torch_function_impl(Tensor.detach, (), (self,), {})  # type: ignore[no-any-return]
+
+    def full_tensor(self) -> Tensor:
+        """The whole gradient as a plain tensor, of the parameter's shape, on every rank. Collective."""
+        return whole(self.to_local(), self.shard)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedGrad({self.shard}):\n{self.detach()!r}"
+        return f"ShardedGrad({self.shard}):\n{self.to_local()!r}"
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.item(), format_spec) if format_spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedGrad":
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        copied = make_sharded_grad(self.detach().clone().view(-1), self.shard)
+        copied = _as_shard(self.to_local().clone(), self.shard)
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a sharded gradient is not pickled ({self.shard}): save grad.detach() for this rank's elements alone; "
-            f"copy it by copy.deepcopy()"
+            f"a sharded gradient is not pickled ({self.shard}): save grad.full_tensor(), or grad.to_local() for this "
+            f"rank's elements alone; copy it by copy.deepcopy()"
         )
 
 
@@ -90,13 +169,85 @@ def _arrive(args: Any, kwargs: Any) -> None:
             sums.arrive()
 
 
+def _name_of(func: Any) -> str:
+    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of Tensor.T, say
+        return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
+    return f"{func.__name__}()"
+
+
+def _first(args: Any, kwargs: Any) -> "ShardedGrad":
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGrad))
+
+
+# ---- Element-wise results. ----
+
+
+def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """``func`` of this rank's elements; the result is a shard of the same ones."""
+    if not func.__name__.startswith("_foreach"):
+        like = _like(func, tree_leaves((args, kwargs)))
+        found = _disabled_torch_function_impl(func, types, args, kwargs)
+        return found if like is None else _marked(func, found, like)
+    columns = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
+    likes = [_like(func, row) for row in zip(*columns, strict=True)]
+    made = _disabled_torch_function_impl(func, types, args, kwargs)
+    return [each if like is None else _marked(func, each, like) for each, like in zip(made, likes, strict=True)]
+
+
+def _like(func: Any, given: Sequence[Any]) -> "ShardedGrad | None":
+    """The shard among these, all of which are of the same elements."""
+    grads = [each for each in given if isinstance(each, ShardedGrad)]
+    for other in grads[1:]:
+        if other.shard[1:4] != grads[0].shard[1:4]:
+            refuse(grads[0], f"{_name_of(func)} of shards of different elements, the other one {other.shard},")
+    return grads[0] if grads else None
+
+
+def _marked(func: Any, found: Any, like: "ShardedGrad") -> Any:
+    if not isinstance(found, Tensor) or isinstance(found, ShardedGrad):
+        return found
+    with DisableTorchFunctionSubclass():
+        if found.numel() != like.shard.numel:
+            refuse(like, f"{_name_of(func)} that makes {tuple(found.shape)} of {tuple(like.shape)}")
+        shares = found.untyped_storage()._cdata == like.untyped_storage()._cdata
+    marked: ShardedGrad = Tensor._make_subclass(type(like) if shares else ShardedGrad, found, False)
+    marked.shard = like.shard
+    if shares:
+        marked.sums = like.sums
+    return marked
+
+
+def _as_shard(local: Tensor, info: ShardInfo) -> ShardedGrad:
+    grad: ShardedGrad = Tensor._make_subclass(ShardedGrad, local, False)
+    grad.shard = info
+    return grad
+
+
 def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
     """The sharded gradient that is ``flat_view`` [end - start]: it shares the memory and the version counter."""
     if flat_view.shape != (info.numel,):
         raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
-    grad: ShardedGrad = Tensor._make_subclass(ShardedGrad, flat_view.view(local_shape(info)), False)
-    grad.shard = info
-    return grad
+    return _as_shard(flat_view.view(local_shape(info)), info)
+
+
+def adopt_grad(grad: Any, info: ShardInfo) -> Any:
+    """What becomes ``.grad`` of the shard ``info``: a plain tensor of its elements is a shard from then on.
+
+    Raises ``RuntimeError`` for one of another shape, and for a shard of other elements.
+    """
+    if isinstance(grad, ShardedGrad):
+        if grad.shard is info or grad.shard[1:4] == info[1:4]:
+            return grad
+        raise RuntimeError(f".grad of a sharded parameter ({info}) was given a shard of other elements: {grad.shard}")
+    if not isinstance(grad, Tensor) or isinstance(grad, nn.Parameter):
+        return grad
+    if grad.shape != local_shape(info):
+        raise RuntimeError(
+            f".grad of a sharded parameter has this rank's elements alone ({info}), of shape {local_shape(info)}, and "
+            f"was given {tuple(grad.shape)}: change it in place by element-wise functions, or give it the part of a "
+            f"whole gradient that is this rank's, grad.flatten()[param.shard.start : param.shard.end].view(param.shape)"
+        )
+    return grad if grad.requires_grad else _as_shard(grad, info)
 
 
 class HeldGrad(ShardedGrad):
@@ -116,7 +267,7 @@ class HeldGrad(ShardedGrad):
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
 
 
-def make_held_grads(params: Sequence[ShardedParameter]) -> list[HeldGrad]:
+def make_held_grads(params: "Sequence[ShardedParameter]") -> list[HeldGrad]:
     """Zeros in the shape of each shard, of one dtype on one device: all of them are one element."""
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
     zeros: list[HeldGrad] = []
@@ -139,203 +290,3 @@ def changed_too_early(info: ShardInfo) -> str:
 # torch.nn.utils.clip_grad_norm_ asks for all norms at once for the classes in this list alone, else for one at a time.
 if ShardedGrad not in _foreach_utils._foreach_supported_types:
     _foreach_utils._foreach_supported_types.append(ShardedGrad)
-
-
-# ---- Functions that see all ranks' shards, with the signatures of torch's. ----
-
-
-def _foreach_norm(self: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    by_grid: dict[Any, list[int]] = {}
-    with DisableTorchFunctionSubclass():
-        for index, tensor in enumerate(self):
-            by_grid.setdefault(_key_of(tensor), []).append(index)
-    norms: dict[int, Tensor] = {}
-    for key, indices in by_grid.items():
-        tensors = [self[index] for index in indices]
-        norms_of = _norms_over_ranks if key is not None else torch._foreach_norm
-        found: Iterable[Tensor] = norms_of(tensors, ord, dtype=dtype)
-        norms |= zip(indices, found, strict=True)
-    return [norms[index] for index in range(len(self))]
-
-
-def _vector_norm(
-    input: Tensor,
-    ord: float = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    _check_whole(input, "torch.linalg.vector_norm", dim, out)
-    return _norm(input, ord, keepdim, dtype)
-
-
-def _linalg_norm(
-    input: Tensor,
-    ord: Any = None,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    _check_whole(input, "torch.linalg.norm", dim, out)
-    if ord not in (None, "fro") and input.ndim > 1:
-        raise _refusal(input, f"torch.linalg.norm(ord={ord!r}), which is one of matrices,")
-    return _norm(input, 2 if ord in (None, "fro") else ord, keepdim, dtype)
-
-
-def _torch_norm(
-    input: Tensor,
-    p: Any = "fro",
-    dim: Any = None,
-    keepdim: bool = False,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    _check_whole(input, "norm()", dim, out)
-    if p == "nuc":
-        raise _refusal(input, "norm(p='nuc'), which is one of matrices,")
-    return _norm(input, 2 if p in (None, "fro") else p, keepdim, dtype)
-
-
-def _tensor_norm(
-    self: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
-    return _torch_norm(self, p, dim, keepdim, dtype=dtype)
-
-
-def _matrix_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    raise _refusal(input, "a norm of matrices")
-
-
-def _check_and_unscale(self: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    with torch.no_grad(), DisableTorchFunctionSubclass():
-        torch._amp_foreach_non_finite_check_and_unscale_(self, found_inf, inv_scale)  # type: ignore[arg-type]
-        grids = [_everyone(grad.shard) for grad in self if isinstance(grad, ShardedGrad)]
-        for grid in {grid[:2]: grid for grid in grids}.values():
-            found_inf.copy_(_reduced(found_inf.reshape(1), grid, _max).view_as(found_inf))
-
-
-_OVER_RANKS: dict[Any, Callable[..., Any]] = {
-    torch._foreach_norm: _foreach_norm,
-    torch.linalg.vector_norm: _vector_norm,
-    torch.linalg.norm: _linalg_norm,
-    torch.norm: _torch_norm,
-    Tensor.norm: _tensor_norm,
-    torch.linalg.matrix_norm: _matrix_norm,
-    torch.nuclear_norm: _matrix_norm,
-    torch.frobenius_norm: _matrix_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_: _check_and_unscale,
-}
-
-
-# ---- Their arithmetic. ----
-
-
-def _norm(grad: Tensor, ord: float, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
-    norm = _norms_over_ranks([grad], ord, dtype)[0]
-    return norm.view([1] * grad.ndim) if keepdim else norm
-
-
-def _norms_over_ranks(grads: Sequence[Tensor], ord: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """The norm of each whole gradient of one grid and device, 0-dim tensors of ``dtype`` or of the gradient's own.
-
-    Powers are summed in fp64 over the ranks; empty shards add nothing.
-    """
-    ord = float(ord)
-    with torch.no_grad(), DisableTorchFunctionSubclass():
-        shards = [grad.shard for grad in grads]  # type: ignore[attr-defined]
-        everyone = _everyone(shards[0])
-        local = _local_norms(grads, ord)
-        if math.isinf(ord):
-            whole = _extremum_over_ranks(local, everyone, largest=ord > 0)
-        else:
-            powers = _divided(local if ord == 0 else local.pow(ord), [shard.num_replicas for shard in shards])
-            whole = _reduced(powers, everyone, RankGrid.sum)
-            whole = whole if ord == 0 else whole.pow(1 / ord)
-        dtypes = [dtype or grad.dtype.to_real() for grad in grads]
-        if len(set(dtypes)) == 1:
-            return whole.to(dtypes[0]).unbind()
-        return [norm.to(own) for norm, own in zip(whole.unbind(), dtypes, strict=True)]
-
-
-def _local_norms(grads: Sequence[Tensor], ord: float) -> Tensor:
-    """[grads] fp64: of this rank's elements. Where it has none, what changes no sum, maximum or minimum."""
-    held = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
-    norms = iter(torch._foreach_norm(held, ord, dtype=torch.float64) if held else ())
-    if len(held) == len(grads):
-        return torch.stack(tuple(norms))
-    # 0 to a negative power is infinite, and an infinite norm's power is 0.
-    nothing = torch.full((), 0.0 if ord >= 0 else math.inf, dtype=torch.float64, device=grads[0].device)
-    return torch.stack([next(norms) if grad.numel() else nothing for grad in grads])
-
-
-def _divided(powers: Tensor, num_replicas: Sequence[int]) -> Tensor:
-    """Each power by how many ranks bring the same."""
-    if len(set(num_replicas)) == 1:
-        return powers if num_replicas[0] == 1 else powers / num_replicas[0]
-    return torch.stack(torch._foreach_div(powers.unbind(), [float(count) for count in num_replicas]))
-
-
-def _extremum_over_ranks(norms: Tensor, grid: RankGrid, *, largest: bool) -> Tensor:
-    """Largest or smallest of the ranks' norms. NaN wins, which backends' maxima do not promise: it travels beside."""
-    sign = 1.0 if largest else -1.0
-    isnan = norms.isnan()
-    both = torch.stack([(norms * sign).masked_fill(isnan, 0.0), isnan.to(norms.dtype)])
-    values, nans = _reduced(both, grid, _max).unbind()
-    return (values * sign).masked_fill(nans > 0, math.nan)
-
-
-def _max(grid: RankGrid, value: Tensor) -> Tensor:
-    """Maximum of a small tensor over all ranks, in place."""
-    for group in grid.axes:
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
-    return value
-
-
-def _reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], Tensor]) -> Tensor:
-    """``value`` reduced over the ranks, on a device that they talk over: shards may be offloaded to the host."""
-    devices = [device for group in grid.axes for device in group._device_types]
-    if not devices or any(device.type == value.device.type for device in devices):
-        return reduce(grid, value)
-    return reduce(grid, value.to(devices[0])).to(value.device)
-
-
-def _key_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Equal for gradients whose norms take one collective; None for tensors that are no shards."""
-    if not isinstance(tensor, ShardedGrad):
-        return None
-    everyone = _everyone(tensor.shard)
-    return everyone.inner, everyone.outer, tensor.device
-
-
-def _everyone(info: ShardInfo) -> RankGrid:
-    """The ranks that a norm covers."""
-    if info.everyone is None:
-        raise RuntimeError(
-            f"ranks hold different numbers of parameters whose units have meshes of their own (experts), so that norms "
-            f"over all ranks and the check for Inf do not go together ({info}): give every rank as many experts, or "
-            f"take grad.detach() for this rank's elements alone"
-        )
-    return info.everyone
-
-
-# ---- Refusals. ----
-
-
-def _check_whole(grad: Tensor, what: str, dim: Any, out: Tensor | None) -> None:
-    if dim is not None:
-        raise _refusal(grad, f"{what} along dims")
-    if out is not None:
-        raise _refusal(grad, f"{what} with out=")
-
-
-def _refusal(grad: Tensor, what: str) -> RuntimeError:
-    shards: Iterable[ShardInfo] = [grad.shard] if isinstance(grad, ShardedGrad) else []
-    held = "".join(f" ({shard})" for shard in shards)
-    return RuntimeError(
-        f"{what} is not defined over the shards of a gradient{held}: ask for the norm of all its elements, or take "
-        f"grad.detach() for this rank's elements alone"
-    )

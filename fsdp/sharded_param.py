@@ -3,10 +3,9 @@
 A rank's shard is a range of the flattened parameter, and a view of the flat shard that the rank's optimizer updates.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,57 +14,13 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ..ddp.rank_grid import RankGrid
 from ..ddp.torch_fsdp import is_asking
+from .shard_info import ShardInfo, local_shape
+from .sharded_grad import adopt_grad
 
 __all__ = ["ShardInfo", "ShardedParameter", "call_grad_hooks", "local_shape", "make_sharded"]
 
 _HOOKS = "_maingrad_grad_hooks"
-
-
-class ShardInfo(NamedTuple):
-    """Which elements of which parameter a shard holds."""
-
-    name: str
-    """Fully qualified in the root once that is known, in the unit before: replace it by ``info._replace(name=...)``."""
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    start: int
-    """This rank holds the elements start..end of the flattened parameter; none where they are equal."""
-    end: int
-    grid: RankGrid
-    num_replicas: int
-    """How many ranks of ``grid`` hold these same elements: the outer size for HSDP, 1 where no two do."""
-    unit: str
-    """Name of the module that was fully sharded; empty for the outermost."""
-    everyone: RankGrid | None
-    """The ranks of the outermost unit, which norms of gradients cover: experts have a ``grid`` of their own. None where
-    these hold different numbers of such parameters."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank."""
-        return self.end - self.start
-
-    def __str__(self) -> str:
-        return f"elements {self.start} to {self.end} of {self.name!r} {self.shape}"
-
-
-def local_shape(info: ShardInfo) -> tuple[int, ...]:
-    """Shape of the rank's shard: as many dims as the parameter has, as rules for weight decay go by them.
-
-    ``(rows, *rest)`` where it is whole rows, ``(n, 1, ..., 1)`` where it is not, ``(n,)`` for one dim. A scalar is
-    ``()`` where it is and ``(0,)`` elsewhere.
-    """
-    if not info.shape:
-        return () if info.numel else (0,)
-    rest = info.shape[1:]
-    row = math.prod(rest)
-    if info.numel == 0:
-        return (0, *rest)
-    if info.start % row == 0 and info.end % row == 0:
-        return (info.numel // row, *rest)
-    return (info.numel, *(1 for _ in rest))
 
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -113,7 +68,7 @@ class ShardedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        _plainly(_grad.__set__, self, grad)
+        _plainly(_grad.__set__, self, None if grad is None else adopt_grad(grad, self.shard))
 
     @grad.deleter
     def grad(self) -> None:

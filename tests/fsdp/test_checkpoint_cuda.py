@@ -71,9 +71,9 @@ def two_microbatches(model: Any, step: int) -> dict[str, Tensor]:
     for param in model.parameters():
         if param.requires_grad:
             assert param.grad.device == param.device
-            assert not param.grad.detach().any() or not isinstance(param.grad, HeldGrad)
+            assert not param.grad.to_local().any() or not isinstance(param.grad, HeldGrad)
     loss_of(model, batch(step, 1).cuda()).backward()
-    return {name: param.grad.detach().cpu() for name, param in model.named_parameters() if param.requires_grad}
+    return {name: param.grad.to_local().cpu() for name, param in model.named_parameters() if param.requires_grad}
 
 
 @pytest.mark.gpu

@@ -363,7 +363,7 @@ def sums_of_bf16(placements: str, fused: bool, low: bool) -> tuple[torch.dtype, 
     model(torch.full((1, 2), -256.0, dtype=dtype)).sum().backward()
     grad = layer.weight.grad
     assert grad is not None
-    return grad.dtype, grad.flatten().tolist()
+    return grad.dtype, grad.to_local().flatten().tolist()
 
 
 @every_placement
@@ -423,7 +423,7 @@ def split_by_hand(placements: str, fused: bool) -> tuple[Tensor, Tensor, str]:
     y.sum().backward(inputs=wholes, retain_graph=True)
     expected = (torch.ones_like(y).t() @ x.detach()).flatten()
     shard = layer.weight.shard
-    found = layer.weight.grad.flatten() - expected[shard.start : shard.end]
+    found = layer.weight.grad.to_local().flatten() - expected[shard.start : shard.end]
 
     (wholes[0].grad,) = torch.autograd.grad(y.sum(), wholes)
     with pytest.raises(RuntimeError, match="not reduced yet"):

@@ -55,7 +55,7 @@ def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind
         for each in (model, other):
             mean_loss(each(batches[1])).backward()
         for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(param.grad.detach(), wanted.grad.detach()), param.shard.name
+            assert torch.equal(param.grad.to_local(), wanted.grad.detach()), param.shard.name
 
     simulate(on_each_rank, ranks_of(kind))
 
@@ -95,7 +95,7 @@ def _grads_of_two_microbatches(delays: bool) -> list[Tensor]:
         if delays:
             model.head.backward_dw()
     model.finish_grad_sync()
-    return [param.grad.detach().clone() for param in model.parameters()]
+    return [param.grad.to_local().clone() for param in model.parameters()]
 
 
 def test_a_tied_weight_is_delayed_in_one_module_alone() -> None:

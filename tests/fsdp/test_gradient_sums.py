@@ -67,7 +67,7 @@ def test_who_keeps_a_gradient_keeps_its_values(placements: str, at_once: bool, s
         first, second = (loss(model, index) for index in range(2)) if at_once else (loss(model, 0), None)
         first.backward()
         kept = [param.grad for param in model.parameters()]
-        wanted = [grad.detach().clone() for grad in kept]
+        wanted = [grad.to_local().clone() for grad in kept]
         model.zero_grad()
         (loss(model, 1) if second is None else second).backward()
         assert all(map(torch.equal, kept, wanted))
@@ -83,7 +83,7 @@ def everyones(model: FSDPModule) -> list[Tensor]:
     found = []
     for param in model.parameters():
         whole = torch.zeros(torch.Size(param.shard.shape).numel())
-        whole[param.shard.start : param.shard.end] = param.grad.detach().reshape(-1)
+        whole[param.shard.start : param.shard.end] = param.grad.to_local().reshape(-1)
         dist.all_reduce(whole)
         found.append(whole)
     return found
@@ -138,7 +138,7 @@ def test_microbatches_are_summed_over_any_number_of_forwards(placements: str):
                         loss(model, index).backward()
                 else:
                     loss(model, index).backward()
-            sums.append([param.grad.detach().clone() for param in model.parameters() if param.grad is not None])
+            sums.append([param.grad.to_local().clone() for param in model.parameters() if param.grad is not None])
         return sums[0], sums[1]
 
     for apart, together in simulate(run, 2):

@@ -73,7 +73,7 @@ def test_it_is_zeros_until_the_last_microbatch(kind: str) -> None:
         for param, grad in zip(model.parameters(), shown, strict=True):
             assert type(grad) is HeldGrad and grad.shard is param.shard
             assert (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device)
-            assert torch.equal(grad.detach(), torch.zeros(param.shape, dtype=param.dtype))
+            assert torch.equal(grad.to_local(), torch.zeros(param.shape, dtype=param.dtype))
             assert grad.untyped_storage().nbytes() == grad.element_size()
             assert grad.norm() == 0 and torch.linalg.vector_norm(grad, float("inf")) == 0
         assert get_total_norm(shown) == 0
@@ -105,7 +105,7 @@ def test_it_is_copied_and_shown() -> None:
         kept.add_(grad).copy_(grad)  # who reads it may
         torch._foreach_add_([kept], [grad])
         assert not kept.any()
-        assert not grad.detach().any() and copied.detach().eq(1).all()
+        assert not grad.to_local().any() and copied.to_local().eq(1).all()
         the_last(model, batches[1])
         assert_same_grads(model, plain_grads(twin, two, everyones))
 
@@ -162,7 +162,7 @@ def test_a_change_in_place_is_refused_and_does_no_harm(change: str, kind: str) -
         a_microbatch(model, batches[0])
         with pytest.raises(RuntimeError, match=TOO_EARLY):
             CHANGES[change](model, optimizer)
-        assert not any(param.grad.detach().any() for param in model.parameters())
+        assert not any(param.grad.to_local().any() for param in model.parameters())
         the_last(model, batches[1])
         assert_same_grads(model, plain_grads(twin, two, everyones))
         CHANGES[change](model, optimizer)  # now it may
@@ -171,10 +171,10 @@ def test_a_change_in_place_is_refused_and_does_no_harm(change: str, kind: str) -
 
 
 BEHIND: dict[str, Callable[[Any], Any]] = {
-    "a view": lambda model: model.stem.weight.grad.view(-1)[:1].fill_(1.0),
-    "one element": lambda model: model.stem.weight.grad[0].fill_(1.0),
-    "the only element": lambda model: model.scale.grad.__setitem__((), 1.0),
-    "detached": lambda model: model.scale.grad.detach().add_(1.0),
+    "a view": lambda model: model.stem.weight.grad.to_local().view(-1)[:1].fill_(1.0),
+    "one element": lambda model: model.stem.weight.grad.to_local()[0].fill_(1.0),
+    "the only element": lambda model: model.scale.grad.to_local().__setitem__((), 1.0),
+    "detached": lambda model: model.scale.grad.to_local().add_(1.0),
     "out": lambda model: torch.add(torch.ones((), dtype=torch.float64), 1.0, out=model.scale.grad),
     "replaced": lambda model: setattr(model.stem.weight, "grad", model.stem.weight.grad.clone()),
     "cleared alone": lambda model: setattr(model.stem.weight, "grad", None),
@@ -242,7 +242,7 @@ def test_clearing_all_and_finishing_leaves_zeros() -> None:
         a_microbatch(model, batches[0])
         model.zero_grad()
         model.finish_grad_sync()
-        assert not any(param.grad.any() for param in model.parameters())
+        assert not any(param.grad.to_local().any() for param in model.parameters())
         assert root_of(model).grads.meter.held_nbytes == 0
         two(model, batches)
         assert_same_grads(model, plain_grads(twin, two, everyones))
@@ -281,10 +281,10 @@ def test_a_gradient_that_nobody_cleared_is_added_to(kind: str) -> None:
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         two(model, batches)
         first = [param.grad for param in model.parameters()]
-        values = [grad.detach().clone() for grad in first]
+        values = [grad.to_local().clone() for grad in first]
         a_microbatch(model, batches[1])
         for param, grad, value in zip(model.parameters(), first, values, strict=True):
-            assert param.grad is grad and torch.equal(grad.detach(), value), "until the last one"
+            assert param.grad is grad and torch.equal(grad.to_local(), value), "until the last one"
         the_last(model, batches[0])
         expected = {
             name: None if grad is None else 2 * grad for name, grad in plain_grads(twin, two, everyones).items()

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from maingrad.ddp.rank_grid import RankGrid, make_grid
+from maingrad.fsdp.optimizer_watch import watch_optimizers
 from maingrad.fsdp.sharded_grad import ShardedGrad, make_sharded_grad
 from maingrad.fsdp.sharded_param import ShardedParameter, ShardInfo, local_shape, make_sharded
 from maingrad.launch import simulate
@@ -95,10 +96,14 @@ def sharded_params(
     return params
 
 
+def local(shard: Tensor) -> Tensor:
+    return shard.to_local() if isinstance(shard, ShardedGrad) else shard.detach()
+
+
 def joined(shards: Sequence[Tensor]) -> list[Tensor]:
     """Whole tensors from every rank's shards, ``shards`` being this rank's."""
     pieces: list[Any] = [None] * dist.get_world_size()
-    mine = [(shard.shard.start, shard.detach().reshape(-1).tolist()) for shard in shards]  # type: ignore[attr-defined]
+    mine = [(shard.shard.start, local(shard).reshape(-1).tolist()) for shard in shards]  # type: ignore[attr-defined]
     dist.all_gather_object(pieces, mine)
     found = []
     for index, shape in enumerate(SHAPES):
@@ -188,7 +193,7 @@ def test_shards_share_memory_and_version_with_the_flat_tensor() -> None:
     param.grad.mul_(3)
     assert flat_grad._version > version and flat_grad.tolist() == [1, 1, 3, 3, 3, 3, 3, 3, 1, 1]
     flat_grad.zero_()
-    assert param.grad.detach().eq(0).all()
+    assert param.grad.to_local().eq(0).all()
 
 
 def test_a_frozen_shard_asks_for_no_gradient_and_keeps_its_place_among_parameters() -> None:
@@ -340,9 +345,9 @@ def test_a_deep_copy_is_a_shard_of_its_own_memory() -> None:
         assert first is second and first is not original and type(first) is type(original)
         assert first.shard is original.shard and first.requires_grad == original.requires_grad
         with torch.no_grad():
-            assert torch.equal(first.detach(), original.detach())
+            assert torch.equal(local(first), local(original))
             first.add_(1)
-            assert not torch.equal(first.detach(), original.detach())
+            assert not torch.equal(local(first), local(original))
 
 
 def test_shards_are_not_pickled() -> None:
@@ -351,7 +356,7 @@ def test_shards_are_not_pickled() -> None:
     for copied in (pickle.dumps, copy.copy):
         with pytest.raises(TypeError, match=r"elements 3 to 9 of 'layers\.0\.weight' \(4, 3\).*state_dict"):
             copied(param)
-        with pytest.raises(TypeError, match=r"elements 3 to 9 of 'layers\.0\.weight' \(4, 3\).*grad\.detach\(\)"):
+        with pytest.raises(TypeError, match=r"elements 3 to 9 of 'layers\.0\.weight' \(4, 3\).*grad\.to_local\(\)"):
             copied(param.grad)
     assert pickle.loads(pickle.dumps(param.detach())).tolist() == param.detach().tolist()
 
@@ -415,7 +420,7 @@ def test_nan_and_inf_of_one_rank_are_in_every_ranks_norm(bad: float, rank: int) 
     def on_rank() -> list[Tensor]:
         grads = sharded_grads(RANKS["3"], [torch.ones(9)])
         if dist.get_rank() == rank:
-            grads[0][1] = bad
+            grads[0].to_local()[1] = bad
         return [torch._foreach_norm(grads, ord)[0] for ord in (2, 1, 3, INF)]
 
     for norms in simulate(on_rank, 3):
@@ -472,19 +477,6 @@ def test_a_norm_keeps_dims_and_its_default_is_the_second() -> None:
         assert norm == 3
 
 
-def test_all_but_norms_is_local_and_plain() -> None:
-    flat = torch.arange(6.0)
-    grad = make_sharded_grad(flat, info_of((4, 3), 3, 9))
-    assert grad.sum() == 15 and grad.max() == 5 and not grad.isnan().any()
-    for result in (grad * 2, grad.sum(), grad.isnan(), grad.clone(), grad.detach(), grad.view(-1), grad.to(torch.half)):
-        assert type(result) is Tensor
-    assert grad.mul_(2) is grad and type(grad) is ShardedGrad
-    torch._foreach_mul_([grad], 2)
-    assert flat.tolist() == [0, 4, 8, 12, 16, 20] and type(torch._foreach_mul([grad], 2)[0]) is Tensor
-    grad.zero_()
-    assert flat.eq(0).all()
-
-
 # ---- torch's clipping. ----
 
 
@@ -518,7 +510,7 @@ def test_clipping_meets_inf_of_another_rank(error_if_nonfinite: bool) -> None:
     def on_rank() -> str:
         params = sharded_params(RANKS["2"], [torch.zeros(8)], [torch.ones(8)])
         if dist.get_rank() == 1:
-            params[0].grad[0] = INF
+            params[0].grad.to_local()[0] = INF
         try:
             return str(clip_grad_norm_(params, 1.0, error_if_nonfinite=error_if_nonfinite).item())
         except RuntimeError as error:
@@ -549,7 +541,7 @@ def clipped_with_nan(bad: float) -> tuple[float, float, float]:
     params = sharded_params(RANKS["2"], wholes(), wholes())
     total = clip_grad_norm_(params, 0.5)
     if dist.get_rank() == 0:
-        params[0].grad.view(-1)[0] = bad
+        params[0].grad.to_local().view(-1)[0] = bad
     found_inf = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([p.grad for p in params], found_inf, torch.ones(()))
     return total.item(), get_total_norm([param.grad for param in params], INF).item(), found_inf.item()
@@ -568,6 +560,7 @@ def test_real_ranks_clip_and_find_nan_as_one_process(bad: float) -> None:
 
 def scaled_steps(ranks: Ranks, options: dict[str, Any], bad_rank: int) -> tuple[list[Tensor], list[float]]:
     """Three steps, in the second of which one rank's shard has an Inf."""
+    watch_optimizers()
     params = sharded_params(ranks, wholes(), wholes())
     optimizer = torch.optim.AdamW(params, lr=0.1, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
@@ -577,7 +570,7 @@ def scaled_steps(ranks: Ranks, options: dict[str, Any], bad_rank: int) -> tuple[
         for param, grad in zip(params, sharded_grads(ranks, wholes(), params[0].shard.grid), strict=True):
             param.grad.copy_(grad).mul_(scaler.get_scale())
         if step == 1 and dist.get_rank() == bad_rank:
-            next(param.grad for param in params if param.numel()).view(-1)[-1] = INF
+            next(param.grad for param in params if param.numel()).to_local().view(-1)[-1] = INF
         if step == 2:
             scaler.unscale_(optimizer)
             clip_grad_norm_(params, 0.5)
@@ -622,6 +615,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def stepped(ranks: Ranks, name: str) -> tuple[list[Tensor], int]:
+    watch_optimizers()
     params = sharded_params(ranks, wholes(), wholes())
     optimizer = OPTIMIZERS[name](params)
     for step in range(3):
@@ -632,7 +626,7 @@ def stepped(ranks: Ranks, name: str) -> tuple[list[Tensor], int]:
         for value in optimizer.state[param].values():
             assert not isinstance(value, Tensor) or type(value) is Tensor
     optimizer.zero_grad(set_to_none=False)
-    assert all(type(param.grad) is ShardedGrad and param.grad.detach().eq(0).all() for param in params)
+    assert all(type(param.grad) is ShardedGrad and local(param.grad).eq(0).all() for param in params)
     optimizer.zero_grad()
     assert all(param.grad is None for param in params)
     return joined(params), len(optimizer.state_dict()["state"])

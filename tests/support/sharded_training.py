@@ -158,7 +158,7 @@ def pieces_of(model: nn.Module) -> tuple[dict[str, Piece | None], dict[str, Piec
         grads[name] = None
         if param.grad is not None:
             assert param.grad.shape == param.shape
-            grads[name] = Piece(param.shard.start, torch.Tensor.clone(param.grad.detach()).view(-1))
+            grads[name] = Piece(param.shard.start, param.grad.to_local().clone().view(-1))
     return grads, weights
 
 

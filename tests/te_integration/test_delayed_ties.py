@@ -60,7 +60,7 @@ def gradients_of(model: Any) -> Iterator[tuple[str, Tensor]]:
     for name, param in model.named_parameters():
         if hasattr(param, "shard"):
             whole = torch.zeros(param.shard.shape)
-            whole.view(-1)[param.shard.start : param.shard.end] = param.grad.detach().view(-1)
+            whole.view(-1)[param.shard.start : param.shard.end] = param.grad.to_local().view(-1)
             dist.all_reduce(whole)
             yield name, whole
         else:

@@ -1,0 +1,286 @@
+"""Optimizers that compute gradients themselves: closures, LBFGS, and steps of two halves (SAM).
+
+Under every wrapper it is right, or refused by an error that says what the closure lacks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+RANKS = 2
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 3)).double()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def loss_of_all(model: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of plain PyTorch on all ranks' batches."""
+    return sum(model(batch(rank)).square().mean() for rank in range(RANKS)) / RANKS
+
+
+def plain_closure(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of_all(net)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def averaged(loss: Tensor) -> Tensor:
+    """What decides how often a closure is called is equal on all ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / RANKS
+
+
+def ddp_closure(model: Any, exposes: bool = True) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        model.zero_grad_buffer()
+        loss = model(batch(dist.get_rank())).square().mean()
+        loss.backward()
+        if exposes:
+            model.finish_grad_sync()
+            model.expose_grads()
+        return averaged(loss)
+
+    return closure
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=4),
+    "LBFGS with a search": lambda params: torch.optim.LBFGS(params, max_iter=3, line_search_fn="strong_wolfe"),
+}
+
+
+def plainly_trained(make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor]:
+    net = make_net()
+    optimizer = make(net.parameters())
+    for _ in range(3):
+        optimizer.step(plain_closure(net, optimizer))
+    return [param.detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_closure_that_exposes_trains_as_in_plain_pytorch(name: str, keyword: bool) -> None:
+    def train() -> list[Tensor]:
+        model = DistributedDataParallel(make_net())
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for _ in range(3):
+            loss = optimizer.step(closure=ddp_closure(model)) if keyword else optimizer.step(ddp_closure(model))  # type: ignore[arg-type]
+            assert loss is not None
+        return [param.detach() for param in model.parameters()]
+
+    expected = plainly_trained(OPTIMIZERS[name])
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "LBFGS"])
+def test_a_closure_that_does_not_expose_is_refused_before_anything_is_updated(name: str) -> None:
+    def refuse() -> None:
+        model = DistributedDataParallel(make_net())
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = OPTIMIZERS[name](model.parameters())
+        with pytest.raises(RuntimeError, match=r"expose_grads\(\).*\(a closure ends with them"):
+            optimizer.step(ddp_closure(model, exposes=False))
+        assert all(map(torch.equal, before, model.parameters()))
+
+    simulate(refuse, RANKS)
+
+
+def test_a_sharded_optimizer_takes_none_and_says_what_to_do() -> None:
+    def refuse() -> None:
+        model = DistributedDataParallel(make_net(), DistributedDataParallelConfig(use_distributed_optimizer=True))
+        optimizer = DistributedOptimizer(model)
+        with pytest.raises(ValueError, match=r"takes no closure.*finish_grad_sync\(\) and step\(\).*LBFGS"):
+            optimizer.step(lambda: pytest.fail("the closure ran"))
+
+    simulate(refuse, RANKS)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_closures_over_shards_train_as_in_plain_pytorch(name: str) -> None:
+    def train() -> list[Tensor]:
+        net = make_net()
+        fully_shard(net[0])
+        model: Any = fully_shard(net)
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(dist.get_rank())).square().mean()
+            loss.backward()
+            assert model[2].weight.grad.data.norm() == model[2].weight.grad.norm(), "global within the closure"
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        assert all(type(value) is Tensor for state in optimizer.state.values() for value in state.values())
+        with model.unsharded():
+            return [param.detach().clone() for param in model.parameters()]
+
+    expected = plainly_trained(OPTIMIZERS[name])
+    for found in simulate(train, RANKS):
+        torch.testing.assert_close(found, expected)
+
+
+def test_over_shards_a_closure_without_a_last_backward_is_refused_and_so_is_lbfgs() -> None:
+    def refuse() -> None:
+        model: Any = fully_shard(make_net())
+
+        def closure() -> Tensor:
+            with model.no_sync():
+                loss = model(batch(dist.get_rank())).square().mean()
+                loss.backward()
+            return loss
+
+        with pytest.raises(RuntimeError, match=r"AdamW\.step\(\): gradients of .* not reduced yet.*no_sync"):
+            torch.optim.AdamW(model.parameters()).step(closure)
+        with pytest.raises(RuntimeError, match=r"LBFGS cannot update sharded parameters.*elementwise"):
+            torch.optim.LBFGS(model.parameters()).step(closure)
+
+    simulate(refuse, RANKS)
+
+
+# ---- Two halves. ----
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation (Foret et al., 2021), as programs write it: two backwards for one step."""
+
+    def __init__(self, params: Any, base: Callable[[Any], torch.optim.Optimizer], rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = base(self.param_groups)
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        grads = [param.grad for group in self.param_groups for param in group["params"]]
+        norm = torch.norm(torch.stack([grad.norm(p=2) for grad in grads]), p=2)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["before"] = param.detach().clone()
+                param.add_(param.grad * (group["rho"] / (norm + 1e-12)))
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.copy_(self.state[param]["before"])
+        self.base.step()
+
+
+def sam(params: Any) -> SAM:
+    return SAM(params, lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+
+
+def test_a_step_of_two_halves_is_plain_pytorchs_under_both_wrappers() -> None:
+    net = make_net()
+    optimizer = sam(net.parameters())
+    for _ in range(3):
+        for half in (optimizer.climb, optimizer.descend):
+            optimizer.zero_grad()
+            loss_of_all(net).backward()
+            half()
+    expected = [param.detach() for param in net.parameters()]
+
+    def train_whole() -> list[Tensor]:
+        model = DistributedDataParallel(make_net())
+        optimizer = sam(model.parameters())
+        for _ in range(3):
+            for half in (optimizer.climb, optimizer.descend):
+                ddp_closure(model)()
+                half()
+        return [param.detach() for param in model.parameters()]
+
+    def train_sharded() -> list[Tensor]:
+        model: Any = fully_shard(make_net())
+        optimizer = sam(model.parameters())
+        for _ in range(3):
+            for half in (optimizer.climb, optimizer.descend):
+                optimizer.zero_grad()
+                model(batch(dist.get_rank())).square().mean().backward()
+                half()
+        with model.unsharded():
+            return [param.detach().clone() for param in model.parameters()]
+
+    for train in (train_whole, train_sharded):
+        for found in simulate(train, RANKS):
+            torch.testing.assert_close(found, expected)
+
+
+# ---- .grad of whole parameters, between backward and step. ----
+
+
+def none(param: Any) -> None:
+    param.grad = None
+
+
+def other(param: Any) -> None:
+    param.grad = torch.ones_like(param)
+
+
+def through_data(param: Any) -> None:
+    param.grad.data = param.grad.data * 0.5
+
+
+def data_of_its_own(param: Any) -> None:
+    param.grad.data = torch.full_like(param, 0.25)
+
+
+@pytest.mark.parametrize("change", [none, other, through_data, data_of_its_own])
+def test_what_is_done_to_an_exposed_gradient_is_stepped_and_gone_in_the_next_iteration(
+    change: Callable[[Any], None],
+) -> None:
+    def steps(model: Any, params: list[Any], optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]) -> None:
+        for step in range(3):
+            closure()
+            if step == 1:
+                change(params[0])
+            optimizer.step()
+
+    net = make_net()
+    plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    steps(net, list(net.parameters()), plain, plain_closure(net, plain))
+
+    def train() -> list[Tensor]:
+        model = DistributedDataParallel(make_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        steps(model, list(model.parameters()), optimizer, ddp_closure(model))
+        return [param.detach() for param in model.parameters()]
+
+    def train_sharded() -> list[Tensor]:
+        model: Any = fully_shard(make_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(dist.get_rank())).square().mean()
+            loss.backward()
+            return loss
+
+        steps(model, list(model.parameters()), optimizer, closure)
+        with model.unsharded():
+            return [param.detach().clone() for param in model.parameters()]
+
+    for program in (train, train_sharded):
+        for found in simulate(program, RANKS):
+            torch.testing.assert_close(found, [param.detach() for param in net.parameters()])

@@ -1,0 +1,243 @@
+"""Programs that go over ``optimizer.param_groups``, ``optimizer.state`` and ``.grad`` of a sharded optimizer.
+
+What they write reaches every rank's parameters, or is refused by name: never one rank's alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    save_checkpoint,
+)
+from maingrad.launch import simulate
+
+RANKS = 2
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Job:
+    """A model of two ranks' and its optimizer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, sharded: bool = True, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 3)).to(dtype)
+        self.dtype = dtype
+        config = DistributedDataParallelConfig(use_distributed_optimizer=sharded, **options)
+        self.model = DistributedDataParallel(self.net, config)
+        self.optimizer = DistributedOptimizer(self.model, lr=0.1)
+
+    def backward(self, step: int = 0) -> None:
+        self.model(batch(step, dist.get_rank()).to(self.dtype)).square().mean().backward()
+        self.model.finish_grad_sync()
+
+    def step(self, step: int = 0) -> None:
+        self.backward(step)
+        self.optimizer.step()
+        self.model.zero_grad_buffer()
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.model(torch.ones(1, 5, dtype=self.dtype))
+
+    def weights(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.net.parameters()]
+
+    def masters(self) -> list[Tensor]:
+        return [master for group in self.optimizer.param_groups for master in group["params"]]
+
+
+def on_each(program: Callable[[Job], Any], *args: Any, **options: Any) -> list[Any]:
+    return simulate(lambda: program(Job(*args, **options)), RANKS)
+
+
+def no_grad(job: Job) -> None:
+    with torch.no_grad():
+        for master in job.masters():
+            master.mul_(0.5)
+
+
+def through_data(job: Job) -> None:
+    for master in job.masters():
+        master.data.copy_(master.data * 0.5)
+
+
+def data_set(job: Job) -> None:
+    for master in job.masters():
+        master.data = master.data * 0.5
+
+
+def all_at_once(job: Job) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(job.masters(), 0.5)
+
+
+WRITES = (no_grad, through_data, data_set, all_at_once)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_to_masters_reaches_all_ranks_or_is_refused(
+    write: Callable[[Job], None], dtype: torch.dtype, overlap: bool
+) -> None:
+    def program(job: Job) -> list[Tensor]:
+        job.step()
+        job.forward()
+        before = job.weights()
+        write(job)
+        for use in (job.forward, job.backward):
+            with pytest.raises(
+                RuntimeError, match=r"forward: a tensor of optimizer\.param_groups was.*mark_loaded\(\)"
+            ):
+                use()
+        job.optimizer.mark_loaded()
+        job.forward()
+        after = job.weights()
+        torch.testing.assert_close(after, [weight * 0.5 for weight in before], rtol=1e-2, atol=1e-2)
+        job.step(1)
+        job.forward()
+        return job.weights()
+
+    first, second = on_each(program, dtype, overlap_param_gather=overlap)
+    assert all(map(torch.equal, first, second))
+
+
+def test_where_parameters_are_the_masters_writing_them_is_right() -> None:
+    def program(job: Job) -> list[Tensor]:
+        job.step()
+        before = job.weights()
+        no_grad(job)
+        job.forward()
+        assert all(torch.equal(now, then * 0.5) for now, then in zip(job.weights(), before, strict=True))
+        job.step(1)
+        return job.weights()
+
+    first, second = on_each(program, sharded=False)
+    assert all(map(torch.equal, first, second))
+
+
+def test_the_other_remedy_writes_parameters() -> None:
+    """Lookahead over the model's parameters, which are whole."""
+
+    def program(job: Job) -> list[Tensor]:
+        slow = job.weights()
+        for step in range(4):
+            job.step(step)
+            if step % 2:
+                with torch.no_grad():
+                    for mine, param in zip(slow, job.net.parameters(), strict=True):
+                        param.copy_(mine.lerp_(param, 0.5))
+        job.step(9)
+        return job.weights()
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 60), nn.Tanh(), nn.Linear(60, 3))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    slow = [param.detach().clone() for param in plain.parameters()]
+    for step in (0, 1, 2, 3, 9):
+        optimizer.zero_grad()
+        (sum(plain(batch(step, rank)).square().mean() for rank in range(RANKS)) / RANKS).backward()
+        optimizer.step()
+        if step % 2 and step < 9:
+            with torch.no_grad():
+                for mine, param in zip(slow, plain.parameters(), strict=True):
+                    param.copy_(mine.lerp_(param, 0.5))
+    for found in on_each(program):
+        torch.testing.assert_close(found, [param.detach() for param in plain.parameters()])
+
+
+# ---- .grad. ----
+
+
+def test_a_gradient_that_nobody_reads_is_refused() -> None:
+    def program(job: Job) -> None:
+        job.backward()
+        job.net[0].weight.grad = torch.zeros_like(job.net[0].weight)
+        with pytest.raises(RuntimeError, match=r"put a gradient into \.grad of parameter '0\.weight'.*add_grad"):
+            job.optimizer.step()
+        job.net[0].weight.grad = None
+        for master in job.masters():
+            master.grad = torch.zeros_like(master)
+        with pytest.raises(RuntimeError, match=r"\.grad of a tensor of optimizer\.param_groups.*reduced_grads\(\)"):
+            job.optimizer.step()
+
+    on_each(program)
+
+
+def test_clipping_of_masters_is_refused() -> None:
+    """They have no ``.grad``: the norm would be 0."""
+
+    def program(job: Job) -> None:
+        job.backward()
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_ over the tensors of a Distributed.*max_grad_norm="):
+            clip_grad_norm_(job.masters(), 1.0)
+
+    on_each(program)
+
+
+# ---- State and groups. ----
+
+
+def test_state_that_is_assigned_is_the_state_that_steps() -> None:
+    def program(job: Job) -> None:
+        fresh = Job()
+        job.step()
+        for mine, theirs in zip(job.masters(), fresh.masters(), strict=True):
+            with torch.no_grad():
+                mine.copy_(theirs)
+        job.optimizer.mark_loaded()
+        job.optimizer.state = defaultdict(dict)  # moments begin anew
+        for each in (job, fresh):
+            each.step(1)
+            each.forward()
+        assert all(map(torch.equal, job.weights(), fresh.weights()))
+        assert all(part.state() for part in job.optimizer.slices if part.end > part.start)
+        assert job.optimizer.state_dict()["state"]
+        job.optimizer.state = {job.net[0].weight: {}}
+        with pytest.raises(KeyError, match=r"none of parameter '0\.weight'.*slices"):
+            job.optimizer.state_dict()
+
+    on_each(program)
+
+
+def test_groups_that_are_assigned_are_the_groups_that_step() -> None:
+    def program(job: Job) -> None:
+        job.step()
+        before = job.weights()
+        job.optimizer.param_groups = [{**group, "lr": 0.0} for group in job.optimizer.param_groups]
+        job.step(1)
+        job.forward()
+        assert all(map(torch.equal, job.weights(), before))
+
+    on_each(program)
+
+
+def test_state_of_a_parameter_says_where_it_is(tmp_path: Path) -> None:
+    def program(job: Job) -> None:
+        job.step()
+        with pytest.raises(KeyError, match=r"none of parameter '0\.weight': optimizer\.slices say"):
+            job.optimizer.state[job.net[0].weight]
+        assert job.optimizer.state.get(job.net[0].weight) is None
+        job.optimizer.load_state_dict(job.optimizer.state_dict())
+        with pytest.raises(KeyError, match="none of this key"):
+            job.optimizer.state["step"]
+        save_checkpoint(tmp_path / "saved", job.model, job.optimizer)
+        part = next(part for part in job.optimizer.slices if part.end > part.start)
+        assert part.state()["exp_avg"].shape == (part.end - part.start,)
+        assert job.optimizer.state[part.updated] is not None
+
+    on_each(program)
