@@ -24,6 +24,7 @@ from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .nan_check import NanCheck
 from .param_gather import ParamGather
+from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 from .placements import placements_of
 from .rank_grid import RankGrid, all_groups, make_grids
@@ -141,7 +142,7 @@ class DistributedDataParallel(nn.Module):
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, self.failures, device=self.device)
         self._gathers: Sequence[ParamGather] = ()
 
-        self._readiness = Readiness(self._wired, self._launcher, config, self.device)
+        self.readiness = Readiness(self._wired, self._launcher, config, self.device)
 
         # State of the iteration.
         self.iteration = 0
@@ -150,7 +151,8 @@ class DistributedDataParallel(nn.Module):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        self._attachment = attach_params(self, self._wired, self._readiness, self.grids)
+        self._attachment = attach_params(self, self._wired, self.readiness, self.grids)
+        self.grad_parts = BucketParts(self)
         if init_sync:
             self.broadcast_params()
 
@@ -170,16 +172,16 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in here only accumulate: every microbatch of an iteration but the last."""
-        before, self._readiness.sync = self._readiness.sync, False
+        before, self.readiness.sync = self.readiness.sync, False
         try:
             yield
         finally:
-            self._readiness.sync = before
+            self.readiness.sync = before
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """False inside ``no_sync``; PyTorch's DDP has the same attribute."""
-        return self._readiness.sync
+        return self.readiness.sync
 
     def start_grad_sync(self) -> None:
         """Launch every bucket that was not launched yet, in the plan's order; returns at once.
@@ -260,7 +262,7 @@ class DistributedDataParallel(nn.Module):
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
-        self._readiness.reset()
+        self.readiness.reset()
         self._launched = self._checked = self._finished = False
         self.iteration += 1
 
@@ -371,7 +373,7 @@ class DistributedDataParallel(nn.Module):
             self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._before_forward()
+        self.check_before_forward()
         outputs = self.module(*args, **kwargs)
         self._after_forward(outputs)
         return outputs
@@ -382,7 +384,8 @@ class DistributedDataParallel(nn.Module):
             gather.settle()
 
     @torch.compiler.disable
-    def _before_forward(self) -> None:
+    def check_before_forward(self) -> None:
+        """What the iteration's first forward checks."""
         if self._checked:
             return
         self._check_in_use("forward")
@@ -397,4 +400,4 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
-        self._readiness.watch(outputs)
+        self.readiness.watch(outputs)

@@ -41,6 +41,7 @@ class GradRecord:
         "num_fused_writes",
         "num_hook_writes",
         "on_delayed_wgrad",
+        "parts",
         "passed",
         "pending",
         "ready",
@@ -67,6 +68,8 @@ class GradRecord:
         """The grid of all ranks, for an expert that only some of them hold."""
         self.updater: object | None = None
         """Stands for the ``DistributedOptimizer`` that updates the parameter: the last that was built."""
+        self.parts: Callable[[], Any] | None = None
+        """Weak reference to the ``Parts`` of the ``DistributedDataParallel`` that reduces the gradient."""
         self.make_room: Callable[[], None] | None = None
         """A lazy provider's: called before a first write, when ``view`` has no memory, or has it in a collective."""
 
