@@ -11,13 +11,15 @@ __all__ = ["GradRecord", "PendingWgrad"]
 class PendingWgrad:
     """One weight gradient that was queued and not computed yet."""
 
-    __slots__ = ("microbatch", "owner")
+    __slots__ = ("lost", "microbatch", "owner")
 
     def __init__(self, owner: str, microbatch: int = -1) -> None:
         self.owner = owner
         """The module, for errors and records."""
         self.microbatch = microbatch
         """Given by the queue; -1 where the queue is a foreign module's."""
+        self.lost = False
+        """Its queue was let go, and nobody will compute it."""
 
 
 class GradRecord:
@@ -126,6 +128,11 @@ class GradRecord:
         self.pending.remove(pending)
         if self.on_delayed_wgrad is not None:
             self.on_delayed_wgrad()
+
+    def forget_lost(self) -> None:
+        """The iteration is given up: nobody waits for what cannot come."""
+        if self.pending:
+            self.pending = [pending for pending in self.pending if not pending.lost]
 
     def zero_unwritten(self) -> None:
         """Give a parameter that was not used in this iteration the gradient zero."""
