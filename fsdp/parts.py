@@ -1,8 +1,8 @@
-"""Sharded models as parts that take turns: a stage of a pipeline or a chunk of a schedule, each with units of its own."""
+"""Sharded models whose parts take turns: stages of a pipeline or chunks of a schedule, each with units of its own."""
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn

@@ -9,20 +9,18 @@ graph twice, for inputs and again for weights, and puts what it finds into ``.gr
 it is never used here, and refused elsewhere (see ``SplitBackwardWatch``).
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from ..ddp.parts import Parts, parts_of
 from ..ddp.wgrad_module import DelayedWgradModule
+from ..kernels.compat import have_inputs_require_grad, running_pipeline_step
 from .wgrad_queue import WgradQueue, delayed_wgrad
 
 __all__ = ["PipelineStage"]
@@ -92,10 +90,10 @@ class PipelineStage(pipelining.PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """The start of a step. ``RuntimeError`` where one that failed has left gradients: they would be added."""
-        schedule = _calling_schedule()
-        if schedule is not None:
-            self.chunks = schedule._n_microbatches
-            schedule._internal_losses.clear()  # of a step that failed: torch would run backward from them
+        step = running_pipeline_step()
+        if step is not None:
+            self.chunks = step.num_microbatches
+            step.losses.clear()  # of a step that failed: torch would run backward from them
         if not self._has_leavings():
             self._num_backwards, self._is_incomplete = 0, False
         elif self.has_backward:
@@ -108,6 +106,7 @@ class PipelineStage(pipelining.PipelineStage):
             self._find_parts()
             for parts in self._parts:
                 parts.begin(self, self.submod.parameters())
+            have_inputs_require_grad(self)
         super().clear_runtime_states()
 
     def abandon_step(self) -> None:
@@ -245,18 +244,3 @@ class PipelineStage(pipelining.PipelineStage):
             for parts in self._parts:
                 stack.enter_context(parts.no_sync())
             yield
-
-
-def _calling_schedule() -> Any:
-    """torch's schedule whose step is about to run; None where nobody of torch's calls.
-
-    torch tells a stage the number of microbatches when a schedule first runs on it, and never again: of two schedules
-    that take turns the other's would count. Nothing that a schedule hands to its stages in each step names it.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, _PipelineSchedule):
-            return found
-        frame = frame.f_back
-    return None

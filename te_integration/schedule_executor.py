@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..ddp.parts import Parts, parts_of
+from ..ddp.parts import parts_of
 from .schedule import Entry, Kind, Schedule
 
 __all__ = ["ChunkLink", "ConnectedChunks", "ScheduleExecutor", "SlotRecord"]

@@ -131,9 +131,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(
-    "kind, pipes", [("Interleaved1F1B", 1), ("LoopedBFS", 1), ("ZeroBubble", 1), ("ZBV", 2)]
-)
+@pytest.mark.parametrize("kind, pipes", [("Interleaved1F1B", 1), ("LoopedBFS", 1), ("ZeroBubble", 1), ("ZBV", 2)])
 def test_a_tied_embedding_has_the_gradient_of_both_ends(kind: str, pipes: int, config: str) -> None:
     outcomes = simulate(run, 2 * pipes, kind, pipes, CONFIGS[config])
     for step, expected in enumerate(plain(2, steps=2)):
@@ -148,17 +146,20 @@ def launches(kind: str) -> list[tuple[str, frozenset[str]]]:
     """After each backward pass and weight slot of a stage: which parameters' reductions are under way."""
     rank = Rank(kind, 1, **OVERLAP)
     seen: list[tuple[str, frozenset[str]]] = []
+
+    def watch(stage: PipelineStage, verb: str) -> None:
+        method = getattr(stage, verb)
+
+        def watched(*args: Any, **kwargs: Any) -> None:
+            method(*args, **kwargs)
+            names = [r.name for b in rank.ddp.buckets if b.phase is Phase.REDUCING for r in b.records]
+            seen.append((f"{stage.stage_index} {verb}", frozenset(names)))
+
+        setattr(stage, verb, watched)
+
     for stage in rank.stages:
         for verb in ("backward_one_chunk", "backward_weight_one_chunk", "perform_reduce_grad"):
-
-            def watched(
-                *args: Any, verb: str = verb, method: Any = getattr(stage, verb), stage: Any = stage, **kwargs: Any
-            ) -> None:
-                method(*args, **kwargs)
-                names = [r.name for b in rank.ddp.buckets if b.phase is Phase.REDUCING for r in b.records]
-                seen.append((f"{stage.stage_index} {verb}", frozenset(names)))
-
-            setattr(stage, verb, watched)
+            watch(stage, verb)
     rank.step(0)
     rank.grads()
     return seen
