@@ -1,4 +1,4 @@
-"""Which tensors the kernels serve, what is said where Triton is missing, and the private names of torch that are used."""
+"""Which tensors the kernels serve, what is said where Triton is missing, and which private names of torch are used."""
 
 import re
 import warnings

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from towers import repeat_on_a_busy_machine
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.bucket import Phase
 from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
 from maingrad.te_integration import Linear
 from maingrad.te_integration.schedule import parse_order
 from maingrad.te_integration.schedule_executor import ScheduleExecutor
@@ -129,3 +131,54 @@ def test_each_bucket_reduces_under_what_comes_after(order: list[float], how: str
 @pytest.mark.parametrize("how", ["each", "sharded"])
 def test_a_chunk_with_a_wrapper_or_root_of_its_own_reduces_under_the_other(how: str) -> None:
     check_share(LAGGING, how, last=LAYERS)
+
+
+# ---- The same, as a sequence of launches. ----
+
+
+def launched_by_then(order: list[float], how: str) -> list[list[int]]:
+    """By chunk: how many of its reductions are under way after each backward of the first chunk, and after the run."""
+    chunks = make_chunks(order)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    models: list[nn.Module] = list(chunks)
+    if how == "sharded":
+        models = [fully_shard(chunk, placements="zero1", bucket_size=1) for chunk in chunks]
+        buckets = [[bucket.bucket for bucket in model.grad_parts.root.buckets] for model in models]
+    elif how == "each":
+        models = [DistributedDataParallel(chunk, config) for chunk in chunks]
+        buckets = [list(model.buckets) for model in models]
+    else:
+        wrapper = DistributedDataParallel(chunks, config)
+        names = [f"{chunk}." for chunk in range(len(chunks))]
+        buckets = [[b for b in wrapper.buckets if b.records[0].name.startswith(name)] for name in names]
+    seen: list[list[int]] = []
+
+    def note(grad: Tensor | None = None) -> None:
+        seen.append([sum(bucket.phase in (Phase.REDUCING, Phase.REDUCED) for bucket in mine) for mine in buckets])
+
+    inputs = [batch(index, dist.get_rank()).requires_grad_() for index in range(order.count(1))]
+    for x in inputs:
+        x.register_hook(note)
+    ScheduleExecutor(parse_order(order), models).run(inputs, loss_fn)
+    note()
+    for model in [wrapper] if how == "around" else models:
+        model.finish_grad_sync()
+    return seen
+
+
+ALL = LAYERS
+SEQUENCES = {
+    # The last backward launches what it completes: before the chunk's step is over, and of the other chunk before that.
+    ("undelayed", "around"): (UNDELAYED, [[0, ALL], [ALL, ALL], [ALL, ALL]]),
+    ("undelayed", "each"): (UNDELAYED, [[0, ALL], [0, ALL], [ALL, ALL]]),
+    ("undelayed", "sharded"): (UNDELAYED, [[0, ALL], [0, ALL], [ALL, ALL]]),
+    ("lagging", "around"): (LAGGING, [[0, ALL], [0, ALL], [ALL, ALL]]),
+    ("lagging", "each"): (LAGGING, [[0, ALL], [0, ALL], [ALL, ALL]]),
+    ("lagging", "sharded"): (LAGGING, [[0, ALL], [0, ALL], [ALL, ALL]]),
+}
+
+
+@pytest.mark.parametrize("order, how", SEQUENCES, ids="-".join)
+def test_a_chunk_launches_when_it_is_complete(order: str, how: str) -> None:
+    numbers, expected = SEQUENCES[order, how]
+    assert simulate(launched_by_then, 2, numbers, how) == [expected, expected]
