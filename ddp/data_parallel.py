@@ -255,7 +255,8 @@ class DistributedDataParallel(nn.Module):
         if self.is_clear:
             return
         for record in self.records:
-            record.forget_lost()
+            if record.pending:
+                record.forget_lost()
         check_nothing_pending(self.records, "zero_grad_buffer()")
         check_nothing_under_way(self.buckets)
         for bucket in self.buckets:

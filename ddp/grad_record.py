@@ -131,8 +131,7 @@ class GradRecord:
 
     def forget_lost(self) -> None:
         """The iteration is given up: nobody waits for what cannot come."""
-        if self.pending:
-            self.pending = [pending for pending in self.pending if not pending.lost]
+        self.pending = [pending for pending in self.pending if not pending.lost]
 
     def zero_unwritten(self) -> None:
         """Give a parameter that was not used in this iteration the gradient zero."""

@@ -23,7 +23,11 @@ SCHEDULES = {
     "Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
     "ZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
     "ZBV": pipelining.ScheduleZBVZeroBubble,
+    "one stage, Interleaved1F1B": pipelining.ScheduleInterleaved1F1B,
+    "one stage, ZeroBubble": pipelining.ScheduleInterleavedZeroBubble,
 }
+PIPES = {"ZBV": 2, "one stage, Interleaved1F1B": STAGES, "one stage, ZeroBubble": STAGES}
+"""Ranks of a pipeline, where it is more than one."""
 
 
 def make_layers(fused: bool) -> list[nn.Module]:
@@ -60,13 +64,13 @@ def train_plain(steps: int, max_norm: float) -> tuple[list[float], dict[str, Ten
 
 
 class Rank:
-    """The stages of this rank: two of four in a V, or all of them where there is one rank in a pipeline."""
+    """The stages of this rank: one, two in a V, or all of them where there is one rank in a pipeline."""
 
     def __init__(self, kind: str) -> None:
-        pipes = 2 if kind == "ZBV" else 1
+        pipes = PIPES.get(kind, 1)
         self.mesh = init_device_mesh("cpu", (2, pipes), mesh_dim_names=("dp", "pp"))
         rank = self.mesh.get_local_rank("pp")
-        self.indices = [rank, STAGES - 1 - rank] if pipes == 2 else list(range(STAGES))
+        self.indices = {1: list(range(STAGES)), 2: [rank, STAGES - 1 - rank], STAGES: [rank]}[pipes]
         layers = make_layers(fused=True)
         self.layers = [layers[index] for index in self.indices]
 
@@ -156,9 +160,9 @@ def check(outcomes: list[tuple[list[float], dict[str, Tensor]]], max_norm: float
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_stages_of_sharded_parameters_train_as_one_model(kind: str, placements: str) -> None:
-    check(simulate(train_sharded, 4 if kind == "ZBV" else 2, kind, placements, 0.5), 0.5)
+    check(simulate(train_sharded, 2 * PIPES.get(kind, 1), kind, placements, 0.5), 0.5)
 
 
 @pytest.mark.parametrize("placements", ["zero1", "zero3"])
@@ -187,9 +191,9 @@ def train_wrapped(kind: str, max_norm: float, sharded: bool) -> tuple[list[float
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "ZeRO-1"])
-@pytest.mark.parametrize("kind", ["ZeroBubble", "ZBV"])
+@pytest.mark.parametrize("kind", ["ZeroBubble", "ZBV", "one stage, Interleaved1F1B"])
 def test_clipping_goes_by_the_norm_of_all_stages(kind: str, sharded: bool) -> None:
-    check(simulate(train_wrapped, 4 if kind == "ZBV" else 2, kind, 0.5, sharded), 0.5)
+    check(simulate(train_wrapped, 2 * PIPES.get(kind, 1), kind, 0.5, sharded), 0.5)
 
 
 def test_clipping_no_wrapper_is_refused() -> None:

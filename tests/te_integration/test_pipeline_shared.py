@@ -1,5 +1,6 @@
 """One wrapper around all of a rank's stages, which may tie an embedding between the first and the last of them."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -220,9 +221,11 @@ def plain_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[f
     return norms
 
 
-def failing(kind: str, at: int) -> list[dict[str, Tensor]]:
-    """A step fails on one replica in a microbatch of some stage, and all stages of all replicas abandon it."""
+def failing(kind: str, at: int | str) -> list[dict[str, Tensor]]:
+    """A step fails on one replica, and all stages of all replicas abandon it: in the forward of that number, or in a
+    weight slot of the last stage, before it has computed anything."""
     rank = Rank(kind, 1, **OVERLAP)
+    fails = rank.replica == 0
     seen = 0
 
     def fail(module: nn.Module, args: Any) -> None:
@@ -231,16 +234,20 @@ def failing(kind: str, at: int) -> list[dict[str, Tensor]]:
         if seen == at:
             raise ArithmeticError("in the middle")
 
+    def fail_at_once(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("in the middle")
+
     grads = []
     for step in range(2):
         rank.step(step)
         grads.append(rank.grads())
         seen = 0
-        handles = [stage.submod.register_forward_pre_hook(fail) for stage in rank.stages if rank.replica == 0]
-        try:
-            rank.step(step + 1)
-        except RuntimeError:
-            assert rank.replica == 0
+        handles = [stage.submod.register_forward_pre_hook(fail) for stage in rank.stages if fails]
+        with pytest.MonkeyPatch.context() as patch:
+            if fails and at == "weight slot":
+                patch.setattr(rank.stages[-1], "backward_weight_one_chunk", fail_at_once)
+            with pytest.raises(RuntimeError) if fails else nullcontext():
+                rank.step(step + 1)
         for handle in handles:
             handle.remove()
         for stage in rank.stages:
@@ -248,9 +255,16 @@ def failing(kind: str, at: int) -> list[dict[str, Tensor]]:
     return grads
 
 
-@pytest.mark.parametrize("at", [3, LAYERS * MICROBATCHES])
-@pytest.mark.parametrize("kind", ["Interleaved1F1B", "ZeroBubble"])
-def test_stages_of_one_wrapper_abandon_a_step_together(kind: str, at: int) -> None:
+@pytest.mark.parametrize(
+    "kind, at",
+    [
+        ("Interleaved1F1B", 3),
+        ("Interleaved1F1B", LAYERS * MICROBATCHES),
+        ("ZeroBubble", 3),
+        ("ZeroBubble", "weight slot"),
+    ],
+)
+def test_stages_of_one_wrapper_abandon_a_step_together(kind: str, at: int | str) -> None:
     expected = plain(2, steps=2)
     for grads in simulate(failing, 2, kind, at):
         for step, mine in enumerate(grads):
