@@ -27,6 +27,7 @@ from .layout import BucketLayout
 from .master_param import WatchedMasters
 from .nan_check import NanCheck
 from .param_gather import ParamGather
+from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 from .placements import placements_of
 from .rank_grid import RankGrid, all_groups, make_grids
@@ -146,7 +147,7 @@ class DistributedDataParallel(AroundModule):
         self._gathers: Sequence[ParamGather] = ()
         self._masters: weakref.ref[WatchedMasters] | None = None
 
-        self._readiness = Readiness(self._wired, self._launcher, config, self.device)
+        self.readiness = Readiness(self._wired, self._launcher, config, self.device)
 
         # State of the iteration.
         self.iteration = 0
@@ -155,7 +156,8 @@ class DistributedDataParallel(AroundModule):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        self._attachment = attach_params(self, self._wired, self._readiness, self.grids)
+        self._attachment = attach_params(self, self._wired, self.readiness, self.grids)
+        self.grad_parts = BucketParts(self)
         self._end_making()
         if init_sync:
             self.broadcast_params()
@@ -176,16 +178,16 @@ class DistributedDataParallel(AroundModule):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in here only accumulate: every microbatch of an iteration but the last."""
-        before, self._readiness.sync = self._readiness.sync, False
+        before, self.readiness.sync = self.readiness.sync, False
         try:
             yield
         finally:
-            self._readiness.sync = before
+            self.readiness.sync = before
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """False inside ``no_sync``; PyTorch's DDP has the same attribute."""
-        return self._readiness.sync
+        return self.readiness.sync
 
     def start_grad_sync(self) -> None:
         """Launch every bucket that was not launched yet, in the plan's order; returns at once.
@@ -194,7 +196,7 @@ class DistributedDataParallel(AroundModule):
         where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
         self._check_in_use("start_grad_sync()")
-        self._before_forward()  # where the forward was a method of the module's own
+        self.check_before_forward()  # where the forward was a method of the module's own
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
@@ -259,6 +261,9 @@ class DistributedDataParallel(AroundModule):
         """
         if self.is_clear:
             return
+        for record in self.records:
+            if record.pending:
+                record.forget_lost()
         check_nothing_pending(self.records, "zero_grad_buffer()")
         check_nothing_under_way(self.buckets)
         for bucket in self.buckets:
@@ -267,7 +272,7 @@ class DistributedDataParallel(AroundModule):
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
-        self._readiness.reset()
+        self.readiness.reset()
         self._launched = self._checked = self._finished = False
         self.iteration += 1
 
@@ -377,7 +382,7 @@ class DistributedDataParallel(AroundModule):
             masters.check()
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        self._before_forward()
+        self.check_before_forward()
         outputs = self.module(*args, **kwargs)
         self._after_forward(outputs)
         return outputs
@@ -388,12 +393,14 @@ class DistributedDataParallel(AroundModule):
             gather.settle()
 
     @torch.compiler.disable
-    def _before_forward(self) -> None:
-        if not self._checked:
-            self._check_in_use("forward")
-            check_not_inside((wired.owned.param for wired in self._wired), _OURS)
-            check_wiring(self._wired, self.module)
-            self._checked = True
+    def check_before_forward(self) -> None:
+        """What the iteration's first forward checks."""
+        if self._checked:
+            return
+        self._check_in_use("forward")
+        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
+        check_wiring(self._wired, self.module)
+        self._checked = True
 
     def _check_in_use(self, caller: str) -> None:
         if not self._attachment.alive:
@@ -402,4 +409,4 @@ class DistributedDataParallel(AroundModule):
 
     @torch.compiler.disable
     def _after_forward(self, outputs: Any) -> None:
-        self._readiness.watch(outputs)
+        self.readiness.watch(outputs)

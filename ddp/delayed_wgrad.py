@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .grad_record import GradRecord, PendingWgrad
+from .late_grads import note_lost, note_over, note_waiting
 from .recompute import current_checkpoint
 
 __all__ = ["DelayedWgrad", "delay_blocks", "delaying_into", "queue_of_block"]
@@ -33,6 +34,7 @@ class DelayedWgrad:
     """
 
     __slots__ = (
+        "__weakref__",
         "_done",
         "_operands",
         "_producer",
@@ -72,6 +74,13 @@ class DelayedWgrad:
         """Later entries have larger ones, whatever their queue: uses of one weight are added in this order."""
         for record in records:
             record.pending.append(self.pending)
+        if not records:
+            note_waiting(self)
+
+    @property
+    def owner(self) -> str:
+        """The module, for errors."""
+        return self.pending.owner
 
     def serves(self, weight: Tensor) -> bool:
         """Whether it is a gradient of this weight."""
@@ -111,14 +120,24 @@ class DelayedWgrad:
             # Freed now, this memory would go to the producer's next kernels: whoever holds the entry frees it later.
             self._done = torch.cuda.Event()
             self._done.record(current)
+        if not self._records:
+            note_over(self)
         for record in self._records:
             record.delayed_wgrad_done(self.pending)
 
     def drop(self) -> None:
         """Give the gradient up, in an iteration that is abandoned."""
         self._operands = None
+        note_over(self)
         for record in self._records:
             record.pending.remove(self.pending)
+
+    def lose(self) -> None:
+        """Nobody can compute it any more: what waits for it says so, and does not go on as if it had come."""
+        self._operands = None
+        self.pending.lost = True
+        if not self._records:
+            note_lost(self)
 
     @property
     def in_use(self) -> bool:

@@ -1,8 +1,12 @@
 """The global gradient norm over buckets, and clipping by it, without a host synchronisation."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .collectives import sum_over_group
 from .data_parallel import DistributedDataParallel
 from .iteration_checks import check_scalable
 
@@ -45,15 +49,37 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm(model: DistributedDataParallel, max_norm: float) -> Tensor:
+def clip_grad_norm(
+    model: DistributedDataParallel | Sequence[DistributedDataParallel],
+    max_norm: float,
+    *,
+    pipeline_group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before, a 0-dim tensor.
 
+    model           a wrapper, or all of this rank's: one for each of its stages of a pipeline
+    pipeline_group  the ranks that hold the other stages: the norm is over these too, and equal on all of them. A weight
+                    that two wrappers have copies of counts twice
+
     Call it between ``finish_grad_sync`` and the optimizer's step. ``DistributedOptimizer(max_grad_norm=...)`` does the
-    same inside its own pass over the gradients.
+    same inside its own pass over the gradients, for its own wrapper. Collective.
     """
+    models = [model] if isinstance(model, DistributedDataParallel) else list(model)
     if max_norm <= 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
-    check_scalable(model.wired, "clip_grad_norm()")
-    norm = global_grad_norm(model)
-    torch._foreach_mul_(model.reduced_grads(), clip_coefficient(norm, max_norm))
+    if not models:
+        raise ValueError("clip_grad_norm: no wrapper was given; every rank of a pipeline has a stage")
+    for each in models:
+        check_scalable(each.wired, "clip_grad_norm()")
+    norms = [global_grad_norm(each) for each in models]
+    norm = norms[0]
+    if len(norms) > 1 or pipeline_group is not None:
+        total = torch.stack([each.double() for each in norms]).square().sum()
+        if pipeline_group is not None:
+            with models[0].failures.watch("the sum of the stages' squares"):
+                total = sum_over_group(total, pipeline_group)
+        norm = total.sqrt().to(max((each.dtype for each in norms), key=lambda dtype: dtype.itemsize))
+    coefficient = clip_coefficient(norm, max_norm)
+    for each in models:
+        torch._foreach_mul_(each.reduced_grads(), coefficient)
     return norm

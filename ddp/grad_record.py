@@ -11,7 +11,7 @@ __all__ = ["GradRecord", "PendingWgrad"]
 class PendingWgrad:
     """One weight gradient that was queued and not computed yet."""
 
-    __slots__ = ("microbatch", "owner", "part_in_grad")
+    __slots__ = ("lost", "microbatch", "owner", "part_in_grad")
 
     def __init__(self, owner: str, microbatch: int = -1, *, part_in_grad: bool = False) -> None:
         self.owner = owner
@@ -20,6 +20,8 @@ class PendingWgrad:
         """Given by the queue; -1 where the queue is a foreign module's."""
         self.part_in_grad = part_in_grad
         """A foreign module's backward has left something in ``.grad``, which its ``backward_dw`` will look at."""
+        self.lost = False
+        """Its queue was let go, and nobody will compute it."""
 
 
 class GradRecord:
@@ -43,6 +45,7 @@ class GradRecord:
         "num_fused_writes",
         "num_hook_writes",
         "on_delayed_wgrad",
+        "parts",
         "passed",
         "pending",
         "ready",
@@ -69,6 +72,8 @@ class GradRecord:
         """The grid of all ranks, for an expert that only some of them hold."""
         self.updater: object | None = None
         """Stands for the ``DistributedOptimizer`` that updates the parameter: the last that was built."""
+        self.parts: Callable[[], Any] | None = None
+        """Weak reference to the ``Parts`` of the ``DistributedDataParallel`` that reduces the gradient."""
         self.make_room: Callable[[], None] | None = None
         """A lazy provider's: called before a first write, when ``view`` has no memory, or has it in a collective."""
 
@@ -125,6 +130,10 @@ class GradRecord:
         self.pending.remove(pending)
         if self.on_delayed_wgrad is not None:
             self.on_delayed_wgrad()
+
+    def forget_lost(self) -> None:
+        """The iteration is given up: nobody waits for what cannot come."""
+        self.pending = [pending for pending in self.pending if not pending.lost]
 
     def zero_unwritten(self) -> None:
         """Give a parameter that was not used in this iteration the gradient zero."""

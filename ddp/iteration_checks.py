@@ -46,6 +46,13 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:
     waiting = {record.name: record.pending for record in records if record.pending}
     if waiting:
         name, pending = next(iter(waiting.items()))
+        lost = next((each for found in waiting.values() for each in found if each.lost), None)
+        if lost is not None:
+            raise RuntimeError(
+                f"{caller} without a delayed weight gradient of {lost.owner}, whose WgradQueue was let go before it "
+                f"was drained: keep the queue, and drain() it before this; zero_grad_buffer(), or zero_grad() of "
+                f"sharded models, gives the iteration up"
+            )
         raise RuntimeError(
             f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
             f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first"

@@ -48,6 +48,8 @@ class Readiness:
         # State of the iteration.
         self.sync = True
         """False for every microbatch but the final one."""
+        self.completes: frozenset[int] | None = None
+        """``id`` of the records whose last contribution this backward brings; None: all that it reaches."""
 
         # State of the backward.
         self._outer_task: int | None = None  # the graph task that reached the outputs; None outside and where unknown
@@ -120,7 +122,7 @@ class Readiness:
         take_grad_of_backward(param, record)
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
-        if not (self.sync and self._overlap):
+        if not (self.sync and self._overlap) or not self._is_last(record):
             return
         nested = self._outer_task is not None and torch._C._current_graph_task_id() != self._outer_task
         if nested:
@@ -138,6 +140,16 @@ class Readiness:
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
 
+    def complete(self, wired: WiredParam) -> None:
+        """No backward of this iteration comes to this parameter any more."""
+        self._mark_ready(wired.bucket, wired.record)
+
+    def complete_passed(self) -> None:
+        """The outermost backward has ended."""
+        passed, self._passed = self._passed, []
+        for bucket, record in passed:
+            self._mark_ready(bucket, record)
+
     def _on_backward_start(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == self._outer_task:
@@ -151,13 +163,15 @@ class Readiness:
         if self.sync and self._overlap:
             unused, self._unused = self._unused, None
             for wired in unused or ():
-                self._mark_ready(wired.bucket, wired.record)
+                if self._is_last(wired.record):
+                    self._mark_ready(wired.bucket, wired.record)
+
+    def _is_last(self, record: GradRecord) -> bool:
+        return self.completes is None or id(record) in self.completes
 
     def _on_backward_end(self) -> None:
         self._outer_task = None
-        passed, self._passed = self._passed, []
-        for bucket, record in passed:
-            self._mark_ready(bucket, record)
+        self.complete_passed()
         if self._launcher.timeline is not None:
             self._launcher.timeline.backward_ended(self.sync)
 

@@ -1,5 +1,6 @@
 """Where a weight gradient goes: the consumer's side of the contract, in the order that the contract asks for."""
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -34,6 +35,17 @@ class WgradQueueLike(Protocol):
         """Append one."""
 
 
+def live_queue(queue: "weakref.ref[WgradQueueLike]", owner: str) -> WgradQueueLike:
+    """Raise ``RuntimeError`` where nobody has kept it."""
+    live = queue()
+    if live is None:
+        raise RuntimeError(
+            f"{owner}: the WgradQueue that this forward delayed into was let go before backward, and nobody would "
+            f"compute what it delays: keep the queue until it is drained"
+        )
+    return live
+
+
 Place: TypeAlias = tuple[Tensor, Tensor | None]
 """Where a weight's gradient goes, looked up before any product of a backward: the object that carries the contract's
 attributes, and its checked accumulator where this backward writes it. A plain tuple: every product makes one."""
@@ -48,7 +60,8 @@ class WgradTarget:
 
     owner       the module, for errors
     fused       into ``main_grad``; otherwise (delayed weight gradients only) into ``.grad``
-    queue       where the weight gradient waits for its turn; None: it is computed in backward
+    queue       where the weight gradient waits for its turn, held weakly: modules keep targets, and whoever drains the
+                queue keeps that; None: it is computed in backward
     rows_apart  ``main_grad`` need not be contiguous: see ``accumulator_of``
 
     Under torch's FSDP2 the accumulator is FSDP2's: see ``TorchShards``. Raises ``RuntimeError`` there for a queue.
@@ -68,7 +81,7 @@ class WgradTarget:
         self._weight = TensorWeakRef(weight)
         self._owner = owner
         self._fused = fused
-        self._queue = queue
+        self._queue = None if queue is None else weakref.ref(queue)
         self._rows_apart = rows_apart
         self._torch_shards = None if has_main_grad(weight) else TorchShards.of(weight)
         if queue is not None and self._torch_shards is not None:
@@ -116,7 +129,8 @@ class WgradTarget:
         record = record_of(weight)
         if self._queue is not None:
             records = () if record is None else (record,)
-            self._queue.put(DelayedWgrad(self._write, (dy, x), records, self._owner, backward, self.alive))
+            queue = live_queue(self._queue, self._owner)
+            queue.put(DelayedWgrad(self._write, (dy, x), records, self._owner, backward, self.alive))
         elif main_grad is not None:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, backward))
         return hand_over(weight, record, delayed=self._queue is not None, fused=self._fused)
@@ -175,7 +189,7 @@ class GroupedWgradTarget:
         self._owner = owner
         self._packed = packed
         self._fused = fused
-        self._queue = queue
+        self._queue = None if queue is None else weakref.ref(queue)
         self._tied = len(set(map(id, weights))) < len(weights)
 
     def refers_to(self, weights: Sequence[Tensor]) -> bool:
@@ -203,7 +217,8 @@ class GroupedWgradTarget:
             mine = [place is not None for place in places]
             ours = tuple([record for record in records if record is not None])
             write, alive = partial(self._write, mine), partial(self._alive, mine)
-            self._queue.put(DelayedWgrad(write, (dy, x, offsets), ours, self._owner, backward, alive))
+            queue = live_queue(self._queue, self._owner)
+            queue.put(DelayedWgrad(write, (dy, x, offsets), ours, self._owner, backward, alive))
         else:
             self._accumulate(places, dy, x, offsets, backward)
         delayed = self._queue is not None

@@ -143,21 +143,38 @@ class GradRounds:
             self._check_nothing_bypassed()
             self._end_iteration()
 
+    def start_grad_sync(self) -> None:
+        """Send what is left of the iteration; ``finish_grad_sync`` waits for it."""
+        self._check_complete("start_grad_sync()")
+        if self._under_way:
+            self._notice_all_cleared()
+            self._due = [going for going in self._all if going.round.is_left]
+            self._send_due(finish=False)
+
     def finish_grad_sync(self) -> None:
         """Reduce what is left of the iteration, and wait: then ``.grad`` of every shard is complete."""
-        failed = next((going.round.name for going in self._all if going.round.phase is RoundPhase.WRITING), None)
-        if failed is not None:
-            raise RuntimeError(
-                f"finish_grad_sync() after a backward that raised an exception in {failed}: gradients are not "
-                f"complete; call zero_grad(), and the next forward begins a new iteration"
-            )
-        check_nothing_pending((record for bucket in self._buckets for record in bucket.records), "finish_grad_sync()")
-        self._check_nothing_bypassed()
+        self._check_complete("finish_grad_sync()")
         if self._under_way:
             self._notice_all_cleared()
             self._end_iteration()
         for going in self._all:
             going.round.has_waited = False
+
+    def _check_complete(self, caller: str) -> None:
+        """Every backward of the iteration has ended, and every delayed weight gradient is computed."""
+        failed = next((going.round.name for going in self._all if going.round.phase is RoundPhase.WRITING), None)
+        if failed is not None:
+            raise RuntimeError(
+                f"{caller} after a backward that raised an exception in {failed}: gradients are not "
+                f"complete; call zero_grad(), and the next forward begins a new iteration"
+            )
+        check_nothing_pending((record for bucket in self._buckets for record in bucket.records), caller)
+        self._check_nothing_bypassed()
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no microbatch has left anything that is not summed up, or all of it was cleared."""
+        return not self._under_way or all(bucket.grad_shard.is_cleared for bucket in self._buckets)
 
     def give_up(self) -> None:
         """Lose what is not reduced; what is under way ends."""
@@ -178,20 +195,22 @@ class GradRounds:
         self._due = [going for going in self._all if going.round.is_left]
         self._send_due()
 
-    def _send_due(self, *, complete: bool = True) -> None:
+    def _send_due(self, *, complete: bool = True, finish: bool = True) -> None:
         """All ranks send in one order: which delayed gradients are missing, and how long, may differ between them.
 
         complete  wait for those that are missing here
+        finish    with the last of them the iteration ends, which waits for all
         """
         assert self._due is not None, "the iteration's backwards are over"
         while self._due and not (complete and self._due[0].has_pending):
             going = self._due.pop(0)
             if not going.round.waits:  # .grad that is cleared before a delayed gradient comes does not give that one up
                 self._notice_cleared(going)
-            self._send(going, final=True)
+            self._send(going, final=True, makes_way=finish)
         if not self._due:
             self._due = None
-            self._finish()
+            if finish:
+                self._finish()
 
     def _finish(self) -> None:
         self._settle_all()
@@ -248,13 +267,16 @@ class GradRounds:
 
     # ---- One reduction. ----
 
-    def _send(self, going: _Going, *, final: bool) -> None:
-        """Reduce what the round has; across instances alone, where the rest was done in earlier microbatches."""
+    def _send(self, going: _Going, *, final: bool, makes_way: bool = True) -> None:
+        """Reduce what the round has; across instances alone, where the rest was done in earlier microbatches.
+
+        makes_way  the pool takes what was kept, and stays bounded: not where others compute meanwhile, who would wait
+        """
         inside, kept = going.round.phase is not RoundPhase.PARTIAL, going.round.was_kept
         going.round.send(final=final)
         for bucket in going.buckets:
             if inside or bucket.reduction.grid.outer_size > 1:
-                self._launch(bucket, kept=kept, inside=inside, across=final)
+                self._launch(bucket, kept=kept and makes_way, inside=inside, across=final)
 
     def _launch(self, bucket: ShardedBucket, *, kept: bool, inside: bool, across: bool) -> None:
         assert bucket.bucket is not None, "trainable"

@@ -11,6 +11,7 @@ from torch import nn
 from ..ddp.timeline import Timeline, recorded_on
 from .checkpoint_source import ShardedSource
 from .norm_ranks import ranks_of_norms
+from .parts import RootParts
 from .root import Root
 from .surroundings import refuse_torch_ddp
 from .unit import Unit
@@ -125,6 +126,11 @@ class FSDPModule(nn.Module):
     def units(self) -> list[Unit]:
         """Every unit of the model, the outermost first."""
         return list(root_of(self).units)
+
+    @property
+    def grad_parts(self) -> RootParts:
+        """Of the whole model: who reduces its gradients, for those who run parts of it. Collective the first time."""
+        return root_of(self).parts
 
     def checkpoint_source(self) -> ShardedSource:
         """How ``save_checkpoint`` and ``load_checkpoint`` see this module and the units in it. Collective the first

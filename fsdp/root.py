@@ -23,6 +23,7 @@ from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
 from ..ddp.timeline import Timeline
 from .grad_rounds import GradRounds
 from .order import ForwardOrder
+from .parts import RootParts
 from .sharded_bucket import BucketEvents, ShardedBucket
 from .unit import Unit
 from .unit_gathers import UnitGathers
@@ -98,6 +99,8 @@ class Root:
 
         self.sync = True
         """False in every microbatch but the iteration's last."""
+        self.parts = RootParts(self)
+        """The parts of the model that take turns, where it is one of them or holds them."""
         self.forward_order: ForwardOrder[Unit] = ForwardOrder()
         self._running: list[_Running] = []  # forwards, each inside the one before
         self._checked = False  # this iteration's first forward has found all units as they were made

@@ -253,8 +253,9 @@ class ShardedBucket:
         self.grad_shard.give_up()
         self.grads.release()
         self.bucket.reset()
-        for pair in self.pairs:
+        for pair, record in zip(self.pairs, self.records, strict=True):
             forget_failed_backward(pair.whole)
+            record.forget_lost()
             pair.whole.grad = None
 
     def _make_grads(self, dtype: torch.dtype, first: int, last: int) -> None:

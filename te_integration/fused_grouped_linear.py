@@ -4,6 +4,7 @@ Legend: E experts, T rows, K input features, N output features. Expert e has the
 from offsets[E] on are padding.
 """
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ class GroupedUse:
     only_save            do all that backward needs and leave the product out
     """
 
-    __slots__ = ("fused", "only_save", "owner", "packed", "queue", "save_original_input", "target")
+    __slots__ = ("_queue", "fused", "only_save", "owner", "packed", "save_original_input", "target")
 
     def __init__(
         self,
@@ -51,18 +52,26 @@ class GroupedUse:
         save_original_input: bool = False,
         only_save: bool = False,
     ) -> None:
-        self.owner, self.fused, self.queue = owner, fused, queue
+        self.owner, self.fused = owner, fused
+        self._queue = None if queue is None else weakref.ref(queue)  # a module keeps this object
         self.save_original_input, self.only_save = save_original_input, only_save
         self.packed = weights[0].dim() == 3
         self.target: GroupedWgradTarget | None = None
         if fused or queue is not None:
             self.target = GroupedWgradTarget(weights, names, owner, packed=self.packed, fused=fused, queue=queue)
 
+    @property
+    def delays(self) -> bool:
+        """Whether weight gradients wait in a queue."""
+        return self._queue is not None
+
     def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
         """Whether a forward with these may use this object again: see ``LinearUse``."""
         if queue is not None and in_torch_ddp():
             return False
-        return self.queue is queue and self.fused is fused and (self.target is None or self.target.refers_to(weights))
+        if not (queue is None if self._queue is None else queue is not None and self._queue() is queue):
+            return False
+        return self.fused is fused and (self.target is None or self.target.refers_to(weights))
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a module has weights of its own, and makes its own
@@ -278,7 +287,7 @@ def _weight_grads(
         results = fresh_grouped_wgrads(dy, x, offsets, plain, ctx.weight_dtype, packed=use.packed)
     if use.target is None or all(place is None for place in places):
         return results
-    if use.queue is not None:
+    if use.delays:
         x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
     backward = ctx.outer_backward if ctx.outer_backward != -1 else torch._C._current_graph_task_id()
     delivered = use.target.deliver(places, dy, x, offsets, backward)

@@ -3,6 +3,7 @@
 Legend: T rows (all leading dims of the input together), K input features, N output features.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class LinearUse:
     only_save            do all that backward needs and leave the product out, for a recompute that nobody reads
     """
 
-    __slots__ = ("fused", "only_save", "owner", "queue", "save_original_input", "targets", "transposed")
+    __slots__ = ("_queue", "fused", "only_save", "owner", "save_original_input", "targets", "transposed")
 
     def __init__(
         self,
@@ -44,15 +45,21 @@ class LinearUse:
         save_original_input: bool = False,
         only_save: bool = False,
     ) -> None:
-        self.owner, self.fused, self.queue, self.transposed = owner, fused, queue, transposed
+        self.owner, self.fused, self.transposed = owner, fused, transposed
+        self._queue = None if queue is None else weakref.ref(queue)  # a module keeps this object
         self.save_original_input, self.only_save = save_original_input, only_save
         self.targets = tuple([WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights])
+
+    @property
+    def delays(self) -> bool:
+        """Whether weight gradients wait in a queue."""
+        return self._queue is not None
 
     def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
         """Whether a forward with these may use this object again. Delayed gradients are checked anew in a wrapper of
         torch's, which may have come since."""
         return (
-            self.queue is queue
+            (queue is None if self._queue is None else queue is not None and self._queue() is queue)
             and not (queue is not None and in_torch_ddp())
             and self.fused is fused
             and len(self.targets) == len(weights)
@@ -179,7 +186,7 @@ def _weight_grad(
         if want is Demand.NOTHING:
             return None
         return _cast(x.t() @ dy if use.transposed else dy.t() @ x, weight.dtype)
-    if use.queue is not None:
+    if use.delays:
         x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
     backward = ctx.outer_backward if ctx.outer_backward != -1 else torch._C._current_graph_task_id()
     left, right = (x, dy) if use.transposed else (dy, x)

@@ -9,20 +9,18 @@ graph twice, for inputs and again for weights, and puts what it finds into ``.gr
 it is never used here, and refused elsewhere (see ``SplitBackwardWatch``).
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-from ..ddp.data_parallel import DistributedDataParallel
+from ..ddp.parts import Parts, parts_of
 from ..ddp.wgrad_module import DelayedWgradModule
+from ..kernels.compat import have_inputs_require_grad, running_pipeline_step
 from .wgrad_queue import WgradQueue, delayed_wgrad
 
 __all__ = ["PipelineStage"]
@@ -79,18 +77,23 @@ class PipelineStage(pipelining.PipelineStage):
         self.average_microbatches = average_microbatches
         self.queue = WgradQueue()
         """What waits for its W slot; its ``log`` records what ran."""
-        self._wrappers = [module for module in submodule.modules() if isinstance(module, DistributedDataParallel)]
+        self._find_parts()
         self._microbatch = -1  # of the running or latest backward
         self._num_backwards = 0  # in this step
         self._is_incomplete = False  # some backwards of this step were begun, and not all are done
         self._iterations: list[int] = []  # of the wrappers, when the first was begun
 
+    def _find_parts(self) -> None:
+        """Everybody who reduces gradients of this stage, and of others on this rank perhaps."""
+        self._parts: list[Parts] = parts_of([self.submod])
+        self._hosts = [parts.host for parts in self._parts]  # a wrapper around several stages may have no other keeper
+
     def clear_runtime_states(self) -> None:
         """The start of a step. ``RuntimeError`` where one that failed has left gradients: they would be added."""
-        schedule = _calling_schedule()
-        if schedule is not None:
-            self.chunks = schedule._n_microbatches
-            schedule._internal_losses.clear()  # of a step that failed: torch would run backward from them
+        step = running_pipeline_step()
+        if step is not None:
+            self.chunks = step.num_microbatches
+            step.losses.clear()  # of a step that failed: torch would run backward from them
         if not self._has_leavings():
             self._num_backwards, self._is_incomplete = 0, False
         elif self.has_backward:
@@ -99,6 +102,11 @@ class PipelineStage(pipelining.PipelineStage):
                 f"gradients{self._pending_text()}, which would be added to this step's: call stage.abandon_step() of "
                 f"every stage, on every rank, which throws this iteration's gradients away"
             )
+        if self.has_backward:
+            self._find_parts()
+            for parts in self._parts:
+                parts.begin(self, self.submod.parameters())
+            have_inputs_require_grad(self)
         super().clear_runtime_states()
 
     def abandon_step(self) -> None:
@@ -109,8 +117,8 @@ class PipelineStage(pipelining.PipelineStage):
         failed by itself, make process groups, stages and schedule anew.
         """
         self.queue.clear()
-        for wrapper in self._wrappers:
-            wrapper.abandon_iteration()
+        for parts in self._parts:
+            parts.abandon(self)
         for param in self._unwrapped_params():
             param.grad = None
         self._num_backwards, self._is_incomplete = 0, False
@@ -136,7 +144,7 @@ class PipelineStage(pipelining.PipelineStage):
         final = self._launches_early and (last_backward or self._num_backwards + 1 == self.chunks)
         if not self._is_incomplete:
             self._is_incomplete = True
-            self._iterations = [wrapper.iteration for wrapper in self._wrappers]
+            self._iterations = [parts.iteration for parts in self._parts]
         loss = bwd_kwargs["stage_output"]
         if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
             if loss.numel() != 1:  # torch.autograd refuses it without a gradient to start with
@@ -145,7 +153,9 @@ class PipelineStage(pipelining.PipelineStage):
                     f"its mean() or sum()"
                 )
             bwd_kwargs = {**bwd_kwargs, "output_grads": torch.full_like(loss, 1.0 / (self.chunks or 1))}
-        with self.queue.microbatch(self._microbatch), self._no_sync(unless=final):
+        with self.queue.microbatch(self._microbatch), ExitStack() as stack:
+            for parts in self._parts:
+                stack.enter_context(parts.backward(self, final=final))
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         self._num_backwards += 1
         self._is_incomplete = self._num_backwards != self.chunks
@@ -174,9 +184,8 @@ class PipelineStage(pipelining.PipelineStage):
                 f"so that each was scaled by 1 / {self.chunks}; run this stage by one of torch's schedules, or give "
                 f"each schedule a PipelineStage of its own around the same module"
             )
-        for wrapper in self._wrappers:
-            if wrapper.ddp_config.overlap_grad_reduce and wrapper.require_backward_grad_sync:
-                wrapper.start_grad_sync()
+        for parts in self._parts:
+            parts.end(self)
         super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
@@ -201,11 +210,11 @@ class PipelineStage(pipelining.PipelineStage):
         """Whether buckets may launch as they become ready, and not in ``perform_reduce_grad``, together.
 
         Collectives of one group must be issued in one order on all replicas. A wrapper sees to that for its own
-        buckets. Of several in one process, one may be held back on one replica only, by a parameter that its last
-        microbatch does not use; then the place in the schedule decides, which is the same on all.
+        buckets, also around several stages. Of several in one process, one may be held back on one replica only, by a
+        parameter that its last microbatch does not use; then the place in the schedule decides, the same on all.
         """
         stages_here = list(self.stage_index_to_group_rank.values()).count(self.group_rank)
-        return stages_here == 1 and len(self._wrappers) == 1
+        return len(self._parts) == 1 and self._parts[0].num_begun == stages_here
 
     def _has_leavings(self) -> bool:
         """Whether a step that failed has left gradients, and nobody has thrown them away since."""
@@ -213,8 +222,8 @@ class PipelineStage(pipelining.PipelineStage):
             return True
         if not self._is_incomplete:
             return False
-        begun = zip(self._wrappers, self._iterations, strict=True)
-        return any(not wrapper.is_clear and wrapper.iteration == before for wrapper, before in begun) or any(
+        begun = zip(self._parts, self._iterations, strict=True)
+        return any(not parts.is_clear and parts.iteration == before for parts, before in begun) or any(
             param.grad is not None for param in self._unwrapped_params()
         )
 
@@ -222,7 +231,7 @@ class PipelineStage(pipelining.PipelineStage):
         return f" ({len(self.queue)} pending, of {', '.join(self.queue.pending_owners)})" if len(self.queue) else ""
 
     def _unwrapped_params(self) -> list[nn.Parameter]:
-        wrapped = {id(param) for wrapper in self._wrappers for param in wrapper.module.parameters()}
+        wrapped = {id(param) for host in self._hosts for param in host.parameters()}
         return [param for param in self.submod.parameters() if id(param) not in wrapped]
 
     def _wgrad_runner(self) -> Callable[[], None]:
@@ -230,23 +239,8 @@ class PipelineStage(pipelining.PipelineStage):
         return partial(self.queue.drain_microbatch, self._microbatch)
 
     @contextmanager
-    def _no_sync(self, unless: bool = False) -> Iterator[None]:
+    def _no_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for wrapper in () if unless else self._wrappers:
-                stack.enter_context(wrapper.no_sync())
+            for parts in self._parts:
+                stack.enter_context(parts.no_sync())
             yield
-
-
-def _calling_schedule() -> Any:
-    """torch's schedule whose step is about to run; None where nobody of torch's calls.
-
-    torch tells a stage the number of microbatches when a schedule first runs on it, and never again: of two schedules
-    that take turns the other's would count. Nothing that a schedule hands to its stages in each step names it.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, _PipelineSchedule):
-            return found
-        frame = frame.f_back
-    return None

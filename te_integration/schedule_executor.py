@@ -10,6 +10,7 @@ module that has: a container that only forwards the call must not run its childr
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..ddp.parts import parts_of
 from .schedule import Entry, Kind, Schedule
 
 __all__ = ["ChunkLink", "ConnectedChunks", "ScheduleExecutor", "SlotRecord"]
@@ -106,6 +108,11 @@ class ScheduleExecutor:
 
     Gradients land where the modules put them: ``.grad``, or ``main_grad``. Per weight they are added in the order of
     microbatches, so that any valid order gives bitwise the gradients of any other, unless chunks share weights.
+
+    Our wrappers, in chunks or around several, learn which dgrad and wgrad of a chunk is the last: reductions run under
+    what comes after. Where there is one wrapper for all chunks here, each bucket launches as soon as it is complete;
+    where there are several, or sharded chunks, a chunk's launch with its last entry. ``no_sync`` around ``run`` leaves
+    reductions to a later one; ``finish_grad_sync()`` ends the iteration, as ever.
     """
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
@@ -150,6 +157,9 @@ class ScheduleExecutor:
         try:
             for step in self.schedule.steps:
                 self.records.append(run.step(step))
+        except BaseException:
+            run.fail()
+            raise
         finally:
             run.close()
         pending = [
@@ -213,6 +223,11 @@ class _Chunk:
         ]
         """Modules with the delaying verbs, but not the containers of such modules; in layer order."""
 
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """What it runs, one after another."""
+        return self._layers
+
     def pending(self) -> list[str]:
         """Names of modules with pending weight gradients, containers too."""
         return [name for module, name in self.names.items() if module in self._able and _needs_backward_dw(module)]
@@ -239,10 +254,27 @@ class _Run:
         self._in_forward = False
         # (chunk, microbatch) of what each delaying module has pending, oldest first.
         self._pending = {module: deque[tuple[int, int]]() for chunk in chunks for module in chunk.delaying}
+        self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}
+        """Who reduces gradients of each chunk."""
+        self._hosts = [parts.host for found in self._parts.values() for parts in found]
+        everybody = {parts for found in self._parts.values() for parts in found}
+        self._launches_early = len(everybody) == 1  # of several, replicas might launch in different orders
+        self._last_dgrads = {step.chunk: step.index for step in schedule.steps if step.kind is Kind.DGRAD}
+        self._last_steps = {step.chunk: number for number, step in enumerate(schedule.steps)}
+        self._num_steps = 0
+        for chunk, found in self._parts.items():
+            for parts in found:
+                parts.begin(chunk, [param for layer in chunk.layers for param in layer.parameters()])
         self._handles: list[RemovableHandle] = []
         for module in dict.fromkeys(module for chunk in chunks for module in chunk.names):
             if module in self._pending or any(True for _ in module.parameters(recurse=False)):
                 self._handles.append(module.register_forward_hook(self._watch))
+
+    def fail(self) -> None:
+        """Nobody waits for gradients that do not come."""
+        for chunk, found in self._parts.items():
+            for parts in found:
+                parts.leave(chunk)
 
     def close(self) -> None:
         """Take the hooks off the modules, and let go of graphs."""
@@ -262,6 +294,10 @@ class _Run:
             delayed = self._run_dgrad(chunk, entry)
         else:
             self._run_wgrad(chunk, entry)
+        if self._num_steps == self._last_steps[entry.chunk]:
+            for parts in self._parts[chunk]:
+                parts.end(chunk)
+        self._num_steps += 1
         return SlotRecord(
             entry=entry,
             modules=tuple(chunk.names[module] for module in self._reached),
@@ -296,7 +332,11 @@ class _Run:
             if output.requires_grad and (is_loss or grad is not None)
         ]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+            final = self._launches_early and entry.index == self._last_dgrads[entry.chunk]
+            with ExitStack() as stack:
+                for parts in self._parts[chunk]:
+                    stack.enter_context(parts.backward(chunk, final=final))
+                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         self._link.send_input_grad(*key, tuple(tensor.grad for tensor in inputs))
         delayed = []
         for module in reversed(chunk.delaying):

@@ -5,6 +5,7 @@ work that fits anywhere later in the schedule; drained in bucket order, each buc
 gradients of the next.
 """
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +35,9 @@ class WgradQueue:
     backwards come, or named by ``microbatch``. For one parameter entries run in the order in which they were queued.
     Threads that drain one queue do so one after the other. Draining raises ``RuntimeError`` that names a module whose
     weights were freed, after it has computed the others, and its entries are gone then.
+
+    Keep it until it is drained: modules and graphs refer to it weakly. What is pending in a queue that is let go is
+    refused by name in the next step over its weights.
     """
 
     def __init__(self) -> None:
@@ -60,6 +64,11 @@ class WgradQueue:
 
     def __reduce__(self) -> Any:
         return WgradQueue, ()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            for entry in vars(self).get("_entries", ()):
+                entry.lose()
 
     def put(self, entry: DelayedWgrad) -> None:
         """Append one; called from backward."""

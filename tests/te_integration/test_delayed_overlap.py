@@ -5,8 +5,7 @@ the last bucket's left out, during which a weight gradient is computed.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -15,23 +14,16 @@ import torch.distributed as dist
 from delayed_group import CollectiveInterval, delayed_group
 from gloo import run_ranks
 from plain_grads import plain_grads
+from sleeping_wgrads import SLEEP, Wgrad, share_under, sleeping_wgrads
 from torch import Tensor, nn
 from towers import repeat_on_a_busy_machine
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, wgrad_target
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.te_integration import Linear, WgradQueue
 from maingrad.te_integration.wgrad_queue import drain_modules
 
-SLEEP = 0.05
 LAYERS = 8
 WIDTH = 16
-
-
-class Wgrad(NamedTuple):
-    """One product, in seconds of ``time.perf_counter``."""
-
-    start: float
-    end: float
 
 
 class Run(NamedTuple):
@@ -41,24 +33,6 @@ class Run(NamedTuple):
     wgrads: list[Wgrad]
     collectives: list[CollectiveInterval]
     worst_error: float
-
-
-@contextmanager
-def sleeping_wgrads() -> Iterator[list[Wgrad]]:
-    """Every fused weight gradient takes 50 ms longer, and is noted."""
-    real, intervals = wgrad_target.wgrad_accumulate, []
-
-    def slow(dy: Tensor, x: Tensor, accumulator: Tensor, *, overwrite: bool = False) -> None:
-        start = time.perf_counter()
-        time.sleep(SLEEP)
-        real(dy, x, accumulator, overwrite=overwrite)
-        intervals.append(Wgrad(start, time.perf_counter()))
-
-    wgrad_target.wgrad_accumulate = slow
-    try:
-        yield intervals
-    finally:
-        wgrad_target.wgrad_accumulate = real
 
 
 def tower(delayed: int) -> nn.Sequential:
@@ -118,12 +92,6 @@ def measure(delayed: int, sharded: bool, microbatches: int) -> Run:
         return Run((start, end), list(wgrads), list(group.intervals), worst)
 
 
-def share_under_wgrads(run: Run) -> float:
-    counted = run.collectives[:-1]
-    inside = sum(max(0.0, min(w.end, c.end) - max(w.start, c.start)) for c in counted for w in run.wgrads)
-    return inside / sum(c.end - c.start for c in counted)
-
-
 def check_share(delayed: int, sharded: bool, microbatches: int) -> None:
     def attempt() -> dict[str, str]:
         late = {}
@@ -133,7 +101,7 @@ def check_share(delayed: int, sharded: bool, microbatches: int) -> None:
             assert len(run.wgrads) == LAYERS * microbatches
             in_backward = [w for w in run.wgrads if run.backward[0] <= w.start <= run.backward[1]]
             assert len(in_backward) == LAYERS - delayed, "the backward computes no delayed weight gradient"
-            share = share_under_wgrads(run)
+            share = share_under(run.wgrads, run.collectives[:-1])
             if share < 0.8:
                 late[f"rank {rank}"] = f"{share:.0%}"
         return late

@@ -133,7 +133,7 @@ def by_hand() -> None:
     stage = rank.stages[0]
     stage.clear_runtime_states()
     for microbatch, x in enumerate(batch(2)[0].chunk(2)):
-        y = stage.forward_one_chunk(microbatch, (x,))
+        y = stage.forward_one_chunk(microbatch, (x,), {})
         stage.set_local_bwd_input((torch.ones_like(y),), microbatch)
         stage.backward_one_chunk(microbatch)
     stage.perform_reduce_grad(1)
@@ -173,3 +173,60 @@ def test_an_evaluation_leaves_gradients_and_reductions_alone(
     check([grads for grads, _ in outcomes], [plain_grads(4)] * 2)
     losses = outcomes[-1][1]
     assert len(losses) == 2 * (2 + inside) and all(len(seen) == 4 and seen == losses[0] for seen in losses)
+
+
+# ---- torch's trial of a stage's module, before its first step. ----
+
+
+class Gated(nn.Module):
+    """Uses its gate where the first row says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y * self.gate if x[0, 0] > 0 else y
+
+
+def first_step(around: bool) -> tuple[list[bool], list[bool], Grads]:
+    """Whether forwards in torch's trial would reduce, and whether the first microbatch found all buckets clear."""
+    torch.manual_seed(0)
+    module = Gated()
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1, find_unused_parameters=True)
+    model = DistributedDataParallel(nn.ModuleList([module]) if around else module, config)
+    alone = dist.new_subgroups(1)[0]
+    stage = PipelineStage(module if around else model, 0, 1, torch.device("cpu"), group=alone)
+    tried: list[bool] = []
+    clear: list[bool] = []
+    forward_one_chunk = stage.forward_one_chunk
+    module.register_forward_hook(lambda *_: tried.append(model.require_backward_grad_sync))
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        clear.append(model.is_clear)
+        return forward_one_chunk(*args, **kwargs)
+
+    stage.forward_one_chunk = watched
+    x, target = batch(2)
+    x[0, 0], x[ROWS, 0] = -1.0, 1.0  # the trial, of the first microbatch, does not use the gate
+    pipelining.Schedule1F1B(stage, 2, loss_fn, scale_grads=False).step(x, target=target, losses=[])
+    model.finish_grad_sync()
+    return tried[:-2], clear[:1], reduced_grads(model)
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_torchs_trial_of_a_module_reduces_nothing(around: bool) -> None:
+    x, target = batch(2)
+    x[0, 0], x[ROWS, 0] = -1.0, 1.0
+    torch.manual_seed(0)
+    plain = Gated()
+    plain.layer.fuse_wgrad_accumulation = False
+    for part, wanted in zip(x.chunk(2), target.chunk(2), strict=True):
+        (loss_fn(plain(part), wanted) / 2).backward()
+    for tried, clear, grads in simulate(first_step, 2, around):
+        assert tried and not any(tried)
+        assert clear == [True]
+        for name, param in plain.named_parameters():
+            assert torch.allclose(grads[f"0.{name}" if around else name], param.grad, rtol=1e-5, atol=1e-7), name

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -83,3 +84,86 @@ def test_a_module_with_a_queue_of_its_own_can_be_pickled() -> None:
     layer(torch.ones(2, 8)).sum().backward()
     layer.backward_dw()
     assert torch.equal(layer.weight.grad, torch.full((8, 8), 2.0))
+
+
+def pending_in(queue: WgradQueue, layer: nn.Module) -> None:
+    with delayed_wgrad(queue):
+        y = layer(torch.ones(2, 8))
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_step_over_what_is_pending_is_refused(own: bool) -> None:
+    layer, other, queue = Linear(8, 8, name="layer", delay_wgrad_compute=own), nn.Linear(8, 8), WgradQueue()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    pending_in(queue, layer)
+    with pytest.raises(
+        RuntimeError, match=r"SGD.step\(\) while a delayed weight gradient of layer is pending: .* drain its WgradQueue"
+    ):
+        optimizer.step()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # nothing is pending of these
+    before = layer.weight.detach().clone()
+    layer.backward_dw() if own else queue.drain()
+    optimizer.step()
+    assert torch.allclose(before - layer.weight, torch.full((8, 8), 0.2))
+    optimizer.zero_grad()
+    pending_in(queue, layer)
+    (layer.wgrad_queue if own else queue).clear()
+    optimizer.step()
+
+
+def test_a_queue_that_nobody_keeps_is_gone_and_what_it_lacked_is_said() -> None:
+    layer, queue = Linear(8, 8, name="layer"), WgradQueue()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    pending_in(queue, layer)
+    gone = weakref.ref(queue)
+    del queue
+    assert gone() is None, "no module keeps it"
+    with pytest.raises(RuntimeError, match=r"without a delayed weight gradient of layer, whose WgradQueue was let go"):
+        optimizer.step()
+    optimizer.zero_grad()
+    layer(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def test_a_backward_whose_queue_is_gone_is_refused() -> None:
+    layer, queue = Linear(8, 8, name="layer"), WgradQueue()
+    with delayed_wgrad(queue):
+        y = layer(torch.ones(2, 8))
+    del queue
+    with pytest.raises(RuntimeError, match="layer: the WgradQueue that this forward delayed into was let go"):
+        y.sum().backward()
+    layer(torch.ones(2, 8)).sum().backward()  # undelayed, by a use of its own
+    assert torch.equal(layer.weight.grad, torch.full((8, 8), 2.0))
+
+
+def test_a_wrapper_names_a_queue_that_was_let_go_and_the_iteration_can_be_given_up() -> None:
+    layer, queue = Linear(8, 8, name="layer", fuse_wgrad_accumulation=True), WgradQueue()
+    wrapper = DistributedDataParallel(layer)
+    pending_in(queue, wrapper)
+    del queue
+    with pytest.raises(RuntimeError, match=r"start_grad_sync\(\) without .* of layer, whose WgradQueue was let go"):
+        wrapper.finish_grad_sync()
+    wrapper.zero_grad_buffer()
+    wrapper(torch.ones(2, 8)).sum().backward()
+    wrapper.finish_grad_sync()
+    assert torch.equal(layer.weight.main_grad, torch.full((8, 8), 2.0))
+
+
+def test_a_microbatch_inside_another_ends_with_its_block() -> None:
+    layer, queue = Linear(8, 8), WgradQueue()
+    with queue.microbatch(5):
+        pending_in(queue, layer)
+        with queue.microbatch(7):
+            pending_in(queue, layer)
+        pending_in(queue, layer)
+        with pytest.raises(ArithmeticError), queue.microbatch(9):
+            raise ArithmeticError
+        pending_in(queue, layer)
+    assert [entry.pending.microbatch for entry in queue] == [5, 7, 5, 5]
+    assert queue.pending_microbatches == [5, 7]
+    pending_in(queue, layer)
+    assert [entry.pending.microbatch for entry in queue][-1] == 6, "numbered again after the last block's"
+    queue.drain_microbatch(5)
+    assert queue.pending_microbatches == [7, 6]
+    queue.clear()

@@ -312,3 +312,13 @@ def test_a_layer_whose_output_is_no_tensor_still_has_its_slot():
     executor = ScheduleExecutor(parse_order([1, -1, 1, -1.5, -1, -1.5]), [Unboxing()])
     executor.run(batches(2), loss_of)
     assert [record.modules for record in executor.records if record.entry.kind is Kind.WGRAD] == [("linear",)] * 2
+
+
+def test_the_documentations_wrapper_around_chunks_is_reduced() -> None:
+    _, code, _ = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(code, names)
+    model = names["model"]
+    assert isinstance(model, DistributedDataParallel)
+    assert model.is_reduced and len(names["losses"]) == 2
+    assert all(record.view.any() for record in model.records)

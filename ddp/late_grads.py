@@ -1,0 +1,83 @@
+"""Delayed weight gradients that go to ``.grad``, where no wrapper counts them: a step that would miss one is refused.
+
+Computed after the step they would be added to the next iteration's, without a word.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["note_lost", "note_over", "note_waiting"]
+
+
+class Waiting(Protocol):
+    """A delayed weight gradient."""
+
+    weights: Callable[[], Sequence[Tensor]]
+
+    @property
+    def owner(self) -> str:
+        """Its module."""
+
+
+class _Lost(NamedTuple):
+    owner: str
+    weights: Callable[[], Sequence[Tensor]]
+
+
+# torch's hook is for the whole process, and so are these.
+_waiting: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_lost: list[_Lost] = []
+
+
+def note_waiting(entry: Waiting) -> None:
+    """Refuse steps over its weights until it is computed or given up."""
+    _register_once()
+    _waiting.add(entry)
+
+
+def note_over(entry: Waiting) -> None:
+    """It was computed, or given up."""
+    _waiting.discard(entry)
+
+
+def note_lost(entry: Waiting) -> None:
+    """Its queue was let go: refuse the next step over its weights, which lacks it for good."""
+    _waiting.discard(entry)
+    _lost.append(_Lost(entry.owner, entry.weights))
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not _waiting and not _lost:
+        return
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    step = f"{type(optimizer).__name__}.step()"
+    _lost[:] = [entry for entry in _lost if entry.weights()]
+    for lost in _lost:
+        if _serves_one_of(lost.weights(), params):
+            _lost.remove(lost)
+            raise RuntimeError(
+                f"{step} without a delayed weight gradient of {lost.owner}, whose WgradQueue was let go before it was "
+                f"drained: keep the queue, and drain() it before the step; zero_grad() begins this iteration anew"
+            )
+    for entry in _waiting:
+        if _serves_one_of(entry.weights(), params):
+            raise RuntimeError(
+                f"{step} while a delayed weight gradient of {entry.owner} is pending: it would be missing here, and "
+                f"be added to the next iteration's .grad; call backward_dw() or drain its WgradQueue before the step, "
+                f"or clear() the queue to give it up"
+            )
+
+
+def _serves_one_of(weights: Iterable[Tensor], params: set[int]) -> bool:
+    return any(id(weight) in params for weight in weights)
