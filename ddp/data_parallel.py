@@ -188,6 +188,8 @@ class DistributedDataParallel(nn.Module):
         where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
         self._check_in_use("start_grad_sync()")
+        if self._is_frozen():
+            self._wired[0].check()
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
@@ -369,7 +371,7 @@ class DistributedDataParallel(nn.Module):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._is_frozen():
             return self.module(*args, **kwargs)
         self._before_forward()
         outputs = self.module(*args, **kwargs)
@@ -380,6 +382,12 @@ class DistributedDataParallel(nn.Module):
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
             gather.settle()
+
+    @torch.compiler.disable
+    def _is_frozen(self) -> bool:
+        """Whether all of the model is frozen for now: this forward trains nothing, and a backward only goes through."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return not any(wired.owned.param.requires_grad for wired in self._wired)
 
     @torch.compiler.disable
     def _before_forward(self) -> None:

@@ -78,10 +78,7 @@ class Registration:
                     f"before fully_shard, and values in place, under torch.no_grad()"
                 )
             if sharded.requires_grad is not trainable or whole.requires_grad is not trainable:
-                raise RuntimeError(
-                    f"parameter '{sharded.shard.name}' was {'frozen' if trainable else 'unfrozen'} (requires_grad_) "
-                    f"after fully_shard, which plans for gradients or for none; do it before"
-                )
+                raise RuntimeError(_changed(sharded.shard.name, frozen=trainable))
         for index, (parameters, size, children, found) in enumerate(self._contents):
             if len(parameters) != size or tuple(children.values()) != found:
                 self._check_no_stranger(label)
@@ -140,6 +137,20 @@ class Registration:
         """Register the shards, whatever is registered now."""
         for place in self._places:
             place.register(place.sharded)
+
+
+def _changed(name: str, *, frozen: bool) -> str:
+    if frozen:
+        return (
+            f"parameter '{name}' was frozen (requires_grad_) after fully_shard, which plans for gradients or for none; "
+            f"do it before, or give it a learning rate of 0 meanwhile. A backward that is to go through the model "
+            f"without training it (a generator's, through its discriminator) runs under no_sync() of this model, and "
+            f"its zero_grad() follows"
+        )
+    return (
+        f"parameter '{name}' was unfrozen (requires_grad_) after fully_shard, which plans for gradients or for none; "
+        f"do it before, and give it a learning rate of 0 until it is to be trained"
+    )
 
 
 def _among_whole(
