@@ -87,7 +87,8 @@ class Bucket:
         self.idle = phase is Phase.IDLE
         if phase is Phase.REDUCING:
             self._close(
-                "was launched: run earlier backwards under no_sync(), use non-reentrant recompute, and with "
+                "was launched: run earlier backwards under no_sync() (and zero_grad() after one whose gradients nobody "
+                "wants: an attack's, a generator's through its discriminator), use non-reentrant recompute, and with "
                 "find_unused_parameters return from forward all that the loss uses"
             )
         elif phase is Phase.REDUCED:
@@ -128,5 +129,6 @@ def check_nothing_under_way(buckets: Iterable[Bucket]) -> None:
         if bucket.phase is Phase.REDUCING:
             raise RuntimeError(
                 f"{bucket.name} is still being reduced: call finish_grad_sync() after the last backward of an "
-                f"iteration and before zero_grad_buffer()"
+                f"iteration and before zero_grad_buffer(). A backward whose gradients are not wanted (an attack's, a "
+                f"generator's through its discriminator) runs under no_sync() of this model"
             )

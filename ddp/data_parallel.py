@@ -196,6 +196,8 @@ class DistributedDataParallel(AroundModule):
         where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
         self._check_in_use("start_grad_sync()")
+        if self._is_frozen():
+            self._wired[0].check()
         self.check_before_forward()  # where the forward was a method of the module's own
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
@@ -380,7 +382,7 @@ class DistributedDataParallel(AroundModule):
             self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
         elif self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._is_frozen():
             return self.module(*args, **kwargs)
         self.check_before_forward()
         outputs = self.module(*args, **kwargs)
@@ -391,6 +393,12 @@ class DistributedDataParallel(AroundModule):
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
             gather.settle()
+
+    @torch.compiler.disable
+    def _is_frozen(self) -> bool:
+        """Whether all of the model is frozen for now: this forward trains nothing, and a backward only goes through."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return not any(wired.owned.param.requires_grad for wired in self._wired)
 
     @torch.compiler.disable
     def check_before_forward(self) -> None:

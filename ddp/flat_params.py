@@ -93,6 +93,12 @@ class ParamSlice(NamedTuple):
         return tuple(self.wired.owned.param.shape)
 
     @property
+    def grad(self) -> Tensor:
+        """[end - start] its elements of the gradients, which are reduced after ``finish_grad_sync``: a view."""
+        grads = self.param.new_empty(0) if self.run is None else self.run.grads.view(-1)
+        return grads[self.offset : self.offset + self.end - self.start]
+
+    @property
     def updated(self) -> Tensor | None:
         """What the inner optimizer takes for one parameter, with these elements in it."""
         return None if self.run is None else self.run.master

@@ -1,5 +1,6 @@
 """What must hold at certain points of an iteration; a ``RuntimeError`` names the parameter and a remedy."""
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -37,7 +38,7 @@ def _check_no_stranger(module: nn.Module) -> None:
                 raise RuntimeError(
                     f"parameter '{f'{prefix}.{local}' if prefix else local}' requires a gradient, and was frozen or "
                     f"not there when the model was wrapped: it has no main_grad and would never be reduced; unfreeze "
-                    f"or add it before wrapping, or wrap again"
+                    f"or add it before wrapping, or unwrap() and wrap again"
                 )
 
 
@@ -70,11 +71,24 @@ def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: s
                     f"maingrad's wrapper"
                 )
             raise RuntimeError(
-                f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no "
-                f"hook sees it. Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has "
-                f"a dw_builder: use maingrad.te_integration.pipeline.PipelineStage. Where it was you (PCGrad, "
-                f"autograd.grad), call maingrad.ddp.add_grad(param, grad) in its place, before the last backward"
+                f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no hook sees it, "
+                f"and is not reduced. {_remedy_of(record)}"
             )
+
+
+def _remedy_of(record: GradRecord) -> str:
+    schedules = ""
+    if "torch.distributed.pipelining" in sys.modules:
+        schedules = (
+            " Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has a dw_builder: use "
+            "maingrad.te_integration.pipeline.PipelineStage."
+        )
+    if record.make_room is not None:
+        return f"Gradients made by hand go into .grad of model.parameters(), after the last backward.{schedules}"
+    return (
+        f"Where it was you (PCGrad, torch.autograd.grad), call maingrad.ddp.add_grad(param, grad) in its place, before "
+        f"the last backward; reduced gradients are changed after expose_grads().{schedules}"
+    )
 
 
 def check_whole(config: DistributedDataParallelConfig) -> None:

@@ -99,8 +99,11 @@ class WiredParam(NamedTuple):
             )
         if not param.requires_grad:
             raise RuntimeError(
-                f"parameter '{name}' was frozen (requires_grad_(False)) after wrapping: its bucket would wait for a "
-                f"gradient that never comes; freeze before wrapping, or wrap again"
+                f"parameter '{name}' was frozen (requires_grad_(False)) after wrapping: its gradient would be reduced "
+                f"as zero, and momentum or decay move it on; freeze before wrapping, or unwrap() and wrap again. "
+                f"Where a backward is to go through the model without training it (a generator's, through its "
+                f"discriminator), freeze all of its parameters and unfreeze them before finish_grad_sync(); or run "
+                f"that backward under no_sync() of this model, then its zero_grad()"
             )
 
 

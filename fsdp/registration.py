@@ -59,8 +59,15 @@ class Registration:
             for found in inside
         ]
         self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in pairs}
+        self._trained = [place for place in self._places if place.trainable]
         self._num_shown = 0
         self._shown_in_backward = False
+        self._shown_frozen = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """Somebody has frozen the shards of all that is trained, for now."""
+        return not any(place.sharded.requires_grad for place in self._trained)
 
     @property
     def shows_whole(self) -> bool:
@@ -78,10 +85,7 @@ class Registration:
                     f"before fully_shard, and values in place, under torch.no_grad()"
                 )
             if sharded.requires_grad is not trainable or whole.requires_grad is not trainable:
-                raise RuntimeError(
-                    f"parameter '{sharded.shard.name}' was {'frozen' if trainable else 'unfrozen'} (requires_grad_) "
-                    f"after fully_shard, which plans for gradients or for none; do it before"
-                )
+                raise RuntimeError(_changed(sharded.shard.name, frozen=trainable))
         for index, (parameters, size, children, found) in enumerate(self._contents):
             if len(parameters) != size or tuple(children.values()) != found:
                 self._check_no_stranger(label)
@@ -98,9 +102,11 @@ class Registration:
                     f"its gradient; add it before, or freeze it"
                 )
 
-    def show_whole(self) -> None:
-        """Register the whole parameters in the modules that had them before sharding."""
+    def show_whole(self, *, frozen: bool = False) -> None:
+        """Register the whole parameters in the modules that had them before sharding; ``frozen``: as frozen ones."""
         self._num_shown += 1
+        if frozen is not self._shown_frozen:
+            self._freeze_whole(frozen)
         if self._num_shown == 1:
             for place in self._places:
                 place.register(place.whole)
@@ -109,13 +115,22 @@ class Registration:
         """Register the shards again."""
         self._num_shown -= 1
         if self._num_shown == 0:
+            if self._shown_frozen:
+                self._freeze_whole(False)
             self.register_shards()
 
-    def show_in_backward(self) -> None:
+    def _freeze_whole(self, frozen: bool) -> None:
+        self._shown_frozen = frozen
+        for place in self._trained:
+            place.whole.requires_grad_(not frozen)
+
+    def show_in_backward(self, *, frozen: bool) -> None:
         """Register the whole parameters for what forward runs again in backward (recompute inside the unit)."""
         if not self._shown_in_backward:
             self._shown_in_backward = True
-            self.show_whole()
+            self.show_whole(frozen=frozen)
+        elif frozen is not self._shown_frozen:
+            self._freeze_whole(frozen)
 
     def hide_after_backward(self) -> None:
         """Undo it."""
@@ -140,6 +155,20 @@ class Registration:
         """Register the shards, whatever is registered now."""
         for place in self._places:
             place.register(place.sharded)
+
+
+def _changed(name: str, *, frozen: bool) -> str:
+    if frozen:
+        return (
+            f"parameter '{name}' was frozen (requires_grad_) after fully_shard, which plans for gradients or for none; "
+            f"do it before, or give it a learning rate of 0 meanwhile. Where a backward is to go through the model "
+            f"without training it (a generator's, through its discriminator), freeze all of its parameters, on all "
+            f"ranks; or run that backward under no_sync() of this model, then its zero_grad()"
+        )
+    return (
+        f"parameter '{name}' was unfrozen (requires_grad_) after fully_shard, which plans for gradients or for none; "
+        f"do it before, and give it a learning rate of 0 until it is to be trained"
+    )
 
 
 def _among_whole(

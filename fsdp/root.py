@@ -51,6 +51,8 @@ class _Entered(NamedTuple):
     """The graph task that has entered it first."""
     uses: set[Use]
     """Those that it has entered, and not passed."""
+    trains: bool
+    """It brings the unit gradients."""
 
 
 class _Backward:
@@ -60,7 +62,7 @@ class _Backward:
     final  it is the iteration's last
     """
 
-    __slots__ = ("entered", "final", "keeps_graph", "recomputed", "task", "tasks")
+    __slots__ = ("entered", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
 
     def __init__(self, task: int, *, final: bool) -> None:
         self.task = task
@@ -73,6 +75,8 @@ class _Backward:
         """By graph task: forwards that ran again in it."""
         self.keeps_graph = False
         """``create_graph=True``: what it read is read again."""
+        self.trains = False
+        """It is one of an iteration. Otherwise it only goes through the model, which was frozen in its forward."""
 
 
 class Root:
@@ -91,6 +95,7 @@ class Root:
         self.failures = FailureReporter()
         self._join_ranks()
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
+        self._trains = bool(trainable)
         self._connect(trainable)
         self.gathers = UnitGathers(units, self.device)
         if self._copy_engines:
@@ -104,6 +109,7 @@ class Root:
         self.forward_order: ForwardOrder[Unit] = ForwardOrder()
         self._running: list[_Running] = []  # forwards, each inside the one before
         self._checked = False  # this iteration's first forward has found all units as they were made
+        self._frozen = False  # all of the model was, for the last outermost forward
         self._backward: _Backward | None = None
 
     # ---- Forward. ----
@@ -125,6 +131,8 @@ class Root:
         self.gathers.arrive(unit)
         around = tuple([running.unit for running in self._running])
         passage = Passage(Use(unit, around), self._trace_of(task))
+        # What is recomputed goes by what is frozen now, as it does without units.
+        passage.use.trains = not (self._frozen if task == -1 else self._is_frozen())
         trace = passage.trace
         num_blocks = -1 if delay_blocks.queue is not None else delay_blocks.num_entered
         self._running.append(_Running(unit, trace, num_blocks))
@@ -173,25 +181,32 @@ class Root:
     def _check_units(self) -> None:
         """Once in an iteration, and before every forward that is none's."""
         trains = torch.is_grad_enabled()
-        if trains and self._checked:
+        self._frozen = self._is_frozen()
+        if self._frozen or (trains and self._checked):
             return
         with torch._C.DisableTorchFunctionSubclass():  # no value is read: shards need not ask who asks them
             for unit in self.units:
                 unit.check()
         self._checked = trains
 
+    def _is_frozen(self) -> bool:
+        """All that the model trains is frozen for now: a backward only goes through."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._trains and all(unit.registered.is_frozen for unit in self.units)
+
     # ---- Backward. ----
 
     def enter_backward(self, use: Use, trace: Trace, task: int) -> None:
         """Backward, in this graph task, has reached the outputs of a unit's forward."""
         unit = use.unit
-        backward = self._enter(unit, task, delays=use.delays)
-        backward.entered[unit].uses.add(use)
+        backward = self._enter(unit, task, trains=use.trains, delays=use.delays)
+        uses = backward.entered[unit].uses
+        uses.add(use)
         self.gathers.gather(unit)
         if all(other is unit or other in use.around for other in backward.entered):
             self._prefetch(use, trace, task, 1)  # otherwise that one leaves next, lets its parameters go, and does it
         self.gathers.arrive(unit)
-        unit.registered.show_in_backward()
+        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in uses))
         if torch.is_grad_enabled():
             backward.keeps_graph = True
 
@@ -206,21 +221,25 @@ class Root:
             return
         self._let_go_of(unit, backward)
         self._prefetch(use, trace, task, 2)  # before the reduction, which it would wait behind
-        self.grads.leave(unit, final=backward.final)
+        if entered.trains:
+            self.grads.leave(unit, final=backward.final)
 
-    def _enter(self, unit: Unit, task: int, *, delays: bool) -> _Backward:
+    def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> _Backward:
         backward = self._backward
         if backward is None:
             backward = self._backward = _Backward(task, final=self.sync)
-            self.grads.backward_began()
             if self.timeline is not None:
                 self.timeline.backward_started()
+        if trains and not backward.trains:
+            backward.trains = True
+            self.grads.backward_began()
         if task not in backward.tasks:
             backward.tasks.add(task)
             Variable._execution_engine.queue_callback(_BackwardEnd(weakref.ref(self), task))
-        if unit not in backward.entered:
-            backward.entered[unit] = _Entered(task, set())
-        self.grads.enter(unit, waits=delays)
+        entered = backward.entered.setdefault(unit, _Entered(task, set(), trains))
+        if trains:
+            backward.entered[unit] = entered._replace(trains=True)
+            self.grads.enter(unit, waits=delays)
         return backward
 
     def _let_go_of(self, unit: Unit, backward: _Backward) -> None:
@@ -250,18 +269,21 @@ class Root:
         if backward is None:
             return
         for unit in [unit for unit, entered in backward.entered.items() if entered.task == task]:
+            trained = backward.entered[unit].trains
             self._let_go_of(unit, backward)
-            self.grads.leave(unit, final=backward.final)
+            if trained:
+                self.grads.leave(unit, final=backward.final)
         backward.tasks.discard(task)
         if task != backward.task:
             return
         self._backward = None
-        self._checked = self._checked and not backward.final
+        self._checked = self._checked and not (backward.final and backward.trains)
         if self.timeline is not None:
             self.timeline.backward_ended(backward.final)
         if not backward.keeps_graph:  # otherwise a graph of these gradients reads them: until the next forward
             self._let_go_after_backward(final=backward.final)
-        self.grads.backward_ended(final=backward.final)
+        if backward.trains:
+            self.grads.backward_ended(final=backward.final)
 
     def _let_go_after_backward(self, *, final: bool) -> None:
         """Release what the next forward does not begin with; with the next microbatch's first units at hand, gather."""
@@ -301,7 +323,7 @@ class Root:
                     f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
                     f"pass reshard_after_forward=False"
                 )
-            self._enter(unit, torch._C._current_graph_task_id(), delays=False)
+            self._enter(unit, torch._C._current_graph_task_id(), trains=True, delays=False)
 
     def _on_delayed_wgrad(self, bucket: ShardedBucket) -> None:
         self.grads.delayed_wgrad_done(bucket)

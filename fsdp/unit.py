@@ -137,7 +137,7 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any], Passage | None]:
         """Have the whole parameters in place; returns the inputs as forward takes them, and the use that begins."""
         passage = root.enter_forward(self)
-        self.registered.show_whole()
+        self.registered.show_whole(frozen=not passage.use.trains)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_inputs(args, kwargs, dtype)

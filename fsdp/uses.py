@@ -32,13 +32,15 @@ class Use:
     around  the units that it ran inside, the outermost first
     """
 
-    __slots__ = ("around", "delays", "entered", "index", "passed", "unit")
+    __slots__ = ("around", "delays", "entered", "index", "passed", "trains", "unit")
 
     def __init__(self, unit: "Unit", around: "tuple[Unit, ...]") -> None:
         self.unit = unit
         self.around = around
         self.delays = False
         """Some of it ran under ``delayed_wgrad``."""
+        self.trains = True
+        """Its backward is one of an iteration: the model was not frozen meanwhile."""
         self.index = -1
         """Place in its trace; -1 until forward has ended, and for good where it left no graph."""
         self.entered = -1
@@ -117,7 +119,7 @@ class Passage:
             outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
             tensors = _tensors_of(outputs)
         self._inputs.clear()
-        if self.use.unit.needs_graph and not any(tensor.grad_fn is not None for tensor in tensors):
+        if self.use.unit.needs_graph and self.use.trains and not any(tensor.grad_fn is not None for tensor in tensors):
             # Another rank may have used what it trains, and this one what is frozen: backward comes to it on both.
             outputs = tree_map(_with_graph, outputs)
             tensors = _tensors_of(outputs)

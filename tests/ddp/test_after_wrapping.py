@@ -34,10 +34,52 @@ def test_freezing_after_wrapping_is_refused_at_the_next_forward() -> None:
     ddp_backward(ddp, make_batches(1))
     ddp.module[0].weight.requires_grad_(False)
     ddp.zero_grad_buffer()
-    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was frozen .* freeze before wrapping, or wrap again"):
+    with pytest.raises(RuntimeError, match=r"parameter '0.weight' was frozen .* freeze before wrapping, or unwrap"):
         ddp(make_batches(1)[0])
     ddp.module[0].weight.requires_grad_(True)
     ddp(make_batches(1)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_grad_reduce": True, "find_unused_parameters": True}])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_a_model_that_is_frozen_meanwhile_is_gone_through(when: str, options: dict[str, bool]) -> None:
+    """A generator's step through its discriminator: backward goes through, and none of it is the wrapped model's."""
+    ddp = wrap(make_model(), **options)
+    plain = plain_twin(ddp)
+    one, two = make_batches(2)
+
+    def go_through() -> torch.Tensor:
+        x = make_batches(1, seed=5)[0].requires_grad_()
+        ddp.requires_grad_(False)
+        loss_of(ddp, x).backward()
+        ddp.requires_grad_(True)
+        return x.grad
+
+    through = go_through() if when == "before" else None
+    with ddp.no_sync():
+        (loss_of(ddp, one) / 2).backward()
+    through = go_through() if when == "between" else through
+    loss = loss_of(ddp, two) / 2
+    through = go_through() if when == "after" else through
+    loss.backward()
+    ddp.finish_grad_sync()
+    plain_backward(plain, [one, two])
+    assert_same(main_grads(ddp), plain_grads(plain))
+    x = make_batches(1, seed=5)[0].requires_grad_()
+    loss_of(plain, x).backward()
+    assert torch.equal(through, x.grad)
+
+
+def test_a_model_that_stays_frozen_is_not_reduced() -> None:
+    """Its optimizer would move it by momentum and decay, with gradients of zero."""
+    ddp = wrap(make_model())
+    ddp.requires_grad_(False)
+    ddp(make_batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"parameter '3.weight' was frozen .* unfreeze them before finish_grad_sync"):
+        ddp.finish_grad_sync()
+    ddp.requires_grad_(True)
+    ddp.zero_grad_buffer()
+    ddp_backward(ddp, make_batches(1))
 
 
 def test_unfreezing_after_wrapping_is_refused_at_the_next_forward() -> None:

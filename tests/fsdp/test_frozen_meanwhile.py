@@ -1,0 +1,190 @@
+"""A backward that goes through a model which is frozen meanwhile, as a generator's through its discriminator: plain
+PyTorch's input gradients, and the model's own iteration goes on as if nothing had been."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from sharded_twin import (
+    Block,
+    Net,
+    batches_of,
+    mean_loss,
+    no_sync,
+    options_of,
+    rank_and_size,
+    ranks_of,
+    shard_blocks,
+    train_beside,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.te_integration import convert_linears
+
+Batches = Sequence[Tensor]
+
+
+def go_through(model: nn.Module, batch: Tensor) -> Tensor:
+    x = (batch * 0.5).requires_grad_()
+    model.requires_grad_(False)
+    mean_loss(model(x)).backward()
+    model.requires_grad_(True)
+    assert x.grad is not None
+    return x.grad
+
+
+def before(model: nn.Module, batches: Batches) -> None:
+    through = go_through(model, batches[0])
+    assert all(param.grad is None for param in model.parameters())
+    with no_sync(model):
+        mean_loss(model(batches[0] + through)).backward()
+    mean_loss(model(batches[1])).backward()
+
+
+def between_microbatches(model: nn.Module, batches: Batches) -> None:
+    with no_sync(model):
+        mean_loss(model(batches[0])).backward()
+    through = go_through(model, batches[0])
+    mean_loss(model(batches[1] + through)).backward()
+
+
+def between_forward_and_backward(model: nn.Module, batches: Batches) -> None:
+    loss = mean_loss(model(batches[0]))
+    through = go_through(model, batches[0])
+    with no_sync(model):
+        loss.backward()
+    mean_loss(model(batches[1] + through)).backward()
+
+
+def after(model: nn.Module, batches: Batches) -> None:
+    for batch in batches:
+        with no_sync(model) if batch is batches[0] else torch.enable_grad():
+            mean_loss(model(batch)).backward()
+    assert go_through(model, batches[0]).any()
+
+
+def unfrozen_before_its_backward(model: nn.Module, batches: Batches) -> None:
+    x = (batches[0] * 0.5).requires_grad_()
+    model.requires_grad_(False)
+    loss = mean_loss(model(x))
+    model.requires_grad_(True)
+    loss.backward()
+    mean_loss(model(batches[1] + x.grad)).backward()
+
+
+def in_one_backward_with_trained_forwards(model: nn.Module, batches: Batches) -> None:
+    x = (batches[0] * 0.5).requires_grad_()
+    first = mean_loss(model(batches[0]))
+    model.requires_grad_(False)
+    frozen = mean_loss(model(x))
+    model.requires_grad_(True)
+    (first + frozen + mean_loss(model(batches[1]))).backward()
+    assert x.grad.any()
+
+
+def evaluated(model: nn.Module, batches: Batches) -> None:
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(batches[0])
+    assert not model(batches[0]).requires_grad
+    model.requires_grad_(True)
+    mean_loss(model(batches[1])).backward()
+
+
+class RecomputingBlock(Block):
+    """Recomputes all of it."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class ReentrantBlock(RecomputingBlock):
+    reentrant = True
+
+
+class RecomputedNet(Net):
+    """Recomputes its blocks, from outside of their units; inside of them where they do so themselves."""
+
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            inside = isinstance(block, RecomputingBlock)
+            x = block(x) if inside else checkpoint(block, x, use_reentrant=False)
+        return self.head(x * self.scale)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "kept": Net,
+    "around units": RecomputedNet,
+    "inside units": lambda: RecomputedNet(RecomputingBlock),
+    "inside units, reentrant": lambda: RecomputedNet(ReentrantBlock),
+}
+ORDERS = (before, between_microbatches, between_forward_and_backward, after, in_one_backward_with_trained_forwards)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3, once", "hsdp_zero1"])
+@pytest.mark.parametrize("run", [*ORDERS, unfrozen_before_its_backward, evaluated])
+def test_the_models_own_iteration_goes_on(run: Callable[..., None], kind: str) -> None:
+    train_beside(kind, run=run)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "kept"])
+@pytest.mark.parametrize("run", ORDERS[:4])
+def test_recompute_is_frozen_as_its_forward_was(run: Callable[..., None], model: str) -> None:
+    train_beside("zero3", MODELS[model], run=run)
+
+
+def fused(model: nn.Module, **options: Any) -> None:
+    convert_linears(model)
+    shard_blocks(model, **options)
+
+
+@pytest.mark.parametrize("run", [between_forward_and_backward, in_one_backward_with_trained_forwards])
+def test_fused_weight_gradients(run: Callable[..., None]) -> None:
+    train_beside("zero3", shard=fused, run=run)
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "hsdp"])
+def test_nothing_is_reduced(kind: str) -> None:
+    def on_each_rank() -> int:
+        model = Net().double()
+        shard_blocks(model, **options_of(kind))
+        x = batches_of(rank_and_size()[0], 1)[0]
+        mean_loss(model(x)).backward()
+        model.zero_grad()
+        with model.record_timeline() as timeline:
+            assert go_through(model, x).any()
+        return len(timeline.buckets)
+
+    assert simulate(on_each_rank, ranks_of(kind)) == [0] * ranks_of(kind)
+
+
+def test_a_part_that_is_frozen_is_refused_with_what_helps() -> None:
+    model = Net()
+    shard_blocks(model)
+    model.blocks[1].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"'blocks.1.\w+.\w+' was frozen .* freeze all of its .* under no_sync"):
+        model(torch.ones(2, 5))
+    model.blocks[1].requires_grad_(True)
+    mean_loss(model(torch.ones(2, 5))).backward()
+
+
+def test_what_was_never_trained_stays_so() -> None:
+    model = nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    model.requires_grad_(False)
+    model(torch.ones(2, 5))
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"parameter '0.\w+' was unfrozen"):
+        model(torch.ones(2, 5))
