@@ -77,8 +77,8 @@ def save_checkpoint(
 
     def finish(all_notes: list[Notes]) -> None:
         if ranks.leads:
-            check_written(staging.folder, save_id)
-            make_manifest(all_notes, names, saved, extra, save_id).write(staging.folder)
+            metadata_file = check_written(staging.folder, save_id)
+            make_manifest(all_notes, names, saved, extra, save_id, metadata_file).write(staging.folder)
             staging.complete()
 
     with staging:

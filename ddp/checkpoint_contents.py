@@ -172,6 +172,7 @@ def make_manifest(
     optimizer: SavedOptimizer | None,
     extra: Any,
     save_id: str,
+    metadata_file: tuple[int, int],
 ) -> Manifest:
     """The manifest of what all ranks have, in their order. Raises ``ValueError`` where they contradict each other."""
     parameters: dict[str, SavedTensor] = {}
@@ -194,7 +195,7 @@ def make_manifest(
             raise ValueError(
                 f"experts of set {index} are on no rank of the first instance, which writes: instances must hold all"
             )
-    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
+    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra, metadata_file)
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:

@@ -7,6 +7,7 @@ metadata. ``dtype`` None keeps each parameter's; another one is rounded from the
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
 __all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
 
 _TIED = "maingrad.tied"
+_CHECKSUMS = "maingrad.crc32"
+"""In the file's own metadata: of each tensor's dtype, shape and bytes. The format has none; other files have none."""
 _KINDS = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -152,13 +155,42 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
     """Beside its place first: ``target`` is never half a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f"{target.name}.incomplete")
-    metadata = {"format": "pt", _TIED: json.dumps(dict(tied))}
+    stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    checksums = {name: _checksum(tensor) for name, tensor in stored.items()}
+    metadata = {"format": "pt", _TIED: json.dumps(dict(tied)), _CHECKSUMS: json.dumps(checksums)}
     try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, staging, metadata)
+        save_file(stored, staging, metadata)
         staging.replace(target)
     except (SafetensorError, OSError) as error:
         staging.unlink(missing_ok=True)  # half a file would keep the disk full
         raise OSError(f"'{target}' could not be written ({error})") from error
+
+
+def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of a contiguous CPU tensor's dtype, shape and bytes."""
+    kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    contents: Any = tensor.view(-1).view(torch.uint8).numpy()  # a buffer, which its stubs for Python 3.11 do not say
+    return zlib.crc32(contents, zlib.crc32(kind))
+
+
+def _check_sums(file: Any, path: Path) -> None:
+    """Raise ``ValueError`` where a tensor is another than was written; a file from elsewhere has no checksums."""
+    written = (file.metadata() or {}).get(_CHECKSUMS)
+    if written is None:
+        return
+    try:
+        checksums = json.loads(written)
+        names = set(checksums)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"'{path}' is damaged: its checksums are none ({error})") from None
+    different = names ^ set(file.keys())
+    if different:
+        raise ValueError(f"'{path}' is damaged: there is a tensor or a checksum of '{min(different)}', and not both")
+    for name, checksum in checksums.items():
+        if _checksum(file.get_tensor(name)) != checksum:
+            raise ValueError(
+                f"'{path}' is damaged where '{name}' lies: it has another checksum than when it was written"
+            )
 
 
 def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -200,6 +232,7 @@ def _match(path: Path, tensors: ModelTensors, present: Mapping[str, Tensor]) -> 
         raise FileNotFoundError(f"there is no file '{path}'")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            _check_sums(file, path)
             stored_as, known = {}, set()
             stored = set(file.keys())
             for name, tensor in present.items():

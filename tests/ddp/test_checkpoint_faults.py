@@ -96,6 +96,7 @@ def forget_moments(folder: Path) -> None:
     for entry in manifest["parameters"].values():
         if entry["state"]:
             entry["state"]["exp_avg_cubed"] = "float32"
+    manifest["checksum"] = None
     path.write_text(json.dumps(manifest))
 
 
@@ -111,7 +112,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "manifest truncated": (cut_manifest, ValueError, r"maingrad\.json' is truncated or damaged"),
     "manifest missing": (lose_manifest, ValueError, r"no complete checkpoint of maingrad: it has no maingrad\.json"),
     "manifest of another kind": (edit_manifest(format="x"), ValueError, "its format is not 'maingrad.checkpoint'"),
-    "manifest to come": (edit_manifest(version=2), ValueError, "has version 2 of the format, and this .* version 1"),
+    "manifest to come": (edit_manifest(version=3), ValueError, "has version 3 of the format, and .* 1 to 2"),
     "manifest without parameters": (edit_manifest(parameters=None), ValueError, r"maingrad\.json' is damaged"),
     "an option of no dtype": (
         edit_manifest(optimizer={"optimizer_class": "AdamW", "groups": [{"lr": {"tensor": 1.0, "dtype": "x"}}]}),
