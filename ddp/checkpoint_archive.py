@@ -46,7 +46,10 @@ def read_archive(file: BinaryIO, offset: int, length: int, target: Tensor) -> An
         raise OtherTensor(f"{described.dtype} {list(described.sizes)}")
     if described is None or not described.is_contiguous():
         return archive.load(target.nbytes)
-    archive.read_into(archive.records["data/0"], _memory_of(target))
+    try:
+        archive.read_into(archive.records["data/0"], _memory_of(target))
+    finally:
+        torch.autograd.graph.increment_version(target)  # as copy_ does: whoever compares versions sees the change
     return target
 
 

@@ -32,6 +32,8 @@ __all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
 _TIED = "maingrad.tied"
 _CHECKSUMS = "maingrad.crc32"
 """In the file's own metadata: of each tensor's dtype, shape and bytes. The format has none; other files have none."""
+_CHECKED = "maingrad.checked"
+"""Says that they are there: where one of the two names is damaged the other one is not."""
 _KINDS = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -157,7 +159,7 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
     staging = target.with_name(f"{target.name}.incomplete")
     stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     checksums = {name: _checksum(tensor) for name, tensor in stored.items()}
-    metadata = {"format": "pt", _TIED: json.dumps(dict(tied)), _CHECKSUMS: json.dumps(checksums)}
+    metadata = {"format": "pt", _TIED: json.dumps(dict(tied)), _CHECKED: "crc32", _CHECKSUMS: json.dumps(checksums)}
     try:
         save_file(stored, staging, metadata)
         staging.replace(target)
@@ -175,11 +177,11 @@ def _checksum(tensor: Tensor) -> int:
 
 def _check_sums(file: Any, path: Path) -> None:
     """Raise ``ValueError`` where a tensor is another than was written; a file from elsewhere has no checksums."""
-    written = (file.metadata() or {}).get(_CHECKSUMS)
-    if written is None:
+    metadata = file.metadata() or {}
+    if not {_CHECKED, _CHECKSUMS} & metadata.keys():
         return
     try:
-        checksums = json.loads(written)
+        checksums = json.loads(metadata.get(_CHECKSUMS, "null"))
         names = set(checksums)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"'{path}' is damaged: its checksums are none ({error})") from None

@@ -253,18 +253,18 @@ def everything_loaded(folder: Path) -> Any:
 
 def weights_loaded(folder: Path) -> Any:
     model = Everything(torch.float32, seed=1)
-    with limited():
+    with limited(maps=10**11):
         load_safetensors(folder / "weights.safetensors", model)
     return model.state_dict()
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    """A second, and 100 MB of address space."""
+def limited(maps: int = 0) -> Iterator[None]:
+    """A second, and 100 MB of address space beside files that are only mapped."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     old = resource.getrlimit(resource.RLIMIT_AS)
     if pages:
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100_000_000, old[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100_000_000 + maps, old[1]))
     began = time.process_time()
     try:
         yield
