@@ -246,6 +246,24 @@ def test_another_run_is_refused(tmp_path: Path, section: str, changed: dict[str,
         train(config)
 
 
+@pytest.mark.parametrize("part, at", [("training", 10), ("validation", -10)])
+def test_other_data_are_refused_by_name(tmp_path: Path, part: str, at: int):
+    config = config_of(tmp_path, "run", save_every=6)
+    text = Path(config.data.paths[0])
+    assert train(config).steps == 6
+    resumed = config_of(tmp_path, "rest", resume=checkpoint(tmp_path, "run", 6), steps=8)
+    content = bytearray(text.read_bytes())
+    content[at] ^= 1
+    text.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"step-00000006': when it was written the {part} data had other tokens"):
+        train(resumed)
+    text.write_bytes(content[:-100])
+    with pytest.raises(ConfigError, match=r"the training data had \d+ tokens, and now \d+: .*resume_with_other_data"):
+        train(resumed)
+    accepted = {"resume": resumed.train.resume, "steps": 8, "resume_with_other_data": True}
+    assert len(train(config_of(tmp_path, "rest", **accepted)).losses) == 2
+
+
 def test_a_longer_run_may_follow(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=6))
     longer = config_of(tmp_path, "rest", resume=checkpoint(tmp_path, "run", 6), steps=8)
