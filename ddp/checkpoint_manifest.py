@@ -107,7 +107,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the file, and have its bytes on the disk before it has its name."""
-        content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **dataclasses.asdict(self)}
+        fields = {**dataclasses.asdict(dataclasses.replace(self, extra=None)), "extra": self.extra}
+        content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **fields}
         staging = folder / MANIFEST_STAGING
         content = json.loads(json.dumps(content))  # as it will be read
         written = json.dumps({"checksum": _checksum(content), **content}, indent=1)

@@ -45,6 +45,8 @@ def open_checkpoint(path: Path, *, check_sizes: bool = True) -> Stored:
         raise ValueError(f"'{folder}' is a file, and a checkpoint is a folder")
     manifest = Manifest.read(folder)
     metadata = read_metadata(folder, None if manifest.metadata_file is None else manifest.metadata_file[0])
+    if Manifest.read(folder).save_id != manifest.save_id:
+        raise ValueError(f"'{folder}' was replaced by another save while it was opened: load it again")
     found = None if metadata.storage_meta is None else metadata.storage_meta.save_id
     if found != manifest.save_id:
         raise ValueError(

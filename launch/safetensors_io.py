@@ -22,7 +22,7 @@ from ..ddp import DistributedOptimizer
 from ..ddp.checkpoint_boxes import Piece
 from ..ddp.checkpoint_contents import ModelTensors
 from ..ddp.checkpoint_folder import belongs_to_checkpoint
-from ..ddp.checkpoint_manifest import dtype_named
+from ..ddp.checkpoint_manifest import MANIFEST_FILE, dtype_named
 from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call, place_of_experts
 from ..ddp.checkpoint_storage import check_stored, open_checkpoint, read_pieces
 from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
@@ -58,12 +58,11 @@ def export_safetensors(
 
     Raises ``FileNotFoundError`` and ``ValueError`` as ``load_checkpoint`` does.
     """
+    _check_dtype(dtype)
     stored = open_checkpoint(Path(checkpoint))
     manifest = stored.manifest
     _check_one_model(manifest.num_expert_sets)
-    place = Path(os.path.realpath(target))
-    if place.parent == stored.folder.resolve() and belongs_to_checkpoint(place.name):
-        raise ValueError(f"'{target}' is a file of the checkpoint itself: export to another one")
+    _check_target(target)
     pieces, by_name = [], {}
     for name, entry in {**manifest.parameters, **manifest.buffers}.items():
         master = dtype is not None and entry.has_master
@@ -94,6 +93,7 @@ def save_safetensors(
 
     All ranks raise alike.
     """
+    _check_dtype(dtype)
     source = _whole_source_of(model)
     ranks, tensors = source.ranks, source.tensors
     path, _ = check_same_call(target, optimizer, ranks, "save_safetensors")
@@ -108,6 +108,7 @@ def save_safetensors(
 
     def write() -> None:
         if ranks.leads:
+            _check_target(path)
             # Parameters are whole on every rank.
             weights = {name: found.get(name, param.detach()) for name, param in tensors.parameters.items()}
             rounded = {name: _rounded(weight, dtype).cpu() for name, weight in weights.items()}
@@ -151,6 +152,20 @@ def load_safetensors(
     ranks.alike(read, f"the reading of '{path}'")
     if optimizer is not None:
         optimizer.mark_loaded()
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype = {dtype}: weights are rounded to a floating-point type, or keep theirs (None)")
+
+
+def _check_target(target: str | os.PathLike[str]) -> None:
+    """Raise ``ValueError`` for what is no name of a file, or a file of a checkpoint."""
+    place = Path(os.path.realpath(target))
+    if not os.fspath(target) or place.is_dir():
+        raise ValueError(f"'{target}' is no file to write weights to: name one")
+    if belongs_to_checkpoint(place.name) and (place.parent / MANIFEST_FILE).exists():
+        raise ValueError(f"'{target}' is a file of a checkpoint: write to another one")
 
 
 def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:

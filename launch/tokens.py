@@ -84,9 +84,9 @@ class FileTokens:
             raise _unreadable(self._path, error) from None
         if filled < len(memory):
             raise DataError(
-                f"data file '{self._path}' has become shorter since the run began: {self._bytes_left()} bytes are there, "
-                f"and tokens up to byte {begin + len(memory)} are to be read; put it back as it was, and go on from "
-                f"the last checkpoint with train.resume"
+                f"data file '{self._path}' has become shorter since the run began: {self._bytes_left()} bytes are "
+                f"there, and tokens up to byte {begin + len(memory)} are to be read; put it back as it was, and go on "
+                f"from the last checkpoint with train.resume"
             )
         return found
 

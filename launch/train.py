@@ -120,6 +120,11 @@ class _Trainer:
             self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler, self.digests)
             metrics.resume(pace.step)
             display.message(f"goes on from '{resume_from}', after step {pace.step}")
+            if pace.fraction >= 1.0:
+                display.message(
+                    f"no step is left: train.steps = {settings.steps}, train.max_seconds = {settings.max_seconds}; "
+                    f"raise them to train on"
+                )
         self.recorder = StepRecorder(
             self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )

@@ -119,7 +119,9 @@ def test_an_interrupted_run_goes_on_by_itself(tmp_path: Path):
     kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert kinds.count("final") == 1
     assert "interrupted" not in kinds
-    assert train(config).losses == (), "nothing is left to do"
+    display = StopsAt(0, StopRequest())
+    assert train(config, display=display).losses == (), "nothing is left to do"
+    assert any(line.startswith("no step is left: train.steps = 6, ") for line in display.said), display.said
 
 
 def records_of_the_run(folder: Path, out: str) -> list[tuple[Any, ...]]:
