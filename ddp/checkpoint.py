@@ -15,6 +15,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,7 +26,7 @@ from .checkpoint_folder import Staging
 from .checkpoint_manifest import SavedOptimizer
 from .checkpoint_optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
 from .checkpoint_ranks import check_same_call, place_of_experts
-from .checkpoint_wrapper_source import source_of
+from .checkpoint_wrapper_source import check_saved_once, source_of
 from .failure_report import CollectiveError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def save_checkpoint(
     """
     from .checkpoint_storage import check_written, write_pieces
 
+    check_saved_once(model)
     source = source_of(model)
     ranks = source.ranks
     target, save_id = check_same_call(path, optimizer, ranks, "save_checkpoint")
@@ -72,13 +74,13 @@ def save_checkpoint(
         notes = Notes.of(holding, names, describe_slices(holding))
         if ranks.leads:
             _check_json(extra)
-            staging.begin()
+            _begin(staging, alone=ranks.failures is None)
         return parts, notes, saved
 
     def finish(all_notes: list[Notes]) -> None:
         if ranks.leads:
-            check_written(staging.folder, save_id)
-            make_manifest(all_notes, names, saved, extra, save_id).write(staging.folder)
+            metadata_file = check_written(staging.folder, save_id)
+            make_manifest(all_notes, names, saved, extra, save_id, metadata_file).write(staging.folder)
             staging.complete()
 
     with staging:
@@ -153,8 +155,25 @@ class _Load(NamedTuple):
         return self.values.pieces + ([] if self.state is None else self.state.pieces)
 
 
+def _begin(staging: Staging, alone: bool) -> None:
+    try:
+        staging.begin()
+    except (FileExistsError, FileNotFoundError) as error:
+        others = alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not others:
+            raise
+        raise FileExistsError(
+            f"{error}; this model is in no wrapper of maingrad's, and each rank saves it by itself: where all of them "
+            f"do, save on one (if torch.distributed.get_rank() == 0)"
+        ) from error
+
+
 def _check_json(extra: Any) -> None:
     try:
-        json.dumps(extra)
+        json.loads(json.dumps(extra, indent=1))
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra must be something that JSON holds ({error})") from None
+    except RecursionError:
+        raise TypeError(
+            "extra is nested too deeply for JSON: lists and dicts of a few hundred levels at most"
+        ) from None

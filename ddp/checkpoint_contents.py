@@ -121,10 +121,15 @@ class ModelLoad(NamedTuple):
     @classmethod
     def plan(cls, manifest: Manifest, holding: Holding, names: StoredNames) -> "ModelLoad":
         """Make room. ``check_model`` comes before."""
-        pieces = [_whole(stored, buffer.detach()) for stored, buffer in names.of_buffers(holding).items()]
-        pieces += [
-            _whole(names.of(name, holding.params[name]), param.detach()) for name, param in holding.whole.items()
-        ]
+        wholes = names.of_buffers(holding)
+        wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
+        for stored, tensor in wholes.items():
+            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                raise ValueError(
+                    f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
+                    f"checkpoint's; make it a tensor of its own with clone()"
+                )
+        pieces = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
         converted = []
         for part in holding.slices:
             stored = names.of(part.name, holding.params[part.name])
@@ -172,6 +177,7 @@ def make_manifest(
     optimizer: SavedOptimizer | None,
     extra: Any,
     save_id: str,
+    metadata_file: tuple[int, int],
 ) -> Manifest:
     """The manifest of what all ranks have, in their order. Raises ``ValueError`` where they contradict each other."""
     parameters: dict[str, SavedTensor] = {}
@@ -194,7 +200,7 @@ def make_manifest(
             raise ValueError(
                 f"experts of set {index} are on no rank of the first instance, which writes: instances must hold all"
             )
-    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra)
+    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra, metadata_file)
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:

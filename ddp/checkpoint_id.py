@@ -27,18 +27,24 @@ def known_id(value: Any) -> str | None:
     return value if is_one else None
 
 
-def head_of(save_id: str) -> bytes:
-    """What a data file begins with. No reader goes there: the metadata says where each tensor lies."""
-    return f"{save_id}\n".encode().ljust(_HEAD_BYTES - 1) + b"\n"
+def head_of(save_id: str, name: str) -> bytes:
+    """What the data file of this name begins with. No reader goes there: the metadata says where each tensor lies."""
+    return f"{save_id} {name}\n".encode().ljust(_HEAD_BYTES - 1) + b"\n"
 
 
 def check_head(file: BinaryIO, path: Path, save_id: str | None) -> None:
     """Raise ``ValueError`` unless the data file ``file``, at ``path``, is of this save; None: of one without ids."""
     file.seek(0)
     head = file.read(_HEAD_BYTES)
-    found = known_id(head.split(b"\n", 1)[0].decode("ascii", "replace"))
+    found_id, _, name = head.split(b"\n", 1)[0].decode("ascii", "replace").partition(" ")
+    found = known_id(found_id)
     if found != save_id:
         raise ValueError(
             f"the data file '{path}' is of another save than the manifest beside it ({found or 'one without an id'}, "
             f"and {save_id or 'one without an id'}): files of two checkpoints are mixed in this folder"
+        )
+    if found is not None and name not in ("", path.name):  # saves of before it was noted have none
+        raise ValueError(
+            f"the data file '{path}' was written as '{name}': files of this checkpoint have been renamed, and each has "
+            f"other elements; give it its name again"
         )

@@ -2,6 +2,11 @@
 
 It is written last, so that a folder with it is complete, and read first, so that a model that does not fit is refused
 before any tensor has been touched. What is not a tensor is in it too: no data file holds a pickled object.
+
+    version    what it added
+    1
+    2          ``checksum``, CRC-32 of the manifest's own content, and ``metadata_file``, the size and the CRC-32 of the
+               file beside it; either may be null, which a hand that changed something writes there
 """
 
 import dataclasses
@@ -9,6 +14,7 @@ import json
 import math
 import os
 import reprlib
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +43,7 @@ MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
 METADATA_FILE = ".metadata"
 """Torch's own, beside it."""
 FORMAT = "maingrad.checkpoint"
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 2**26
 """Of the file."""
 _MOST_DIMS = 64
@@ -96,12 +102,16 @@ class Manifest:
     """Ranks with different experts name theirs apart: so many of them."""
     optimizer: SavedOptimizer | None
     extra: Any
+    metadata_file: tuple[int, int] | None
+    """Size in bytes and CRC-32 of the metadata; None: not known."""
 
     def write(self, folder: Path) -> None:
         """Write the file, and have its bytes on the disk before it has its name."""
-        content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **dataclasses.asdict(self)}
+        fields = {**dataclasses.asdict(dataclasses.replace(self, extra=None)), "extra": self.extra}
+        content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **fields}
         staging = folder / MANIFEST_STAGING
-        written = json.dumps(content, indent=1)
+        content = json.loads(json.dumps(content))  # as it will be read
+        written = json.dumps({"checksum": _checksum(content), **content}, indent=1)
         if len(written) > MOST_BYTES:
             raise ValueError(
                 f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra"
@@ -132,12 +142,15 @@ class Manifest:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
         version = content.get("version")
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or not 1 <= version <= VERSION:
             raise ValueError(
-                f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
+                f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads versions 1 to "
+                f"{VERSION}"
             )
         try:
-            return cls._parse(content)
+            manifest = cls._parse(content)
+            _check_sum(content)
+            return manifest
         except Exception as error:  # values of any kind in any place raise nearly anything
             raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
 
@@ -162,7 +175,27 @@ class Manifest:
         save_id = known_id(content["save_id"]) if "save_id" in content else None
         if save_id is None and "save_id" in content:
             raise ValueError(f"{reprlib.repr(content['save_id'])} is no id of a save")
-        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"])
+        metadata_file = content["metadata_file"] if content["version"] > 1 else None
+        if metadata_file is not None:
+            size, checksum = (_a(int, value, "metadata_file") for value in _a(list, metadata_file, "metadata_file"))
+            metadata_file = size, checksum
+        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"], metadata_file)
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    """CRC-32 of all but the checksum itself, however it is laid out."""
+    told = {key: value for key, value in content.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check_sum(content: Mapping[str, Any]) -> None:
+    if content["version"] > 1 and content["checksum"] is not None:
+        written, found = _a(int, content["checksum"], "checksum"), _checksum(content)
+        if found != written:
+            raise ValueError(
+                f"its content has checksum {found}, and had {written} when it was written; where you have changed it "
+                f"yourself, set its checksum to null"
+            )
 
 
 def _a(kind: type[T], value: Any, what: str) -> T:

@@ -48,6 +48,8 @@ _VALUES = {
 }
 _MOST_BYTES = 2**28
 """Of the file: that is some million chunks."""
+_MORE_BYTES = 2**20
+"""What a file may have more than it was written with, to be read for the error that says what it is."""
 _LARGEST = 2**62
 """Sizes and offsets beyond it are none."""
 
@@ -62,8 +64,10 @@ class Extent:
     transform_descriptors: None = None
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, written_bytes: int | None = None) -> Metadata:
     """The metadata of a DCP checkpoint of tensors, in DCP's classes.
+
+    written_bytes  the file's size when it was written: one that is far larger is not read
 
     Raises ``ValueError`` where the file names anything but metadata (a pickle that would run code), where it is
     missing or damaged, and where a tensor is not stored exactly once.
@@ -71,8 +75,9 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / METADATA_FILE
     if not path.is_file():
         raise ValueError(f"'{path}' is missing: where the tensors of this checkpoint lie is not known")
-    if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"'{path}' is damaged: it has {path.stat().st_size} bytes, more than any metadata")
+    most = _MOST_BYTES if written_bytes is None else min(_MOST_BYTES, written_bytes + _MORE_BYTES)
+    if path.stat().st_size > most:
+        raise ValueError(f"'{path}' is damaged: it has {path.stat().st_size} bytes, more than this metadata can have")
     data = path.read_bytes()
     try:
         return _rebuild(read_pickle(data, _RECORDS, _VALUES))

@@ -131,7 +131,9 @@ class OptimizerLoad(NamedTuple):
             if (entry.state, entry.scalars) != (other.state, other.scalars):
                 raise ValueError(
                     f"parameters '{first[updated]}' and '{part.name}' are updated together here, and the "
-                    f"checkpoint has different states of them: {_in_words(other)}, and {_in_words(entry)}"
+                    f"checkpoint has different states of them: {_in_words(other)}, and {_in_words(entry)}; some steps "
+                    f"left one of them out. A fully sharded model goes on from it; here, load the weights alone with "
+                    f"load_checkpoint(path, model)"
                 )
             stored, numel = names.of(part.name, holding.params[part.name]), part.end - part.start
             for key in entry.state:

@@ -5,16 +5,18 @@ Here a pickle is data. Of the opcodes those are known that Python writes for rec
 `Record`, whatever its class; keys of dicts are names or records. Time and memory are in proportion to the file.
 """
 
+import math
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-__all__ = ["ForbiddenName", "Record", "read_pickle"]
+__all__ = ["ForbiddenName", "PickledTensor", "Record", "read_pickle", "read_tensor_pickle"]
 
 _SIZE = ("torch", "Size")
 _MOST_DIMS = 64
+_LARGEST = 2**62
 _MARK = object()
 
 
@@ -59,7 +61,49 @@ def read_pickle(data: bytes, records: set[tuple[str, str]], values: set[tuple[st
     return _Reader(data, records, values).read()
 
 
+class PickledTensor(NamedTuple):
+    """A plain tensor as torch.save describes it, beside the bytes of its storage."""
+
+    dtype: torch.dtype
+    numel: int
+    """Of the storage."""
+    offset: int
+    """Of its first element."""
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def is_contiguous(self) -> bool:
+        """Whether the storage's bytes are its elements in row-major order, and nothing else."""
+        expected = tuple(math.prod(size or 1 for size in self.sizes[dim + 1 :]) for dim in range(len(self.sizes)))
+        steps = zip(self.sizes, self.strides, expected, strict=True)
+        in_order = all(size == 1 or stride == whole for size, stride, whole in steps)
+        numel = math.prod(self.sizes)
+        return self.offset == 0 and self.numel == numel and (in_order or numel == 0)
+
+
+def read_tensor_pickle(data: bytes) -> PickledTensor | None:
+    """What torch.save's pickle of a single tensor says. None: it is of something else, or of a tensor with more to it
+    (a conjugate view, a subclass, a dtype that is younger than storages with dtypes)."""
+    try:
+        (storage, offset, sizes, strides, _, hooks) = _TensorReader(data, set(), set()).read()
+        kind, dtype, _, _, numel = storage
+        if kind != "storage" or hooks != {} or len(sizes) != len(strides):
+            return None
+        if not isinstance(dtype, torch.dtype) or not all(map(_is_count, (numel, offset, *sizes, *strides))):
+            return None
+        return PickledTensor(dtype, numel, offset, sizes, strides)
+    except Exception:  # of another structure: values of any kind in any place
+        return None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
 class _Reader:
+    steps: ClassVar[dict[int, Callable[[Any], None]]]
+    """What each opcode does."""
+
     def __init__(self, data: bytes, records: set[tuple[str, str]], values: set[tuple[str, str]]) -> None:
         self._data, self._records, self._values = data, records, values
         self._at = 0
@@ -74,7 +118,7 @@ class _Reader:
             if opcode == 0x2E:  # STOP
                 (value,) = self._stack
                 return value
-            step = _STEPS.get(opcode)
+            step = self.steps.get(opcode)
             if step is None:
                 if opcode in b"PQ":
                     raise ForbiddenName("a persistent id")
@@ -191,7 +235,7 @@ class _Reader:
         self._bytes(length)
 
 
-_STEPS: dict[int, Callable[[_Reader], None]] = {
+_Reader.steps = {
     0x80: lambda r: r.skip(1),  # PROTO
     0x95: lambda r: r.skip(8),  # FRAME
     0x28: lambda r: r.push(_MARK),
@@ -217,8 +261,8 @@ _STEPS: dict[int, Callable[[_Reader], None]] = {
     0x75: lambda r: r.set_items(r._to_mark()),  # SETITEMS
     0x63: lambda r: r.name(r._line(), r._line()),  # GLOBAL
     0x93: lambda r: r.name(*r.two()),  # STACK_GLOBAL
-    0x81: _Reader.make,
-    0x52: _Reader.call,
+    0x81: lambda r: r.make(),
+    0x52: lambda r: r.call(),
     0x62: _Reader.build,
     0x94: lambda r: r.memoize(len(r._memo)),  # MEMOIZE
     0x71: lambda r: r.memoize(r._number("<B")),  # BINPUT
@@ -226,3 +270,44 @@ _STEPS: dict[int, Callable[[_Reader], None]] = {
     0x68: lambda r: r.push(r._memo[r._number("<B")]),  # BINGET
     0x6A: lambda r: r.push(r._memo[r._number("<I")]),  # LONG_BINGET
 }
+
+
+class _TensorReader(_Reader):
+    """Of a tensor's pickle: what it calls is data here, too."""
+
+    steps: ClassVar[dict[int, Callable[[Any], None]]] = {**_Reader.steps, 0x51: lambda r: None}  # BINPERSID: as it is
+
+    def name(self, module: Any, name: Any) -> None:
+        if module == "torch" and name in _STORAGES:
+            self.push(_STORAGES[name])
+        elif (module, name) in (_REBUILD, _HOOKS):
+            self.push((module, name))
+        else:
+            raise ForbiddenName(f"{module}.{name}")
+
+    def call(self) -> None:
+        called, arguments = self.two()
+        if called == _HOOKS and arguments == ():
+            self.push({})
+        elif called == _REBUILD and type(arguments) is tuple:
+            self.push(arguments)
+        else:
+            raise TypeError("a call of something else")
+
+
+_STORAGES = {
+    "BFloat16Storage": torch.bfloat16,
+    "BoolStorage": torch.bool,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "ShortStorage": torch.int16,
+}
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+_HOOKS = ("collections", "OrderedDict")

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
+from .checkpoint_archive import OtherTensor, read_archive
 from .checkpoint_boxes import Piece, check_tiling
 from .checkpoint_id import check_head, head_of
 
@@ -191,10 +192,10 @@ class _NotingFile(io.FileIO):
 
 
 class _HeadedFiles(FileSystem):
-    """DCP's files, but that data files begin with the id of their save, and errors of writing name the file."""
+    """DCP's files, but that data files begin with the id of their save and their name; errors of writing say which."""
 
     def __init__(self, save_id: str) -> None:
-        self._head = head_of(save_id)
+        self._id = save_id
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -207,7 +208,7 @@ class _HeadedFiles(FileSystem):
         try:
             with io.BufferedWriter(file) as written:
                 if os.fspath(path).endswith(".distcp"):
-                    written.write(self._head)
+                    written.write(head_of(self._id, Path(path).name))
                 yield written
         except Exception as error:
             reason = file.failure or error
@@ -230,12 +231,19 @@ class PieceWriter(FileSystemWriter):
 
 
 class PieceReader(FileSystemReader):
-    """DCP's reader, with metadata that has been checked. It reads each stored chunk once, and names it in errors."""
+    """DCP's reader, with metadata that has been checked. It reads each stored chunk once, right into its place where it
+    can, compares its checksum, and names it in errors."""
 
     def __init__(self, path: Path, metadata: Metadata, save_id: str | None) -> None:
         super().__init__(path)
         self._metadata = metadata
         self._id = save_id
+        self._sizes = {
+            MetadataIndex(key, chunk.offsets): chunk.sizes
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+            for chunk in stored.chunks
+        }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata given; nothing is unpickled."""
@@ -254,32 +262,33 @@ class PieceReader(FileSystemReader):
             with path.open("rb") as file:
                 check_head(file, path, self._id)
                 for index in indices:
-                    chunk = self._read_chunk(file, index)
-                    for item in by_chunk[index]:
-                        target = planner.resolve_tensor(item)
-                        target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))
-                        planner.commit_tensor(item, target)
+                    self._read_chunk(file, index, [(item, planner.resolve_tensor(item)) for item in by_chunk[index]])
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_chunk(self, file: BinaryIO, index: MetadataIndex) -> Tensor:
+    def _read_chunk(self, file: BinaryIO, index: MetadataIndex, wanted: list[tuple[ReadItem, Tensor]]) -> None:
+        """Read a chunk into all tensors that want some of it: right into the one that wants just it."""
         stored, extent = self._metadata.state_dict_metadata[index.fqn], self._metadata.storage_data[index]
         assert isinstance(stored, TensorStorageMetadata)
-        sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
+        sizes, dtype = self._sizes[index], stored.properties.dtype
         path = Path(self.path) / extent.relative_path
-        file.seek(extent.offset)
-        data = file.read(extent.length)
+        place = wanted[0][1]
+        if len(wanted) > 1 or place.shape != sizes or not place.is_cpu or not place.is_contiguous():
+            place = torch.empty(sizes, dtype=dtype)
         try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            chunk = read_archive(file, extent.offset, extent.length, place)
+            if not isinstance(chunk, Tensor) or (chunk.shape, chunk.dtype) != (sizes, dtype):
+                kind = f"{chunk.dtype} {list(chunk.shape)}" if isinstance(chunk, Tensor) else type(chunk).__name__
+                raise OtherTensor(kind)
+        except OtherTensor as other:
+            raise ValueError(
+                f"'{path}' is damaged: it holds {other} of '{index.fqn}' where the metadata has {dtype} {list(sizes)}"
+            ) from None
         except Exception as error:  # damaged bytes raise nearly anything
             raise ValueError(
                 f"'{path}' is damaged where '{index.fqn}' lies ({type(error).__name__}: {error})"
             ) from error
-        if not isinstance(tensor, Tensor) or tensor.shape != sizes or tensor.dtype != stored.properties.dtype:
-            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(
-                f"'{path}' is damaged: it holds {found} of '{index.fqn}' where the metadata has "
-                f"{stored.properties.dtype} {list(sizes)}"
-            )
-        return tensor
+        for item, target in wanted:
+            if chunk is not target:
+                target.copy_(_narrowed(chunk, item.storage_offsets, item.lengths))

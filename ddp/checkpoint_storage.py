@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from .agreement import saying
+from .checkpoint_archive import size_and_checksum
 from .checkpoint_boxes import Piece
 from .checkpoint_folder import describe_missing, find
 from .checkpoint_manifest import MANIFEST_FILE, METADATA_FILE, Manifest
@@ -42,12 +43,22 @@ def open_checkpoint(path: Path, *, check_sizes: bool = True) -> Stored:
         raise FileNotFoundError(describe_missing(folder))
     if not folder.is_dir():
         raise ValueError(f"'{folder}' is a file, and a checkpoint is a folder")
-    manifest, metadata = Manifest.read(folder), read_metadata(folder)
+    manifest = Manifest.read(folder)
+    metadata = read_metadata(folder, None if manifest.metadata_file is None else manifest.metadata_file[0])
+    if Manifest.read(folder).save_id != manifest.save_id:
+        raise ValueError(f"'{folder}' was replaced by another save while it was opened: load it again")
     found = None if metadata.storage_meta is None else metadata.storage_meta.save_id
     if found != manifest.save_id:
         raise ValueError(
             f"'{folder / METADATA_FILE}' is of another save than '{folder / MANIFEST_FILE}' ({found or 'no id'}, and "
             f"{manifest.save_id or 'no id'}): files of two checkpoints are mixed in this folder"
+        )
+    written, present = manifest.metadata_file, size_and_checksum(folder / METADATA_FILE)
+    if written not in (None, present):
+        raise ValueError(
+            f"'{folder / METADATA_FILE}' is truncated or damaged: size and checksum are {present}, and were {written} "
+            f"when it was written; where you have changed it yourself, set metadata_file and checksum to null in "
+            f"{MANIFEST_FILE}"
         )
     _check_told(manifest, metadata)
     if check_sizes:
@@ -89,10 +100,14 @@ def write_pieces(
     return planner.all_notes
 
 
-def check_written(folder: Path, save_id: str) -> None:
-    """Raise ``ValueError`` where a rank's file is not where the others' are, cannot be read again, or is not this
-    save's: another job has written into the folder."""
+def check_written(folder: Path, save_id: str) -> tuple[int, int]:
+    """Size and checksum of the metadata's file.
+
+    Raises ``ValueError`` where a rank's file is not where the others' are, cannot be read again, or is not this save's:
+    another job has written into the folder.
+    """
     check_files(folder, read_metadata(folder), save_id)
+    return size_and_checksum(folder / METADATA_FILE)
 
 
 def check_stored(metadata: Metadata, pieces: Sequence[Piece]) -> None:

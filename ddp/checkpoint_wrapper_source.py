@@ -5,6 +5,7 @@ from typing import cast
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .checkpoint_contents import ModelTensors, model_tensors
 from .checkpoint_ranks import CheckpointRanks
@@ -13,14 +14,14 @@ from .data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 from .wiring import kind_of
 
-__all__ = ["WrapperSource", "source_of"]
+__all__ = ["WrapperSource", "check_saved_once", "source_of"]
 
 
 def source_of(model: nn.Module) -> CheckpointSource:
     """How a model is saved and loaded.
 
-    Raises ``ValueError`` for a module that is whole itself and has sharded modules in it: they would be saved as what
-    one rank holds.
+    Raises ``ValueError`` for a module that is whole itself and has sharded modules in it, or DTensors: they would be
+    saved as what one rank holds.
     """
     own = getattr(model, "checkpoint_source", None)
     if own is not None:
@@ -31,7 +32,22 @@ def source_of(model: nn.Module) -> CheckpointSource:
             f"module '{sharded}' is sharded, and the model around it is not: call fully_shard on the model too, or "
             f"save and load the module alone"
         )
+    for name, param in model.named_parameters():
+        if hasattr(param, "device_mesh"):
+            raise ValueError(
+                f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism), of "
+                f"which this rank holds a part: torch.distributed.checkpoint saves and loads it"
+            )
     return WrapperSource(model)
+
+
+def check_saved_once(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a model that several ranks train, each of which would save it by itself."""
+    if isinstance(model, TorchDDP):
+        raise ValueError(
+            "the model is in torch's DistributedDataParallel, which each rank would save by itself: on one rank, "
+            "save_checkpoint(path, model.module); that is what load_checkpoint(path, model.module) reads on all"
+        )
 
 
 class WrapperSource:

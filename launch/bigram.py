@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .data import Batch, DataError, Tokens
+from .data import Batch
+from .tokens import DataError, Tokens
 
 __all__ = ["MAX_VOCAB_SIZE", "Bigram", "fit_bigram"]
 

@@ -51,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="measure on this machine", epilog="Sizes: --dim 1024 --num-layers 4 ...")
     bench.add_argument(
         "what",
-        choices=["accumulation", "data-parallel", "delayed", "host", "kernels", "moe", "tune"],
-        help="fused, hook and autograd accumulation; data parallelism, ours and others' (torchrun, GPUs); reductions "
+        choices=["accumulation", "checkpoint", "data-parallel", "delayed", "host", "kernels", "moe", "tune"],
+        help="fused, hook and autograd accumulation; checkpoints beside torch's (torchrun); "
+        "data parallelism, ours and others' (torchrun, GPUs); reductions "
         "under delayed weight gradients (torchrun, GPUs); "
         "host time of one layer; kernels against their rooflines and rivals; a training step of a mixture of experts; "
         "the kernels' configurations by shape (GPU)",
@@ -194,6 +195,15 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
         sizes = tyro.cli(MoEBench, args=overrides, default=MoEBench() if on_cuda else few, prog="maingrad bench moe")
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         print(write_moe_report(bench_moe(sizes, device, log), sizes, known.out_dir))
+        return 0
+    if known.what == "checkpoint":
+        from .bench_checkpoint import CheckpointBench, bench_checkpoint, write_checkpoint_report
+
+        saved = tyro.cli(CheckpointBench, args=overrides, prog="maingrad bench checkpoint")
+        with process_group_from_env("cpu"):
+            checkpoint_rows = bench_checkpoint(saved, log)
+            if is_main:
+                print(write_checkpoint_report(checkpoint_rows, saved, known.out_dir))
         return 0
     # The published setting is for a GPU; what a CPU can do in a minute is much smaller.
     small = AccumulationBench(dim=256, num_layers=2, vocab_size=1024, num_tokens=256, num_steps=3, num_warmup_steps=1)

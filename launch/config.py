@@ -134,6 +134,8 @@ class TrainConfig:
     resume: str | None = None
     """Folder of a checkpoint to go on from, with any number of ranks and any ``parallel``; ``auto``: the newest one in
     ``out_dir``, if there is one. None: begin anew."""
+    resume_with_other_data: bool = False
+    """Go on from a checkpoint although the data are not what its run read: ``data`` may differ, or files' contents."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

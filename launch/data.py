@@ -16,25 +16,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .config import DataConfig
+from .tokens import DataError, Digest, FileTokens, Tokens, digest_of, part_of
 
 __all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch", "stdlib_files", "validation_windows"]
-
-Tokens = NDArray[np.unsignedinteger]
 
 # Left out of the standard library's source: tests and third-party packages are not on every machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "idlelib", "lib2to3"}
 
 
-class DataError(ValueError):
-    """Data that cannot be trained on; the message names the file and the remedy."""
-
-
 class Corpus(NamedTuple):
-    """Training and validation tokens, unsigned integers, one dim each; memory-mapped where a file holds them."""
+    """Training and validation tokens, unsigned integers, one dim each; where one file holds them they stay there."""
 
     train: Tokens
     validation: Tokens
     description: str
+
+    def digests(self) -> dict[str, Digest]:
+        """What tells this data from other data."""
+        return {"training": digest_of(self.train), "validation": digest_of(self.validation)}
 
 
 class Batch(NamedTuple):
@@ -64,9 +63,10 @@ def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
             validation = _load_files(config, config.validation_paths)
         else:
             held_back = round(len(train) * config.validation_fraction)
-            train, validation = train[: len(train) - held_back], train[len(train) - held_back :]
+            whole, kept = train, len(train) - held_back
+            train, validation = part_of(whole, 0, kept), part_of(whole, kept, len(whole))
     if config.max_tokens is not None:
-        train = train[: config.max_tokens]
+        train = part_of(train, 0, config.max_tokens)
     for part, tokens in (("training", train), ("validation", validation)):
         if len(tokens) < sequence_length + 1:
             raise DataError(
@@ -119,8 +119,8 @@ def validation_windows(tokens: Tokens, *, count: int, sequence_length: int) -> B
 
 
 def _windows(tokens: Tokens, starts: NDArray[np.int64], sequence_length: int) -> Batch:
-    index = starts[:, None] + np.arange(sequence_length + 1)
-    window = torch.from_numpy(tokens[index].astype(np.int64))
+    rows = [tokens[start : start + sequence_length + 1] for start in starts.tolist()]
+    window = torch.from_numpy(np.stack(rows).astype(np.int64))
     return Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())
 
 
@@ -144,30 +144,10 @@ def _load_stdlib(validation_fraction: float) -> tuple[Tokens, Tokens, str]:
 
 def _load_files(config: DataConfig, paths: Sequence[str]) -> Tokens:
     dtype = np.dtype(np.uint8) if config.source == "text" else np.dtype(config.token_dtype).newbyteorder("<")
-    parts = [_map_file(Path(path), dtype) for path in paths]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _map_file(path: Path, dtype: np.dtype[np.unsignedinteger]) -> Tokens:
-    """One file as a read-only array that costs no memory until it is read."""
-    try:
-        return _mapped(path, dtype)
-    except OSError as error:
-        raise DataError(
-            f"data file '{path}' cannot be read ({error.strerror}); correct its permissions, or data.paths"
-        ) from None
-
-
-def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> Tokens:
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise DataError(f"data file '{path}' {what} (working directory: {Path.cwd()}); correct data.paths")
-    size = path.stat().st_size
-    if size == 0:
-        raise DataError(f"data file '{path}' is empty; correct data.paths")
-    if size % dtype.itemsize:
-        raise DataError(
-            f"data file '{path}' holds {size} bytes, not a whole number of {dtype.name} tokens; "
-            f"correct data.token_dtype"
-        )
-    return np.memmap(path, dtype=dtype, mode="r")
+    parts = [FileTokens(Path(path), dtype) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
+    whole = np.concatenate([part[:] for part in parts])
+    for part in parts:
+        part.close()
+    return whole

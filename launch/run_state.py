@@ -4,6 +4,7 @@ The model and its optimizer are ``maingrad.ddp``'s checkpoint; beside them lies 
 its clock, its schedule, and the configuration it was trained with. Data and dropout follow from seed and step.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..ddp.checkpoint_folder import find
 from .config import Config, ConfigError
 from .config_file import config_to_dict, flat
 from .pace import Pace
+from .tokens import Digest
 from .wrapping import Wrapped
 
 __all__ = ["checkpoint_path", "resume_run", "save_run", "where_to_resume"]
@@ -31,6 +33,7 @@ _MAY_DIFFER = frozenset(
         "train.log_every",
         "train.save_every",
         "train.resume",
+        "train.resume_with_other_data",
         "train.device",
         "train.out_dir",
     }
@@ -67,9 +70,18 @@ def where_to_resume(config: Config) -> Path | None:
     return Path(wanted)
 
 
-def save_run(config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler, *, validated: bool) -> Path:
+def save_run(
+    config: Config,
+    pace: Pace,
+    wrapped: Wrapped,
+    schedule: LRScheduler,
+    data: Mapping[str, Digest],
+    *,
+    validated: bool,
+) -> Path:
     """Write the run as it is between two steps. Collective over the model's ranks.
 
+    data       what it reads
     validated  the model was, after this step: an interrupted run has not come to it
     """
     path = checkpoint_path(Path(config.train.out_dir), pace.step)
@@ -79,13 +91,18 @@ def save_run(config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler
         "validated": validated,
         "schedule": schedule.state_dict(),
         "config": config_to_dict(config),
+        "data": {part: digest._asdict() for part, digest in data.items()},
     }
     save_checkpoint(path, wrapped.model, wrapped.optimizer, extra=extra)
     return path
 
 
-def resume_run(path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler) -> bool:
+def resume_run(
+    path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler, data: Mapping[str, Digest]
+) -> bool:
     """Go on where the checkpoint was written; whether the model was validated there. Collective over the model's ranks.
+
+    data  what the run would read
 
     Raises ``ConfigError`` for what is no checkpoint of ``maingrad train``, and for a run that would go on as another.
     """
@@ -98,6 +115,8 @@ def resume_run(path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedul
             f"train.resume = '{path}': a checkpoint of a model, but not one of maingrad train: it has no step"
         )
     _check_same_run(path, extra["config"], config)
+    if not config.train.resume_with_other_data:
+        _check_same_data(path, extra.get("data", {}), data)
     pace.step, pace.seconds = extra["step"], extra["seconds"]
     schedule.load_state_dict(extra["schedule"])
     # Runs of before it was noted were validated wherever they were not interrupted.
@@ -106,10 +125,23 @@ def resume_run(path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedul
 
 def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:
     before, now = flat(saved), flat(config_to_dict(config))
+    sections = ("ddp.", "fsdp.", *(("data.",) if config.train.resume_with_other_data else ()))
     for key, value in now.items():
-        if key in _MAY_DIFFER or key == "parallel" or key.startswith(("ddp.", "fsdp.")):
+        if key in _MAY_DIFFER or key == "parallel" or key.startswith(sections):
             continue
         # A tuple comes back from JSON as a list.
         was = before.get(key)
         if (tuple(was) if isinstance(was, list) else was) != (tuple(value) if isinstance(value, list) else value):
             raise ConfigError(f"{key} = {value!r}: the run in '{path}' had {was!r}, and cannot go on with another")
+
+
+def _check_same_data(path: Path, saved: Mapping[str, Any], data: Mapping[str, Digest]) -> None:
+    """``saved``: nothing, where a checkpoint is of before it was noted."""
+    for part, now in data.items():
+        if part in saved and Digest(**saved[part]) != now:
+            was = Digest(**saved[part])
+            what = f"had {was.tokens} tokens, and now {now.tokens}" if now.tokens != was.tokens else "had other tokens"
+            raise ConfigError(
+                f"train.resume = '{path}': when it was written the {part} data {what}: another run would go on. Give "
+                f"it the data of before, or set train.resume_with_other_data = true"
+            )

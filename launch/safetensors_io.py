@@ -7,6 +7,7 @@ metadata. ``dtype`` None keeps each parameter's; another one is rounded from the
 
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ..ddp import DistributedOptimizer
 from ..ddp.checkpoint_boxes import Piece
 from ..ddp.checkpoint_contents import ModelTensors
 from ..ddp.checkpoint_folder import belongs_to_checkpoint
-from ..ddp.checkpoint_manifest import dtype_named
+from ..ddp.checkpoint_manifest import MANIFEST_FILE, dtype_named
 from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call, place_of_experts
 from ..ddp.checkpoint_storage import check_stored, open_checkpoint, read_pieces
 from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
@@ -29,6 +30,10 @@ from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
 __all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
 
 _TIED = "maingrad.tied"
+_CHECKSUMS = "maingrad.crc32"
+"""In the file's own metadata: of each tensor's dtype, shape and bytes. The format has none; other files have none."""
+_CHECKED = "maingrad.checked"
+"""Says that they are there: where one of the two names is damaged the other one is not."""
 _KINDS = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -53,12 +58,11 @@ def export_safetensors(
 
     Raises ``FileNotFoundError`` and ``ValueError`` as ``load_checkpoint`` does.
     """
+    _check_dtype(dtype)
     stored = open_checkpoint(Path(checkpoint))
     manifest = stored.manifest
     _check_one_model(manifest.num_expert_sets)
-    place = Path(os.path.realpath(target))
-    if place.parent == stored.folder.resolve() and belongs_to_checkpoint(place.name):
-        raise ValueError(f"'{target}' is a file of the checkpoint itself: export to another one")
+    _check_target(target)
     pieces, by_name = [], {}
     for name, entry in {**manifest.parameters, **manifest.buffers}.items():
         master = dtype is not None and entry.has_master
@@ -89,6 +93,7 @@ def save_safetensors(
 
     All ranks raise alike.
     """
+    _check_dtype(dtype)
     source = _whole_source_of(model)
     ranks, tensors = source.ranks, source.tensors
     path, _ = check_same_call(target, optimizer, ranks, "save_safetensors")
@@ -103,6 +108,7 @@ def save_safetensors(
 
     def write() -> None:
         if ranks.leads:
+            _check_target(path)
             # Parameters are whole on every rank.
             weights = {name: found.get(name, param.detach()) for name, param in tensors.parameters.items()}
             rounded = {name: _rounded(weight, dtype).cpu() for name, weight in weights.items()}
@@ -148,17 +154,60 @@ def load_safetensors(
         optimizer.mark_loaded()
 
 
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype = {dtype}: weights are rounded to a floating-point type, or keep theirs (None)")
+
+
+def _check_target(target: str | os.PathLike[str]) -> None:
+    """Raise ``ValueError`` for what is no name of a file, or a file of a checkpoint."""
+    place = Path(os.path.realpath(target))
+    if not os.fspath(target) or place.is_dir():
+        raise ValueError(f"'{target}' is no file to write weights to: name one")
+    if belongs_to_checkpoint(place.name) and (place.parent / MANIFEST_FILE).exists():
+        raise ValueError(f"'{target}' is a file of a checkpoint: write to another one")
+
+
 def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
     """Beside its place first: ``target`` is never half a file."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f"{target.name}.incomplete")
-    metadata = {"format": "pt", _TIED: json.dumps(dict(tied))}
+    stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    checksums = {name: _checksum(tensor) for name, tensor in stored.items()}
+    metadata = {"format": "pt", _TIED: json.dumps(dict(tied)), _CHECKED: "crc32", _CHECKSUMS: json.dumps(checksums)}
     try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, staging, metadata)
+        save_file(stored, staging, metadata)
         staging.replace(target)
     except (SafetensorError, OSError) as error:
         staging.unlink(missing_ok=True)  # half a file would keep the disk full
         raise OSError(f"'{target}' could not be written ({error})") from error
+
+
+def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of a contiguous CPU tensor's dtype, shape and bytes."""
+    kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    contents: Any = tensor.view(-1).view(torch.uint8).numpy()  # a buffer, which its stubs for Python 3.11 do not say
+    return zlib.crc32(contents, zlib.crc32(kind))
+
+
+def _check_sums(file: Any, path: Path) -> None:
+    """Raise ``ValueError`` where a tensor is another than was written; a file from elsewhere has no checksums."""
+    metadata = file.metadata() or {}
+    if not {_CHECKED, _CHECKSUMS} & metadata.keys():
+        return
+    try:
+        checksums = json.loads(metadata.get(_CHECKSUMS, "null"))
+        names = set(checksums)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"'{path}' is damaged: its checksums are none ({error})") from None
+    different = names ^ set(file.keys())
+    if different:
+        raise ValueError(f"'{path}' is damaged: there is a tensor or a checksum of '{min(different)}', and not both")
+    for name, checksum in checksums.items():
+        if _checksum(file.get_tensor(name)) != checksum:
+            raise ValueError(
+                f"'{path}' is damaged where '{name}' lies: it has another checksum than when it was written"
+            )
 
 
 def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -200,6 +249,7 @@ def _match(path: Path, tensors: ModelTensors, present: Mapping[str, Tensor]) -> 
         raise FileNotFoundError(f"there is no file '{path}'")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            _check_sums(file, path)
             stored_as, known = {}, set()
             stored = set(file.keys())
             for name, tensor in present.items():

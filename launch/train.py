@@ -96,6 +96,9 @@ class _Trainer:
             self.corpus.validation, count=settings.eval_sequences, sequence_length=settings.sequence_length
         )
         check_tokens(self.windows.largest, config.model.vocab_size)
+        keeps = settings.save_every is not None or settings.resume is not None
+        self.digests = self.corpus.digests() if keeps else {}
+        """Of the data as the run found it."""
         self.unit = "token" if config.data.source == "tokens" else "byte"
 
         # Model: weights from the seed alone.
@@ -114,9 +117,14 @@ class _Trainer:
         self.validated = True
         """Whether nothing is owed for the steps taken: a validation that an interrupted run did not come to."""
         if resume_from is not None:
-            self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler)
+            self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler, self.digests)
             metrics.resume(pace.step)
             display.message(f"goes on from '{resume_from}', after step {pace.step}")
+            if pace.fraction >= 1.0:
+                display.message(
+                    f"no step is left: train.steps = {settings.steps}, train.max_seconds = {settings.max_seconds}; "
+                    f"raise them to train on"
+                )
         self.recorder = StepRecorder(
             self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )
@@ -208,7 +216,7 @@ class _Trainer:
         return self.pace.fraction >= 1.0 or self.pace.step % self.config.train.eval_every == 0
 
     def _save(self) -> None:
-        path = save_run(self.config, self.pace, self.wrapped, self.scheduler, validated=self.validated)
+        path = save_run(self.config, self.pace, self.wrapped, self.scheduler, self.digests, validated=self.validated)
         self.display.message(f"step {self.pace.step:>5}  checkpoint in '{path}'")
 
     def _own_loss(self, loss: Tensor) -> Tensor:

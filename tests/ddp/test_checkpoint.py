@@ -352,12 +352,11 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.Mo
     seen = set()
     original = PieceReader._read_chunk
 
-    def counting(self: PieceReader, file: Any, index: Any) -> Tensor:
-        chunk = original(self, file, index)
-        nbytes[dist.get_rank()] = nbytes.get(dist.get_rank(), 0) + chunk.nbytes
+    def counting(self: PieceReader, file: Any, index: Any, wanted: Any) -> None:
+        original(self, file, index, wanted)
+        nbytes[dist.get_rank()] = nbytes.get(dist.get_rank(), 0) + sum(target.nbytes for _, target in wanted)
         assert (dist.get_rank(), index) not in seen
         seen.add((dist.get_rank(), index))
-        return chunk
 
     monkeypatch.setattr(PieceReader, "_read_chunk", counting)
     assert dict(simulate(load_counting, 4, tmp_path / "c", ZERO1)) == nbytes

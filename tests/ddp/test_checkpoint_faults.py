@@ -1,5 +1,6 @@
 """Checkpoints that do not fit, are not whole or are not checkpoints: one clear error, alike on all ranks, no hang."""
 
+import io
 import json
 import os
 import re
@@ -14,11 +15,19 @@ import torch.distributed as dist
 from checkpointed import Everything, build, model_state, take_steps
 from gloo import run_ranks
 from loops import assert_same, wrap
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import save as torchs_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedOptimizer, checkpoint_folder, load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint_boxes import Piece
+from maingrad.ddp.checkpoint_id import new_id
+from maingrad.ddp.checkpoint_metadata import read_metadata
 from maingrad.ddp.checkpoint_planner import PieceWriter
+from maingrad.ddp.checkpoint_storage import write_pieces
+from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
 ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
@@ -96,6 +105,7 @@ def forget_moments(folder: Path) -> None:
     for entry in manifest["parameters"].values():
         if entry["state"]:
             entry["state"]["exp_avg_cubed"] = "float32"
+    manifest["checksum"] = None
     path.write_text(json.dumps(manifest))
 
 
@@ -111,7 +121,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "manifest truncated": (cut_manifest, ValueError, r"maingrad\.json' is truncated or damaged"),
     "manifest missing": (lose_manifest, ValueError, r"no complete checkpoint of maingrad: it has no maingrad\.json"),
     "manifest of another kind": (edit_manifest(format="x"), ValueError, "its format is not 'maingrad.checkpoint'"),
-    "manifest to come": (edit_manifest(version=2), ValueError, "has version 2 of the format, and this .* version 1"),
+    "manifest to come": (edit_manifest(version=3), ValueError, "has version 3 of the format, and .* 1 to 2"),
     "manifest without parameters": (edit_manifest(parameters=None), ValueError, r"maingrad\.json' is damaged"),
     "an option of no dtype": (
         edit_manifest(optimizer={"optimizer_class": "AdamW", "groups": [{"lr": {"tensor": 1.0, "dtype": "x"}}]}),
@@ -468,3 +478,147 @@ def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: py
     assert "__1_0.distcp' is missing" in errors[0]
     assert "a checkpoint lies on a file system that all ranks share" in errors[0]
     assert not (tmp_path / "c").exists()
+
+
+# ---- Models that no wrapper here holds, on many ranks. ----
+
+
+def save_a_bare_model(path: Path, kind: str) -> str:
+    model: nn.Module = nn.Linear(4, 4)
+    if kind == "torch's":
+        model = TorchDDP(model)
+    return errors_of(save_checkpoint, path, model)
+
+
+def test_a_model_in_torchs_wrapper_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for error in run_ranks(save_a_bare_model, 2, tmp_path / "c", "torch's"):
+        assert error.startswith("ValueError: the model is in torch's DistributedDataParallel"), error
+        assert "save_checkpoint(path, model.module)" in error
+    assert not (tmp_path / "c").exists()
+
+
+def save_while_another_rank_does(path: Path) -> str:
+    """Rank 1 comes when rank 0 is in the middle."""
+    original = PieceWriter.write_data
+
+    def slow(self: PieceWriter, plan: Any, planner: Any) -> Any:
+        dist.barrier()
+        dist.barrier()
+        return original(self, plan, planner)
+
+    if dist.get_rank() == 0:
+        PieceWriter.write_data = slow  # type: ignore[method-assign]
+        try:
+            return save_a_bare_model(path, "plain")
+        finally:
+            PieceWriter.write_data = original  # type: ignore[method-assign]
+    dist.barrier()
+    said = save_a_bare_model(path, "plain")
+    dist.barrier()
+    return said
+
+
+def test_ranks_that_save_one_bare_model_are_told_to_save_it_once(tmp_path: Path) -> None:
+    first, second = run_ranks(save_while_another_rank_does, 2, tmp_path / "c")
+    assert first == "nothing was raised"
+    assert second.startswith("FileExistsError: another save is writing into")
+    assert "each rank saves it by itself: where all of them do, save on one (if torch.distributed.get_rank() == 0)" in (
+        second
+    )
+    load_checkpoint(tmp_path / "c", nn.Linear(4, 4))
+
+
+def save_dtensors(path: Path) -> list[str]:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    return [errors_of(save_checkpoint, path, model), errors_of(load_checkpoint, path, model)]
+
+
+def test_dtensors_are_refused_by_name(tmp_path: Path) -> None:
+    for errors in run_ranks(save_dtensors, 2, tmp_path / "c"):
+        assert all(error.startswith("ValueError: parameter 'weight' is a DTensor") for error in errors), errors
+    assert not (tmp_path / "c").exists()
+
+
+# ---- What does not fit together. ----
+
+
+def test_a_save_whose_pieces_are_incomplete_is_refused_by_name(tmp_path: Path) -> None:
+    data = torch.arange(12.0)
+    for parts, lost in (([(0, 5)], r"\[5, 12\)"), ([(0, 5), (7, 12)], r"\[5, 7\)")):
+        pieces = [Piece(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
+        with pytest.raises(ValueError, match=rf"'model\.w' of shape \[3, 4\] is not held .* elements {lost} are mis"):
+            write_pieces(tmp_path, new_id(), pieces, None, None)
+
+
+def test_a_chunk_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
+    """A whole tensor, as long in the file, with checksums of its own."""
+    save_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
+    (info,) = read_metadata(tmp_path / "c").storage_data.values()
+    other = io.BytesIO()
+    torch.save(torch.ones(4, 4, dtype=torch.int32), other)
+    assert len(other.getvalue()) == info.length
+    with (tmp_path / "c" / info.relative_path).open("r+b") as file:
+        file.seek(info.offset)
+        file.write(other.getvalue())
+    with pytest.raises(
+        ValueError, match=r"__0_0\.distcp' is damaged: it holds torch\.int32 \[4, 4\] of 'model\.weight'"
+    ):
+        load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
+
+
+def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    extra: Any = []
+    for _ in range(100_000):
+        extra = [extra]
+    with pytest.raises(TypeError, match="extra is nested too deeply for JSON"):
+        save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)
+    assert not list(tmp_path.iterdir())
+
+
+class SometimesUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def sharded_and_stepped(first_alone: int, together: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = SometimesUsed()
+    for unit in (model.first, model.second):
+        fully_shard(unit)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(first_alone + together):
+        (model.first if step < first_alone else model)(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("together", [0, 1])
+def test_a_unit_that_was_used_later_or_never_goes_on_sharded_and_is_refused_elsewhere(
+    tmp_path: Path, together: int
+) -> None:
+    def save() -> None:
+        save_checkpoint(tmp_path / "c", *sharded_and_stepped(2, together), extra="it")
+
+    def load_sharded() -> Any:
+        return load_checkpoint(tmp_path / "c", *sharded_and_stepped(0, 0))
+
+    def load_wrapped(sharding: bool) -> str:
+        model = wrap(SometimesUsed(), use_distributed_optimizer=sharding)
+        said = errors_of(load_checkpoint, tmp_path / "c", model, DistributedOptimizer(model))
+        assert load_checkpoint(tmp_path / "c", model) == "it", "as the error says"
+        return said
+
+    simulate(save, 2)
+    assert simulate(load_sharded, 3) == ["it"] * 3
+    for sharding in (True, False):
+        for said in simulate(load_wrapped, 2, sharding):
+            assert re.search(r"ValueError: parameters '\S+' and '\S+' are updated together here", said), said
+            assert (
+                "some steps left one of them out. A fully sharded model goes on from it; here, load the weights" in said
+            )

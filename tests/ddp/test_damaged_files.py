@@ -1,28 +1,36 @@
-"""Files that were damaged, by accident or on purpose: loaded rightly, or refused by name, soon and in little memory.
+"""Files that were damaged, by accident or on purpose: loaded rightly, or refused by name, soon and in little memory."""
 
-What is drawn: a file of the checkpoint, and what becomes of it. Files have no checksums: a value that became another of
-its kind (a learning rate, an element of a tensor) loads as that.
-"""
-
+import io
 import json
+import math
 import os
-import random
 import re
 import resource
 import shutil
 import struct
+import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpointed import build, take_steps
+import torch.distributed as dist
+from checkpointed import Everything, build, model_state, take_steps
+from damage import damage
+from loops import assert_same, wrap
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.launch.safetensors_io import export_safetensors
+from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint_boxes import Piece
+from maingrad.ddp.checkpoint_storage import open_checkpoint, read_pieces
+from maingrad.launch import simulate
+from maingrad.launch.safetensors_io import export_safetensors, load_safetensors
 
 ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
 
@@ -110,6 +118,7 @@ def test_few_bytes_that_claim_to_be_much_are_not_exported(tmp_path: Path) -> Non
     for name in (".metadata", "maingrad.json"):
         content = (tmp_path / "c" / name).read_bytes()
         content = content.replace(b"M\x00\x02", b"J\x00\x00\x00\x40").replace(b"   512", b"   1073741824")
+        content = re.sub(rb'"checksum": \d+', b'"checksum": null', content)
         (tmp_path / "c" / name).write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata' is truncated or damaged"):
         export_safetensors(tmp_path / "c", tmp_path / "weights")
@@ -120,6 +129,7 @@ def test_few_bytes_that_claim_to_be_much_are_not_exported(tmp_path: Path) -> Non
 
 def edited(folder: Path, path: tuple[str, ...], value: Any) -> None:
     manifest = json.loads((folder / "maingrad.json").read_text())
+    manifest["checksum"] = None
     at = manifest
     for key in path[:-1]:
         at = at[key]
@@ -195,70 +205,197 @@ def test_json_that_is_no_manifest_is_refused_by_name(checkpoint: Path, content: 
 # ---- Damage that is drawn. ----
 
 
-def cut(content: bytes, draw: random.Random) -> bytes:
-    return content[: draw.randrange(len(content))]
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and beside it its export."""
+    folder = tmp_path_factory.mktemp("two") / "c"
+
+    def save() -> None:
+        ddp, optimizer = build(torch.bfloat16, **ZERO1)
+        take_steps(ddp, optimizer, range(1), dist.get_rank())
+        save_checkpoint(folder, ddp, optimizer, extra={"step": 1, "seconds": 0.25})
+
+    simulate(save, 2)
+    export_safetensors(folder, folder.parent / "weights.safetensors", dtype=torch.float32)
+    return folder.parent
 
 
-def flipped(content: bytes, draw: random.Random) -> bytes:
-    changed = bytearray(content)
-    for _ in range(draw.choice((1, 1, 8))):
-        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
-    return bytes(changed)
+def assert_equal(found: Any, whole: Any) -> None:
+    """Bitwise, in any containers."""
+    assert type(found) is type(whole)
+    if isinstance(found, dict):
+        assert found.keys() == whole.keys()
+        found, whole = list(found.values()), list(whole.values())
+    if isinstance(found, list | tuple):
+        assert len(found) == len(whole)
+        for one, other in zip(found, whole, strict=True):
+            assert_equal(one, other)
+    elif isinstance(found, torch.Tensor):
+        assert found.dtype == whole.dtype and torch.equal(found, whole)
+    else:
+        assert found == whole
 
 
-def swapped(content: bytes, draw: random.Random) -> bytes:
-    """Two runs in each other's place."""
-    length = draw.randrange(1, 65)
-    first, second = sorted(draw.randrange(max(1, len(content) - length)) for _ in range(2))
-    second = max(second, min(first + length, len(content)))
-    return (
-        content[:first]
-        + content[second : second + length]
-        + content[first + length : second]
-        + content[first : first + length]
-        + content[second + length :]
-    )
+def everything_loaded(folder: Path) -> Any:
+    """Into a fresh model: its tensors, moments, and what else there is."""
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    before = model_state(ddp)
+    try:
+        with limited():
+            extra = load_checkpoint(folder / "c", ddp, optimizer)
+    except ValueError as error:
+        if "partly overwritten" not in str(error):
+            assert_same(model_state(ddp), before)
+        raise
+    moments = [(part.name, part.master, part.state(), part.scalars()) for part in optimizer.slices]
+    return model_state(ddp), moments, [{**group, "params": None} for group in optimizer.param_groups], extra
 
 
-def repeated(content: bytes, draw: random.Random) -> bytes:
-    at, length = draw.randrange(len(content)), draw.randrange(1, 2000)
-    return content[:at] + content[at : at + length] * draw.choice((2, 3, 500)) + content[at + length :]
+def weights_loaded(folder: Path) -> Any:
+    model = Everything(torch.float32, seed=1)
+    with limited(maps=10**11):
+        load_safetensors(folder / "weights.safetensors", model)
+    return model.state_dict()
 
 
-def noisy(content: bytes, draw: random.Random) -> bytes:
-    at, length = draw.randrange(len(content)), draw.randrange(1, 100)
-    return content[:at] + draw.randbytes(length) + content[at + length :]
+@contextmanager
+def limited(maps: int = 0) -> Iterator[None]:
+    """A second, and 100 MB of address space beside files that are only mapped."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    old = resource.getrlimit(resource.RLIMIT_AS)
+    if pages:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100_000_000 + maps, old[1]))
+    began = time.process_time()
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, old)
+        assert time.process_time() - began < 1.0
 
 
-def retyped(content: bytes, draw: random.Random) -> bytes:
-    """One value of the JSON becomes one of another kind; of other files, one opcode another."""
-    if content[:1] != b"{":
-        at = draw.randrange(len(content))
-        return content[:at] + bytes([draw.choice(b"()]}N\x85\x86\x87hjqr\x94RbuseatXKMJ.")]) + content[at + 1 :]
-    manifest = json.loads(content)
-    holder: Any = manifest
-    while True:
-        key = draw.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-        if not (isinstance(holder[key], dict | list) and holder[key] and draw.random() < 0.85):
-            break
-        holder = holder[key]
-    holder[key] = draw.choice((None, True, -1, 2**70, 1.5, float("inf"), float("nan"), "34", "", [], {}, [[]], [{}], 7))
-    return json.dumps(manifest).encode()
+FILES = ("c/maingrad.json", "c/.metadata", "c/__0_0.distcp", "c/__1_0.distcp", "weights.safetensors")
 
 
-DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (cut, flipped, swapped, repeated, noisy, retyped)
-
-
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(40, 1000, 40))])
-def test_drawn_damage_is_refused_by_name_or_harmless(pristine: Path, tmp_path: Path, first: int) -> None:
-    for seed in range(first, first + 40):
-        draw = random.Random(seed)
-        folder = tmp_path / f"c{seed}"
-        shutil.copytree(pristine, folder)
-        # Most of what can go wrong is in the two small files.
-        path = folder / draw.choice(("maingrad.json", "maingrad.json", ".metadata", ".metadata", "__0_0.distcp"))
-        damage = draw.choice(DAMAGES)
-        path.write_bytes(damage(path.read_bytes(), draw))
-        said = refusal(folder)
-        assert not said or any(word in said for word in (path.name, "manifest", "metadata", "checkpoint")), (seed, said)
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(50, 1000, 50))])
+def test_drawn_damage_is_refused_by_name_or_harmless(of_two_ranks: Path, tmp_path: Path, first: int) -> None:
+    whole = {load: load(of_two_ranks) for load in (everything_loaded, weights_loaded)}
+    refused = 0
+    for seed in range(first, first + 50):
+        folder = tmp_path / str(seed)
+        shutil.copytree(of_two_ranks, folder)
+        path = folder / FILES[seed % len(FILES)]
+        done = damage(path, seed)
+        load = weights_loaded if path.parent == folder else everything_loaded
+        try:
+            found = load(folder)
+        except ValueError as error:
+            refused += 1
+            said = str(error)
+        else:
+            assert_equal(found, whole[load])
+            said = path.name
+        assert path.name in said, (seed, done, said)
         shutil.rmtree(folder)
+    assert refused > 35, "most damage is damage"
+
+
+def places_of_tensors(folder: Path) -> list[tuple[str, str, int, int]]:
+    """(tensor, data file, place of its bytes, how many) of each chunk."""
+    places = []
+    for index, info in FileSystemReader(folder).read_metadata().storage_data.items():
+        content = (folder / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            entry = archive.getinfo("archive/data/0")
+        name_length, extra_length = struct.unpack_from("<HH", content, entry.header_offset + 26)
+        start = info.offset + entry.header_offset + 30 + name_length + extra_length
+        places.append((index.fqn, info.relative_path, start, entry.file_size))
+    return places
+
+
+def with_another_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_in_a_tensor_is_noticed(of_two_ranks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "two" / "c"
+    shutil.copytree(of_two_ranks, folder.parent)
+    places = [place for place in places_of_tensors(folder) if place[3]]
+    assert any(key == "model.fixed" for key, *_ in places), "one that lies transposed is among them"
+    for key, name, start, length in places:
+        with_another_bit(folder / name, start + length // 2)
+        with pytest.raises(ValueError, match=rf"/c/{name}' is damaged where '{re.escape(key)}' lies .*checksum"):
+            read_everything(folder)
+        with_another_bit(folder / name, start + length // 2)
+    assert_equal(everything_loaded(folder.parent), everything_loaded(of_two_ranks))
+
+
+def read_everything(folder: Path) -> None:
+    """As a fully sharded model's rank does, whose pieces are not the chunks."""
+    stored = open_checkpoint(folder)
+    pieces = []
+    for key, entry in stored.metadata.state_dict_metadata.items():
+        numel = math.prod(entry.size)
+        cut = min(1, numel)
+        for start, end in ((0, cut), (cut, numel)):
+            data = torch.empty(end - start, dtype=entry.properties.dtype)
+            pieces.append(Piece((key,), tuple(entry.size), start, end, data))
+    read_pieces(stored, pieces, None)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors"])
+def test_a_flipped_bit_in_an_export_is_noticed(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
+    shutil.copy(of_two_ranks / name, tmp_path)
+    size = (tmp_path / name).stat().st_size
+    whole = weights_loaded(of_two_ranks)
+    said = []
+    for at in range(0, size, 97):
+        with_another_bit(tmp_path / name, at)
+        try:
+            assert_equal(weights_loaded(tmp_path), whole)
+        except ValueError as error:
+            said.append(str(error))
+        with_another_bit(tmp_path / name, at)
+    assert all(name in each for each in said)
+    assert len(said) > size // 97 - 5
+
+
+def test_files_of_one_checkpoint_in_each_others_place_are_refused(tmp_path: Path) -> None:
+    def save() -> None:
+        model = wrap(nn.Linear(64, 64, bias=False), use_distributed_optimizer=True)
+        save_checkpoint(tmp_path / "c", model, DistributedOptimizer(model))
+
+    simulate(save, 2)
+    load_checkpoint(tmp_path / "c", nn.Linear(64, 64, bias=False))
+    first, second = (tmp_path / "c" / f"__{rank}_0.distcp" for rank in range(2))
+    assert first.stat().st_size == second.stat().st_size
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(ValueError, match=r"/c/__0_0\.distcp' was written as '__1_0\.distcp': files of this"):
+        load_checkpoint(tmp_path / "c", nn.Linear(64, 64, bias=False))
+
+
+def test_a_save_without_checksums_loads(tmp_path: Path) -> None:
+    """Torch has been told to write none."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(tmp_path / "c", Everything(seed=1))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    model = Everything()
+    load_checkpoint(tmp_path / "c", model)
+    assert_same(model.state_dict(), Everything(seed=1).state_dict())
+
+
+def test_a_manifest_that_was_changed_by_hand_says_so(checkpoint: Path) -> None:
+    manifest = json.loads((checkpoint / "maingrad.json").read_text())
+    manifest["extra"] = {"step": 2}
+    (checkpoint / "maingrad.json").write_text(json.dumps(manifest))
+    assert "where you have changed it yourself, set its checksum to null" in refusal(checkpoint)
+    edited(checkpoint, ("extra",), {"step": 2})
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    assert load_checkpoint(checkpoint, ddp, optimizer) == {"step": 2}

@@ -331,3 +331,33 @@ def test_a_rank_that_is_killed_in_a_load_is_named(kind: str, victim: int, at: tu
     assert_gone(report, victim, all_ended)
     overwritten = "the reading of" in report["what"]
     assert ("the model is partly overwritten, do not go on with it\n" in report["fates"]) == overwritten
+
+
+def another_is_killed(folder: Path, victim: int) -> None:
+    """By the first rank, between the two renames of the second save."""
+    model, optimizer = replicated(use_distributed_optimizer=True, bucket_size=300)
+    save_checkpoint(folder / "c", model, optimizer, extra=1)
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    take_steps(model, optimizer, range(1, 2), dist.get_rank())
+
+    def kills(count: int, event: str) -> bool:
+        if dist.get_rank() == 0 and event == "os.rename c.incomplete":
+            assert not (folder / "c").exists()
+            os.kill(pids[victim], signal.SIGKILL)
+        return False
+
+    Trap(folder, kills).arm()
+    save_checkpoint(folder / "c", model, optimizer, extra=2)
+
+
+@pytest.mark.parametrize("ranks, victim", [(2, 1), (3, 2)])
+def test_another_rank_that_is_killed_between_the_renames_is_named(ranks: int, victim: int, tmp_path: Path) -> None:
+    all_ended = run_to_the_end(another_is_killed, ranks, tmp_path, victim, collective_timeout=60.0)
+    assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
+    for rank, ended in enumerate(all_ended):
+        if rank != victim:
+            report = the_report(rank, ended)
+            assert f"the completion of checkpoint '{tmp_path}/c'" in report["what"], report["what"]
+            assert_gone(report, victim, all_ended)
+    assert weights_alone(tmp_path / "c", "ZeRO-1") == 2, "the first rank went on"

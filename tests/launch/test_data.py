@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maingrad.launch import tokens as token_files
 from maingrad.launch.bigram import MAX_VOCAB_SIZE, fit_bigram
 from maingrad.launch.config import DataConfig
 from maingrad.launch.data import (
@@ -22,6 +23,7 @@ from maingrad.launch.data import (
     stdlib_files,
     validation_windows,
 )
+from maingrad.launch.tokens import FileTokens, digest_of
 
 ALPHABET = np.arange(1000, dtype=np.uint16)
 
@@ -74,16 +76,17 @@ def test_validation_files_of_their_own_and_max_tokens(tmp_path: Path):
         source="text", paths=(str(tmp_path / "a"),), validation_paths=(str(tmp_path / "b"),), max_tokens=60
     )
     corpus = load_corpus(config, sequence_length=8)
-    assert (corpus.train.tolist(), corpus.validation.tolist()) == (list(range(60)), list(range(100, 130)))
+    assert (corpus.train[:].tolist(), corpus.validation[:].tolist()) == (list(range(60)), list(range(100, 130)))
 
 
 @pytest.mark.parametrize("dtype, largest", [("uint16", 2**16 - 1), ("uint32", 2**31)])
-def test_token_files_are_memory_mapped(tmp_path: Path, dtype: Any, largest: int):
+def test_token_files_stay_on_the_disk(tmp_path: Path, dtype: Any, largest: int):
     tokens = np.array([5, largest] * 100, dtype=np.dtype(dtype).newbyteorder("<"))
     tokens.tofile(tmp_path / "tokens.bin")
     config = DataConfig(source="tokens", paths=(str(tmp_path / "tokens.bin"),), token_dtype=dtype)
     corpus = load_corpus(config, sequence_length=8)
-    assert isinstance(corpus.train, np.memmap)
+    assert isinstance(corpus.train, FileTokens)
+    assert corpus.train[3:5].tolist() == [largest, 5]
     read = validation_windows(corpus.train, count=1, sequence_length=8)
     assert read.inputs.tolist() == [[5, largest] * 4]
     assert read.inputs.dtype == torch.int64
@@ -97,9 +100,51 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     def refuse(*args: Any, **kwargs: Any) -> None:  # whoever runs the tests may be allowed to read everything
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(np, "memmap", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=rf"data file '{path}' cannot be read \({os.strerror(number)}\)"):
         load_corpus(DataConfig(source="text", paths=(str(path),)), sequence_length=8)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path):
+    path = tmp_path / "tokens.bin"
+    np.arange(1000, dtype=np.uint16).tofile(path)
+    corpus = load_corpus(DataConfig(source="tokens", paths=(str(path),)), sequence_length=8)
+    assert sample_of(corpus.train).inputs.max() > 900
+    os.truncate(path, 1001)
+    with pytest.raises(DataError, match=rf"data file '{path}' has become shorter since the run began: 1001 bytes"):
+        sample_of(corpus.train)
+    with pytest.raises(DataError, match="has become shorter"):
+        validation_windows(corpus.validation, count=1, sequence_length=8)
+    assert corpus.train[:500].tolist() == list(range(500)), "what is there can be read"
+
+
+def sample_of(tokens: Any) -> Batch:
+    return sample_batch(
+        tokens,
+        seed=0,
+        step=0,
+        microbatch=0,
+        num_microbatches=1,
+        rank=0,
+        world_size=1,
+        global_batch_size=64,
+        sequence_length=8,
+    )
+
+
+def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "tokens.bin"
+    tokens = np.arange(5000, dtype=np.uint16)
+    tokens.tofile(path)
+    whole = FileTokens(path, tokens.dtype)
+    assert digest_of(whole) == digest_of(tokens) == digest_of(whole.part(0, 5000))
+    assert digest_of(whole.part(7, 4000)) == digest_of(tokens[7:4000]) != digest_of(tokens[8:4001])
+    tokens[4321] += 1
+    assert digest_of(tokens) != digest_of(whole)
+    monkeypatch.setattr(token_files, "_DIGEST_BLOCK", 64)
+    monkeypatch.setattr(token_files, "_DIGEST_BLOCKS", 16)
+    assert digest_of(whole.part(0, 4000)) == digest_of(tokens[:4000]), "a sample of what is large"
+    assert digest_of(tokens[:4000]) != digest_of(np.roll(tokens[:4000], 1))
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def test_an_interrupted_run_goes_on_by_itself(tmp_path: Path):
     kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert kinds.count("final") == 1
     assert "interrupted" not in kinds
-    assert train(config).losses == (), "nothing is left to do"
+    display = StopsAt(0, StopRequest())
+    assert train(config, display=display).losses == (), "nothing is left to do"
+    assert any(line.startswith("no step is left: train.steps = 6, ") for line in display.said), display.said
 
 
 def records_of_the_run(folder: Path, out: str) -> list[tuple[Any, ...]]:
@@ -244,6 +246,24 @@ def test_another_run_is_refused(tmp_path: Path, section: str, changed: dict[str,
     config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **changed)})
     with pytest.raises(ConfigError, match=message):
         train(config)
+
+
+@pytest.mark.parametrize("part, at", [("training", 10), ("validation", -10)])
+def test_other_data_are_refused_by_name(tmp_path: Path, part: str, at: int):
+    config = config_of(tmp_path, "run", save_every=6)
+    text = Path(config.data.paths[0])
+    assert train(config).steps == 6
+    resumed = config_of(tmp_path, "rest", resume=checkpoint(tmp_path, "run", 6), steps=8)
+    content = bytearray(text.read_bytes())
+    content[at] ^= 1
+    text.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"step-00000006': when it was written the {part} data had other tokens"):
+        train(resumed)
+    text.write_bytes(content[:-100])
+    with pytest.raises(ConfigError, match=r"the training data had \d+ tokens, and now \d+: .*resume_with_other_data"):
+        train(resumed)
+    accepted = {"resume": resumed.train.resume, "steps": 8, "resume_with_other_data": True}
+    assert len(train(config_of(tmp_path, "rest", **accepted)).losses) == 2
 
 
 def test_a_longer_run_may_follow(tmp_path: Path):

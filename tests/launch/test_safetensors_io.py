@@ -187,9 +187,35 @@ def test_a_checkpoint_is_not_exported_onto_itself(tmp_path: Path, name: str) -> 
     save_checkpoint(tmp_path / "c", Everything(), extra=1)
     (tmp_path / "link").symlink_to(tmp_path / "c")
     for target in (tmp_path / "c" / name, tmp_path / "link" / name):
-        with pytest.raises(ValueError, match=rf"{name}' is a file of the checkpoint itself"):
+        with pytest.raises(ValueError, match=rf"{name}' is a file of a checkpoint: write to another"):
             export_safetensors(tmp_path / "c", target)
+        with pytest.raises(ValueError, match=rf"{name}' is a file of a checkpoint: write to another"):
+            save_safetensors(target, Everything())
     assert load_checkpoint(tmp_path / "c", Everything()) == 1
+
+
+def test_targets_and_dtypes_that_are_none_are_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", Everything())
+    for target in ("", tmp_path):
+        with pytest.raises(ValueError, match="is no file to write weights to"):
+            export_safetensors(tmp_path / "c", target)
+    with pytest.raises(ValueError, match=r"dtype = torch\.int8: weights are rounded to a floating-point type"):
+        export_safetensors(tmp_path / "c", tmp_path / "file", dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"dtype = torch\.int8: weights are rounded to a floating-point type"):
+        save_safetensors(tmp_path / "file", Everything(), dtype=torch.int8)
+
+
+def test_an_expanded_buffer_is_as_large_in_files_as_it_is_and_takes_none(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.arange(26.0).view(26, 1).expand(26, 100))
+    save_checkpoint(tmp_path / "c", model)
+    export_safetensors(tmp_path / "c", tmp_path / "file")
+    assert 26 * 100 * 4 < (tmp_path / "file").stat().st_size < 26 * 100 * 4 + 2000
+    with pytest.raises(ValueError, match="'table' is expanded: several of its elements are one place"):
+        load_checkpoint(tmp_path / "c", model)
+    model.table = torch.zeros(26, 100)
+    load_checkpoint(tmp_path / "c", model)
+    assert torch.equal(model.table, torch.arange(26.0).view(26, 1).expand(26, 100))
 
 
 @pytest.mark.parametrize("length", [0, 4, 100, -1])

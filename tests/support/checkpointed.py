@@ -75,11 +75,12 @@ def left_by_a_save(folder: Path, name: str) -> Path:
 
 
 def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All tensors, as torch's own converter reads them, and the manifest but for the save's id."""
+    """All tensors, as torch's own converter reads them, and the manifest but for the save's id and checksums."""
     whole = folder.parent / f"{folder.name}.whole.pt"
     dcp_to_torch_save(folder, whole)
     manifest = json.loads((folder / "maingrad.json").read_text())
-    del manifest["save_id"]
+    for key in ("save_id", "checksum", "metadata_file"):
+        del manifest[key]
     return torch.load(whole), manifest
 
 

@@ -1,0 +1,132 @@
+"""Tokens in a file, read where they are asked for, and what tells one body of tokens from another.
+
+A file is not mapped: where one shrinks under its map, the process dies of a signal that names nothing.
+"""
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["DataError", "Digest", "FileTokens", "Tokens", "digest_of", "part_of"]
+
+_DIGEST_BLOCK = 2**18
+_DIGEST_BLOCKS = 1024
+"""A digest reads so many blocks of so many bytes at most: 256 MiB, evenly spread."""
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on; the message names the file and the remedy."""
+
+
+class FileTokens:
+    """Tokens [start, stop) of a file, one dim; ``tokens[a:b]`` reads some of them.
+
+    path   stays open: a file that is put into its place later is not read
+    dtype  an unsigned integer's
+
+    Raises ``DataError`` for a file that cannot be opened, is empty, does not divide into tokens, or has become shorter
+    since.
+    """
+
+    def __init__(self, path: Path, dtype: "np.dtype[np.unsignedinteger]") -> None:
+        if not path.is_file():
+            what = "is a folder, not a file" if path.is_dir() else "does not exist"
+            raise DataError(f"data file '{path}' {what} (working directory: {Path.cwd()}); correct data.paths")
+        try:
+            self._file = path.open("rb", buffering=0)
+            size = path.stat().st_size
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if size == 0:
+            raise DataError(f"data file '{path}' is empty; correct data.paths")
+        if size % dtype.itemsize:
+            raise DataError(
+                f"data file '{path}' holds {size} bytes, not a whole number of {dtype.name} tokens; "
+                f"correct data.token_dtype"
+            )
+        self.dtype = dtype
+        self._path = path
+        self._start, self._stop = 0, size // dtype.itemsize
+        self._lock = threading.Lock()
+
+    def part(self, start: int, stop: int) -> "FileTokens":
+        """Tokens [start, stop) of these; nothing is read."""
+        found = object.__new__(FileTokens)
+        found.__dict__.update(self.__dict__)
+        found._start = min(self._start + start, self._stop)
+        found._stop = min(self._start + stop, self._stop)
+        return found
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __getitem__(self, place: slice) -> "NDArray[np.unsignedinteger]":
+        start, stop, step = place.indices(len(self))
+        if step != 1:
+            raise ValueError("tokens are read in a row")
+        found = np.empty(max(0, stop - start), dtype=self.dtype)
+        buffer: Any = found.view(np.uint8)  # which its stubs for Python 3.11 do not say
+        begin, memory, filled = (self._start + start) * self.dtype.itemsize, memoryview(buffer), 0
+        try:
+            with self._lock:
+                self._file.seek(begin)
+                while filled < len(memory):  # a read may give less than is asked for
+                    count = self._file.readinto(memory[filled:])
+                    if not count:
+                        break
+                    filled += count
+        except OSError as error:
+            raise _unreadable(self._path, error) from None
+        if filled < len(memory):
+            raise DataError(
+                f"data file '{self._path}' has become shorter since the run began: {self._bytes_left()} bytes are "
+                f"there, and tokens up to byte {begin + len(memory)} are to be read; put it back as it was, and go on "
+                f"from the last checkpoint with train.resume"
+            )
+        return found
+
+    def _bytes_left(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def close(self) -> None:
+        """Close the file, for its parts too."""
+        self._file.close()
+
+
+Tokens = NDArray[np.unsignedinteger] | FileTokens
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"data file '{path}' cannot be read ({error.strerror}); correct its permissions, or data.paths")
+
+
+def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
+    """Tokens [start, stop) of these; nothing is read from files."""
+    return tokens.part(start, stop) if isinstance(tokens, FileTokens) else tokens[start:stop]
+
+
+class Digest(NamedTuple):
+    """What tells one body of tokens from another."""
+
+    tokens: int
+    """How many."""
+    sha256: str
+    """Of all of them, or of 1024 blocks of 256 KiB, evenly spread, where they are more than that."""
+
+
+def digest_of(tokens: Tokens) -> Digest:
+    """Read up to 256 MiB of the tokens."""
+    block = _DIGEST_BLOCK // tokens.dtype.itemsize
+    if len(tokens) <= block * _DIGEST_BLOCKS:
+        starts = list(range(0, len(tokens), block))
+    else:
+        starts = np.linspace(0, len(tokens) - block, num=_DIGEST_BLOCKS).astype(np.int64).tolist()
+    hashed = hashlib.sha256()
+    for start in starts:
+        hashed.update(tokens[start : start + block].tobytes())
+    return Digest(len(tokens), hashed.hexdigest())
