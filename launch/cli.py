@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     helps = {"-h", "--help"}
     if len(arguments) > 2 and arguments[1].endswith(".toml") and helps.intersection(arguments[2:]):
         known, overrides = argparse.Namespace(run=_help, config=Path(arguments[1])), list[str]()
-    elif arguments[:1] == ["bench"] and not {*helps, "host"}.intersection(arguments[1:2]) and helps.intersection(arguments):
+    elif arguments[:1] == ["bench"] and arguments[1:2] != ["host"] and helps.intersection(arguments[2:]):
         known, _ = parser.parse_known_args(arguments[:2])
         overrides = ["--help"]  # of what is measured, and not of the command
     else:
