@@ -62,8 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.set_defaults(run=_bench)
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if len(arguments) > 2 and arguments[1].endswith(".toml") and {"-h", "--help"}.intersection(arguments[2:]):
+    helps = {"-h", "--help"}
+    if len(arguments) > 2 and arguments[1].endswith(".toml") and helps.intersection(arguments[2:]):
         known, overrides = argparse.Namespace(run=_help, config=Path(arguments[1])), list[str]()
+    elif arguments[:1] == ["bench"] and arguments[1:2] != ["host"] and helps.intersection(arguments[2:]):
+        known, _ = parser.parse_known_args(arguments[:2])
+        overrides = ["--help"]  # of what is measured, and not of the command
     else:
         known, overrides = parser.parse_known_args(arguments)
     with stop_on_signals() as stop:
@@ -75,9 +79,15 @@ def _refusing(known: argparse.Namespace, overrides: list[str], stop: StopRequest
     from ..ddp import CollectiveError
     from .config import ConfigError
     from .data import DataError
+    from .simulate import SimulatedRankError
 
     try:
-        status: int = known.run(known, overrides, stop)
+        try:
+            status: int = known.run(known, overrides, stop)
+        except SimulatedRankError as error:  # a simulated rank's mistakes are answered as a real one's
+            if isinstance(error.__cause__, ConfigError | DataError | CollectiveError):
+                raise error.__cause__ from None
+            raise
     except (ConfigError, DataError) as error:
         print(f"maingrad: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
@@ -165,6 +175,7 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
     import tyro
 
     from .bench_accumulation import AccumulationBench, bench_accumulation, write_accumulation_report
+    from .config import ConfigError
     from .runtime import process_group_from_env
 
     is_main = int(os.environ.get("RANK", "0")) == 0
@@ -175,6 +186,8 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
 
     on_cuda = torch.cuda.is_available()
     if known.what == "host":
+        if overrides:
+            raise ConfigError(f"bench host takes --out-dir alone; got {' '.join(overrides)}")
         from .bench_gathers import bench_gathers
         from .bench_hooks import bench_hooks
         from .bench_host import bench_host, write_host_report

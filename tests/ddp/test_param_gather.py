@@ -99,6 +99,8 @@ READS: dict[str, Callable[[DistributedDataParallel, list[nn.Parameter]], Any]] =
     "data_ptr": lambda ddp, kept: [(p.data_ptr(), torch.Tensor.detach(p).clone())[1] for p in kept],
     "numpy": lambda ddp, kept: [torch.from_numpy(p.detach().numpy().copy()) for p in kept],
     "a vector of all": lambda ddp, kept: [torch.nn.utils.parameters_to_vector(kept)],
+    "by keyword": lambda ddp, kept: [torch.mul(torch.ones(p.shape), other=p) for p in kept],
+    "in a list by keyword": lambda ddp, kept: torch._foreach_mul([torch.ones(p.shape) for p in kept], other=kept),
     "in an autograd function": lambda ddp, kept: [Identity.apply(p) for p in kept],
     "as a list inside a dict of keywords": lambda ddp, kept: [torch.cat(tensors=[p.view(-1) for p in kept])],
 }
@@ -231,6 +233,47 @@ def with_parameters_of(cls: type[nn.Parameter]) -> tuple[bool, bool, Tensor]:
     waits = type(weight) is not cls
     ddp(torch.ones(1, 8))
     return waits, type(model[0].weight) is cls, model[0].weight.detach().clone()
+
+
+class Fixed(nn.Parameter):
+    """Nobody may change its class for another one."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("Fixed has no subclasses")
+
+
+class Slotted(nn.Parameter):
+    __slots__ = ("note",)
+
+
+def read_from_a_list(cls: Any, overlap: bool) -> tuple[bool, list[Tensor]]:
+    """By somebody who was given the parameter long before: no module is asked."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            param.copy_(torch.full_like(param, 0.1 * (index + 1)))
+    model[0].weight = cls(model[0].weight.detach().clone())
+    ddp = DistributedDataParallel(
+        model,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=overlap, bucket_size=1
+        ),
+    )
+    optimizer = DistributedOptimizer(ddp, lr=0.1)
+    kept = list(model.parameters())
+    ddp(torch.ones(1, 8)).square().sum().backward()
+    ddp.finish_grad_sync()
+    optimizer.step()
+    waits = type(kept[0]) is not cls
+    return waits, [Tensor.clone(param.detach()) for param in kept]
+
+
+def test_a_parameter_of_a_class_of_fixed_shape_has_arrived() -> None:
+    for cls in (Fixed, Slotted, nn.Parameter):
+        late, early = (simulate(read_from_a_list, RANKS, cls, overlap) for overlap in (True, False))
+        for (waits, seen), (_, wanted) in zip(late, early, strict=True):
+            assert waits is (cls is not Fixed)
+            assert all(map(torch.equal, seen, wanted))
 
 
 def test_classes_of_parameters_come_back_and_those_with_an_opinion_are_waited_for_at_once() -> None:

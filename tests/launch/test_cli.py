@@ -119,20 +119,38 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["train", "CONFIG", "--help"], 0, "--ddp.bucket-size"),
         (["plan", "CONFIG", "-h"], 0, "Elements at which a bucket is closed"),
         (["--help"], 0, "simulate"),
+        (["bench", "--help"], 0, "{accumulation,data-parallel,"),
+        (["bench", "data-parallel", "--help"], 0, "--redraw"),
+        (["bench", "moe", "-h"], 0, "--expert-ffn-dim"),
+        (["bench", "accumulation", "--help"], 0, "--num-warmup-steps"),
+        (["bench", "kernels", "--help"], 0, "maingrad bench kernels"),
+        (["bench", "host", "--help"], 0, "usage: maingrad bench"),
+        (["bench", "host", "--dim", "3"], 2, "bench host takes --out-dir alone; got --dim 3"),
+        (["bench"], 2, "what"),
+        (
+            ["simulate", "CONFIG", "--ranks", "2", "--data.source", "tokens", "--data.paths", "TOKENS"],
+            2,
+            "token 60000 is outside the vocabulary: model.vocab_size = 256; raise it to at least 60001",
+        ),
+        (["simulate", "CONFIG", "--ranks", "5"], 2, "must be a multiple of"),
     ],
 )
 def test_mistakes_are_answered_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
 ):
-    config = str(tiny_toml(tmp_path))
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(b"\x60\xea" * 4000)
+    paths = {"CONFIG": str(tiny_toml(tmp_path)), "TOKENS": str(tokens)}
     try:
-        ended: Any = main([config if argument == "CONFIG" else argument for argument in arguments])
+        ended: Any = main([paths.get(argument, argument) for argument in arguments])
     except SystemExit as end:
         ended = end.code
     captured = capsys.readouterr()
     assert ended == status
     assert said in (captured.err if status else captured.out)
     assert "Traceback" not in captured.err
+    if status and arguments[:1] == ["simulate"]:
+        assert captured.err.count("\n") == 1
 
 
 def interrupt(command: list[str | Path], folder: Path, number: signal.Signals, *, group: bool) -> tuple[int, str]:

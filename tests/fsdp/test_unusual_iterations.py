@@ -1,0 +1,234 @@
+"""Iterations that take an odd course: nested ``no_sync``, sums that are cleared, backwards that fail."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+
+class Fails(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError("in the middle")
+
+
+class Net(nn.Module):
+    """Three layers; backward can be made to fail between the last and the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if fails and index == 0:
+                x = Fails.apply(x)
+        return x.square().sum()
+
+
+def batch(index: int, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * index + rank))
+
+
+def sharded(**options: Any) -> Any:
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def whole_grads(model: Any) -> list[Tensor]:
+    """Gathered by hand: shards are ranges of the flattened parameters."""
+    grads = []
+    for param in model.parameters():
+        info = param.shard
+        part = torch.zeros(info.shape).flatten()
+        if param.grad is not None:
+            part[info.start : info.end] = param.grad.flatten()
+        dist.all_reduce(part)
+        grads.append(part.view(info.shape) / info.num_replicas)
+    return grads
+
+
+def expected(ranks: int, *indices: int) -> list[Tensor]:
+    """The mean over ranks of the sum over microbatches."""
+    twin = Net()
+    for index in indices:
+        for rank in range(ranks):
+            (twin(batch(index, rank)) / ranks).backward()
+    return [param.grad for param in twin.parameters()]
+
+
+def check(ranks: int, program: Callable[..., list[Tensor]], indices: tuple[int, ...], *args: Any) -> None:
+    for grads in simulate(program, ranks, *args):
+        for found, wanted in zip(grads, expected(ranks, *indices), strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+# ---- no_sync in no_sync. ----
+
+
+def nested_under_ddp() -> list[Tensor]:
+    model = Net()
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1))
+    with ddp.no_sync():
+        with ddp.no_sync():
+            ddp(batch(0)).backward()
+        assert not ddp.require_backward_grad_sync
+        ddp(batch(1)).backward()  # as a helper's own no_sync leaves its caller's
+        try:
+            with ddp.no_sync():
+                raise KeyError
+        except KeyError:
+            ddp(batch(2)).backward()
+    assert ddp.require_backward_grad_sync
+    ddp(batch(3)).backward()
+    ddp.finish_grad_sync()
+    return [param.main_grad.clone() for param in model.parameters()]
+
+
+def nested_under_fully_shard(options: dict[str, Any]) -> list[Tensor]:
+    model = sharded(**options)
+    with model.no_sync():
+        with model.no_sync():
+            model(batch(0)).backward()
+        model(batch(1)).backward()
+        assert all(param.grad is None or not param.grad.any() for param in model.parameters()) or not options
+        with model.layers[0].no_sync():
+            pass
+        model(batch(2)).backward()
+    model(batch(3)).backward()
+    return whole_grads(model)
+
+
+def test_no_sync_inside_no_sync() -> None:
+    check(2, nested_under_ddp, (0, 1, 2, 3))
+    for options in ({}, {"reduce_every_microbatch": False}):
+        check(2, nested_under_fully_shard, (0, 1, 2, 3), options)
+
+
+# ---- Sums that were cleared. ----
+
+
+def cleared_in_the_middle(placements: str, set_to_none: bool) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = sharded(mesh=mesh, placements=placements)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with model.no_sync():
+        model(batch(0)).backward()
+    optimizer.zero_grad(set_to_none)
+    with model.no_sync():
+        model(batch(1)).backward()
+    model(batch(2)).backward()
+    return whole_grads(model)
+
+
+@pytest.mark.parametrize("placements", ["hsdp", "hsdp_zero1"])
+def test_sums_that_were_cleared_are_not_reduced_across_instances(placements: str) -> None:
+    check(4, cleared_in_the_middle, (1, 2), placements, True)
+
+
+def cleared_after_the_end() -> list[Tensor]:
+    model = sharded(mesh=init_device_mesh("cpu", (2, 2)), placements="hsdp")
+    model(batch(0)).backward()
+    for param in model.parameters():
+        param.grad = None
+    model(batch(1)).backward()
+    model(batch(2)).backward()  # another iteration without a step: sums go on
+    return whole_grads(model)
+
+
+def test_cleared_sums_of_an_iteration_that_is_over() -> None:
+    check(4, cleared_after_the_end, (1, 2))
+
+
+# ---- Backwards that fail. ----
+
+
+def after_a_failure(kept: bool, cleared: bool) -> list[Tensor]:
+    """As in plain autograd, ``.grad`` has what backward came to; what it had not reduced is lost as a whole."""
+    model = sharded()
+    if kept:
+        model(batch(0)).backward()
+    first = list(model.layers[0].parameters())
+    before = [None if param.grad is None else param.grad.clone() for param in first]
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(batch(1), fails=True).backward()
+    with torch.no_grad():
+        model(batch(2))  # the next forward has forgotten what failed
+    for param, then in zip(first, before, strict=True):
+        assert param.grad is None if then is None else torch.equal(param.grad, then)
+    if cleared:
+        model.zero_grad()
+    model(batch(3)).backward()
+    return whole_grads(model)[: None if cleared else len(first)]
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_grad_after_a_backward_that_failed(kept: bool, cleared: bool) -> None:
+    indices = (0, 3) if kept and not cleared else (3,)
+    wanted = expected(2, *indices)
+    for grads in simulate(after_a_failure, 2, kept, cleared):
+        for found, each in zip(grads, wanted, strict=False):
+            torch.testing.assert_close(found, each)
+
+
+class FlagAndFail(torch.autograd.Function):
+    """As a foreign fused layer whose backward fails once it has said that ``main_grad`` is written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.weight.get_main_grad()
+        ctx.weight.grad_added_to_main_grad = True
+        raise RuntimeError("in a foreign layer")
+
+
+class Foreign(nn.Linear):
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        if fails:
+            return FlagAndFail.apply(x, self.weight).sum()
+        return F.linear(x, self.weight, self.bias).square().sum()
+
+
+def foreign_failure() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    twin = Foreign(4, 4)
+    torch.manual_seed(0)
+    model: Any = fully_shard(Foreign(4, 4), mesh=None)
+    with pytest.raises(RuntimeError, match="in a foreign layer"):
+        model(batch(0), fails=True).backward()
+    model(batch(1)).backward()
+    for rank in range(2):
+        (twin(batch(1, rank)) / 2).backward()
+    assert twin.weight.grad is not None
+    return whole_grads(model)[0], twin.weight.grad
+
+
+def test_a_plain_use_after_a_foreign_backward_that_failed() -> None:
+    """The flag of the backward that failed is not taken for the next one's."""
+    for found, wanted in simulate(foreign_failure, 2):
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,60 @@
+"""A weight in slices, each a parameter with an owner, a hook and a gradient of its own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from loops import wrap
+from torch import Tensor
+
+from maingrad.te_integration import LayerNormLinear, Linear
+
+
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+@pytest.mark.parametrize("hooked", ["query_weight", "key_weight", "value_weight"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bool) -> None:
+    """``weight.register_hook``: autograd has to deliver what somebody wants to see."""
+    torch.manual_seed(0)
+    split = ("query_", "key_", "value_")
+    plain = kind(4, 6, parameters_split=split)
+    model = kind(4, 6, parameters_split=split, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    model.load_state_dict(copy.deepcopy(plain.state_dict()))
+    ddp = wrap(model, overlap_grad_reduce=True)
+    seen: list[Tensor] = []
+
+    def halved(grad: Tensor) -> Tensor:
+        seen.append(grad.clone())
+        return grad / 2
+
+    model.get_parameter(hooked).register_hook(halved)
+    x = torch.randn(3, 4)
+    ddp(x).square().sum().backward()
+    model.backward_dw()
+    ddp.finish_grad_sync()
+    plain(x).square().sum().backward()
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        wanted = param.grad / 2 if name == hooked else param.grad
+        torch.testing.assert_close(model.get_parameter(name).main_grad, wanted)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], plain.get_parameter(hooked).grad)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_copy_of_a_module_that_delays_calls_nobody_back(wrapped: bool) -> None:
+    """The functions that a provider has registered stay with the module that it owns."""
+    calls: list[str] = []
+    layer = Linear(4, 4, delay_wgrad_compute=True)
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append("backward_dw"))
+    twin = copy.deepcopy(wrap(layer) if wrapped else layer)
+    for _ in range(2):
+        twin(torch.ones(1, 4)).sum().backward()
+        twin.backward_dw()
+    assert calls == []
+    assert twin.weight.grad is not None
+    assert twin.weight.skip_backward_post_hook  # it delays, and says so to its own provider
+    layer(torch.ones(1, 4)).sum().backward()
+    layer.backward_dw()
+    assert calls == ["backward_dw"]
