@@ -132,16 +132,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 ORDERS = (before, between_microbatches, between_forward_and_backward, after, in_one_backward_with_trained_forwards)
 
 
-@pytest.mark.parametrize("kind", ["zero1", "zero3, once", "hsdp_zero1"])
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once"])
 @pytest.mark.parametrize("run", [*ORDERS, unfrozen_before_its_backward, evaluated])
 def test_the_models_own_iteration_goes_on(run: Callable[..., None], kind: str) -> None:
-    train_beside(kind, run=run)
+    train_beside(kind, run=run, ranks=2)
+
+
+@pytest.mark.parametrize("run", [between_microbatches, between_forward_and_backward])
+def test_over_instances(run: Callable[..., None]) -> None:
+    train_beside("hsdp_zero1", run=run)
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "kept"])
-@pytest.mark.parametrize("run", ORDERS[:4])
+@pytest.mark.parametrize("run", [between_microbatches, between_forward_and_backward])
 def test_recompute_is_frozen_as_its_forward_was(run: Callable[..., None], model: str) -> None:
-    train_beside("zero3", MODELS[model], run=run)
+    train_beside("zero3", MODELS[model], run=run, ranks=2)
 
 
 def fused(model: nn.Module, **options: Any) -> None:
@@ -151,7 +156,7 @@ def fused(model: nn.Module, **options: Any) -> None:
 
 @pytest.mark.parametrize("run", [between_forward_and_backward, in_one_backward_with_trained_forwards])
 def test_fused_weight_gradients(run: Callable[..., None]) -> None:
-    train_beside("zero3", shard=fused, run=run)
+    train_beside("zero3", shard=fused, run=run, ranks=2)
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "hsdp"])
@@ -166,7 +171,8 @@ def test_nothing_is_reduced(kind: str) -> None:
             assert go_through(model, x).any()
         return len(timeline.buckets)
 
-    assert simulate(on_each_rank, ranks_of(kind)) == [0] * ranks_of(kind)
+    ranks = ranks_of(kind)
+    assert simulate(on_each_rank, ranks) == [0] * ranks
 
 
 def test_a_part_that_is_frozen_is_refused_with_what_helps() -> None:
