@@ -118,7 +118,11 @@ class _FusedLinear(torch.autograd.Function):
         *weights, bias = weights_and_bias
         x = _cast(input, dtype)
         needs_dw = True in ctx.needs_input_grad[3:-1]
-        ctx.save_for_backward(input if needs_dw else None, *weights)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(input if needs_dw else None, *weights)
+        else:  # backward asks of their shapes and dtypes alone: they may change in place until then
+            ctx.save_for_backward(input if needs_dw else None)
+            ctx.likes = [torch.empty_like(weight, device="meta", requires_grad=False) for weight in weights]
         ctx.use = use
         # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
         ctx.outer_backward = torch._C._current_graph_task_id()
@@ -136,6 +140,7 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0]
         x, *weights = ctx.saved_tensors
+        weights = weights or ctx.likes
         use: LinearUse = ctx.use
         needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         # Who asks, and where each gradient goes, before any product. next_functions has the tensor inputs only: the
