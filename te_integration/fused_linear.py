@@ -4,7 +4,7 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +110,13 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
+class _Like(NamedTuple):
+    """What backward asks of a weight where nothing is multiplied by it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class _FusedLinear(torch.autograd.Function):
     """See ``fused_linear``. ``apply`` takes input, use, dtype of the products, one or more weights, and bias."""
 
@@ -122,7 +129,7 @@ class _FusedLinear(torch.autograd.Function):
             ctx.save_for_backward(input if needs_dw else None, *weights)
         else:  # backward asks of their shapes and dtypes alone: they may change in place until then
             ctx.save_for_backward(input if needs_dw else None)
-            ctx.likes = [torch.empty_like(weight, device="meta", requires_grad=False) for weight in weights]
+            ctx.likes = [_Like(weight.shape, weight.dtype) for weight in weights]
         ctx.use = use
         # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
         ctx.outer_backward = torch._C._current_graph_task_id()
@@ -173,7 +180,7 @@ _apply_directly = super(torch.autograd.Function, _FusedLinear).apply
 def _weight_grad(
     ctx: Any,
     index: int,
-    weight: Tensor,
+    weight: Tensor | _Like,
     want: Demand,
     place: Place | None,
     dy: Tensor,
