@@ -98,7 +98,9 @@ class GradReduction:
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of one bucket as it is sent."""
-        return numel * (self.wire_dtype or dtype).itemsize
+        if self.wire_dtype is None:
+            return numel * dtype.itemsize
+        return numel * self.wire_dtype.itemsize * (2 if dtype.is_complex else 1)
 
     def start(self, grads: Tensor) -> InFlight:
         """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined."""
@@ -153,6 +155,8 @@ class GradReduction:
 
         Scratch: twice the bucket in the wire's dtype, until the bucket is reduced.
         """
+        if grads.is_complex():
+            grads, mine = torch.view_as_real(grads).view(-1), torch.view_as_real(mine).view(-1)
         sent = torch.empty_like(grads, dtype=self.wire_dtype)
         torch.mul(grads, self.factor, out=sent)
         received = torch.empty_like(sent)

@@ -102,15 +102,18 @@ class WgradTarget:
         """The weight's object, and its checked accumulator where this backward writes one; None: autograd delivers it.
 
         Raises ``RuntimeError`` that names the module for a weight that is gone, a missing ``main_grad``, or one that
-        cannot be written: see ``accumulator_of``.
+        cannot be written: see ``accumulator_of``; and for a hook on a weight whose gradient is delayed.
         """
         if self._torch_shards is not None:
             weight = self._alive_weight()
             accumulator = self._torch_shards.accumulator(weight)
             return None if accumulator is None else (weight, accumulator)
+        weight = self._alive_weight()
+        if weight._backward_hooks:  # somebody wants to see the gradient, since after the forward
+            self._check_seen()
+            return None
         if self._fused and self._queue is None:
             return self.resolve_for_write()
-        weight = self._alive_weight()
         if self._fused:
             check_provided(weight, self._owner)
         return weight, None  # a lazy provider's memory is taken when a delayed gradient is written, not before
@@ -144,6 +147,14 @@ class WgradTarget:
         else:
             add_to_grad(weight, (dy.t() @ x).to(weight.dtype), record)
         _settle(weight, record, entry)
+
+    def _check_seen(self) -> None:
+        if self._queue is not None:
+            raise RuntimeError(
+                f"{self._owner}: a hook on the weight (register_hook) wants to see its gradient in backward, and that "
+                f"is delayed; remove the hook and change .grad or main_grad before the step, or let this module "
+                f"compute its gradients in backward"
+            )
 
     def _alive_weight(self) -> Tensor:
         weight: Tensor | None = self._weight()

@@ -5,7 +5,7 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,6 +115,13 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
+class _Like(NamedTuple):
+    """What backward asks of a weight where nothing is multiplied by it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class _FusedLinear(torch.autograd.Function):
     """See ``fused_linear``. ``apply`` takes input, use, dtype of the products, one or more weights, and bias."""
 
@@ -123,7 +130,11 @@ class _FusedLinear(torch.autograd.Function):
         *weights, bias = weights_and_bias
         x = _cast(input, dtype)
         needs_dw = True in ctx.needs_input_grad[3:-1]
-        ctx.save_for_backward(input if needs_dw else None, *weights)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(input if needs_dw else None, *weights)
+        else:  # backward asks of their shapes and dtypes alone: they may change in place until then
+            ctx.save_for_backward(input if needs_dw else None)
+            ctx.likes = [_Like(weight.shape, weight.dtype) for weight in weights]
         ctx.use = use
         # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
         ctx.outer_backward = torch._C._current_graph_task_id()
@@ -141,6 +152,7 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0]
         x, *weights = ctx.saved_tensors
+        weights = weights or ctx.likes
         use: LinearUse = ctx.use
         needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         # Who asks, and where each gradient goes, before any product. next_functions has the tensor inputs only: the
@@ -174,7 +186,7 @@ _apply_directly = super(torch.autograd.Function, _FusedLinear).apply
 def _weight_grad(
     ctx: Any,
     index: int,
-    weight: Tensor,
+    weight: Tensor | _Like,
     want: Demand,
     place: Place | None,
     dy: Tensor,

@@ -1,0 +1,191 @@
+"""Hooks on wrapped weights, weights changed after the forward, and complex parameters: as in plain PyTorch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.launch import simulate
+from maingrad.te_integration import GroupedLinear, Linear
+
+
+def fused(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    options = {"fuse_wgrad_accumulation": True, **options}
+    return nn.Sequential(Linear(5, 8, **options), nn.Tanh(), Linear(8, 3, **options)).double()
+
+
+def plain_twin(model: nn.Module) -> nn.Sequential:
+    twin = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+X = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+# ---- Hooks. ----
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("when", ["before wrapping", "before forward", "after forward"])
+def test_a_hook_on_a_fused_weight_sees_and_changes_its_gradient(when: str, layer: int) -> None:
+    model = fused()
+    twin = plain_twin(model)
+    seen: list[Tensor] = []
+
+    def register() -> None:
+        for net in (model, twin):
+            net[layer].weight.register_hook(lambda grad: seen.append(grad) or grad.clamp(-0.01, 0.01))  # type: ignore[func-returns-value]
+
+    if when == "before wrapping":
+        register()
+    wrapped = DistributedDataParallel(model)
+    for step in range(2):
+        if when == "before forward" and not step:
+            register()
+        outputs = wrapped(X), twin(X)
+        if when == "after forward" and not step:
+            register()
+        for output in outputs:
+            output.square().mean().backward()
+        wrapped.finish_grad_sync()
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.main_grad, theirs.grad)
+        wrapped.zero_grad_buffer()
+        twin.zero_grad()
+    assert len(seen) == 4 and all(isinstance(grad, Tensor) for grad in seen)
+    torch.testing.assert_close(seen[0], seen[1])
+
+
+def test_a_hook_on_one_experts_weight_sees_its_gradient_whenever_it_was_registered() -> None:
+    torch.manual_seed(0)
+    model = GroupedLinear(3, 5, 4, bias=False, fuse_wgrad_accumulation=True)
+    wrapped = DistributedDataParallel(model)
+    seen: list[Tensor] = []
+    output = wrapped(torch.ones(6, 5), torch.tensor([1, 2, 3]))
+    model.weight1.register_hook(lambda grad: seen.append(grad.clone()))
+    output.sum().backward()
+    wrapped.finish_grad_sync()
+    (grad,) = seen
+    torch.testing.assert_close(grad, torch.full((4, 5), 2.0))
+    torch.testing.assert_close(
+        [p.main_grad for p in model.parameters()], [torch.full((4, 5), n) for n in (1.0, 2.0, 3.0)]
+    )
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_weight_with_a_hook_is_not_delayed_and_one_that_gets_it_too_late_is_refused(fuse: bool) -> None:
+    model = fused(fuse_wgrad_accumulation=fuse, delay_wgrad_compute=True)
+    twin = plain_twin(model)
+    wrapped = DistributedDataParallel(model)
+    seen: list[Tensor] = []
+    for net in (model, twin):
+        net[0].weight.register_hook(seen.append)
+    for call in (wrapped, twin):
+        call(X).sum().backward()
+    torch.testing.assert_close(*seen)
+    for layer in (model[2], model[0]):
+        layer.backward_dw()
+    wrapped.finish_grad_sync()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, theirs.grad)
+    wrapped.zero_grad_buffer()
+    output = wrapped(X)
+    model[2].weight.register_hook(lambda grad: pytest.fail("called"))
+    with pytest.raises(RuntimeError, match=r"Linear\(.*hook on the weight.*that is delayed"):
+        output.sum().backward()
+
+
+# ---- Weights that change between forward and backward. ----
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_first_layers_weight_may_change_in_place_after_its_forward(fuse: bool) -> None:
+    """Nobody needs its value any more, as in ``nn.Linear``; a later layer's backward does."""
+    model = fused(fuse_wgrad_accumulation=fuse)
+    twin = plain_twin(model)
+    wrapped = DistributedDataParallel(model)
+    for net, call in ((model, wrapped), (twin, twin)):
+        output: Any = call(X)
+        with torch.no_grad():
+            net[0].weight.mul_(2)
+        output.square().mean().backward()
+    wrapped.finish_grad_sync()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.main_grad, theirs.grad)
+    for net, call in ((model, wrapped), (twin, twin)):
+        wrapped.zero_grad_buffer()
+        output = call(X)
+        with torch.no_grad():
+            net[2].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_asking_for_the_gradient_of_a_first_layer_alone() -> None:
+    model = fused()
+    twin = plain_twin(model)
+    wrapped = DistributedDataParallel(model)
+    found = torch.autograd.grad(wrapped(X).square().mean(), model[0].weight, create_graph=True)[0]
+    wanted = torch.autograd.grad(twin(X).square().mean(), twin[0].weight, create_graph=True)[0]
+    torch.testing.assert_close(found, wanted)
+    again, expected = (
+        torch.autograd.grad(grad.square().sum(), net[2].weight)[0] for grad, net in ((found, model), (wanted, twin))
+    )
+    torch.testing.assert_close(again, expected)
+
+
+# ---- Complex parameters. ----
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.waves = nn.Parameter(torch.randn(30, 9, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.randn(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x * self.scale).to(torch.complex64) @ self.waves.t()).abs().square().mean()
+
+
+CONFIGS: dict[str, Callable[[], DistributedDataParallelConfig]] = {
+    "ddp": DistributedDataParallelConfig,
+    "sharded": lambda: DistributedDataParallelConfig(use_distributed_optimizer=True),
+    "bf16 on the wire": lambda: DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_wire_dtype=torch.bfloat16
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_complex_gradients_are_reduced_whatever_the_wire(name: str) -> None:
+    batches = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(1))
+    twin = Waves()
+    (sum(twin(x) for x in batches) / 2).backward()
+
+    def reduce() -> list[int]:
+        model = DistributedDataParallel(Waves(), CONFIGS[name]())
+        model(batches[dist.get_rank()]).backward()
+        model.finish_grad_sync()
+        found = []
+        for wired in model.wired:
+            bucket, record = wired.bucket, wired.record
+            first, last = model.owned_range(bucket.layout)
+            start = record.view.storage_offset() - bucket.grad_data.storage_offset()
+            low, high = max(first - start, 0), min(last - start, record.view.numel())
+            wanted = dict(twin.named_parameters())[record.name].grad
+            tolerance = {"rtol": 2e-2, "atol": 1e-2} if "wire" in name else {}
+            torch.testing.assert_close(
+                record.view.reshape(-1)[low : max(high, low)], wanted.reshape(-1)[low : max(high, low)], **tolerance
+            )
+            found.append(max(high - low, 0))
+        return found
+
+    by_rank = simulate(reduce, 2)
+    assert sum(map(sum, by_rank)) == (2 if name == "ddp" else 1) * (30 * 9 + 9)
