@@ -258,5 +258,5 @@ def from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if not isinstance(value["tensor"], bool | int | float):
             raise TypeError(f"{reprlib.repr(value['tensor'])} as the value of a tensor")
-        return torch.tensor(value["tensor"], dtype=dtype_named(value["dtype"]))
+        return torch.tensor(value["tensor"], dtype=dtype_named(value["dtype"]), device="cpu")
     return value

@@ -275,7 +275,7 @@ class PieceReader(FileSystemReader):
         path = Path(self.path) / extent.relative_path
         place = wanted[0][1]
         if len(wanted) > 1 or place.shape != sizes or not place.is_cpu or not place.is_contiguous():
-            place = torch.empty(sizes, dtype=dtype)
+            place = torch.empty(sizes, dtype=dtype, device="cpu")  # whatever the default device is
         try:
             chunk = read_archive(file, extent.offset, extent.length, place)
             if not isinstance(chunk, Tensor) or (chunk.shape, chunk.dtype) != (sizes, dtype):

@@ -1,6 +1,7 @@
 """Modules whose parameters are whole on every rank, as a checkpoint sees them: wrapped in DDP, or not at all."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import cast
 
 import torch.distributed as dist
@@ -20,8 +21,8 @@ __all__ = ["WrapperSource", "check_saved_once", "source_of"]
 def source_of(model: nn.Module) -> CheckpointSource:
     """How a model is saved and loaded.
 
-    Raises ``ValueError`` for a module that is whole itself and has sharded modules in it, or DTensors: they would be
-    saved as what one rank holds.
+    Raises ``ValueError`` for a module that is whole itself and has sharded modules in it, or DTensors, which would be
+    saved as what one rank holds; and for tensors on the meta device, which hold nothing and take nothing.
     """
     own = getattr(model, "checkpoint_source", None)
     if own is not None:
@@ -32,6 +33,12 @@ def source_of(model: nn.Module) -> CheckpointSource:
             f"module '{sharded}' is sharded, and the model around it is not: call fully_shard on the model too, or "
             f"save and load the module alone"
         )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"'{name}' is on the meta device, which keeps no values: give the model memory first "
+                f"(model.to_empty(device=...))"
+            )
     for name, param in model.named_parameters():
         if hasattr(param, "device_mesh"):
             raise ValueError(

@@ -66,7 +66,7 @@ def export_safetensors(
     pieces, by_name = [], {}
     for name, entry in {**manifest.parameters, **manifest.buffers}.items():
         master = dtype is not None and entry.has_master
-        data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype))
+        data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype), device="cpu")
         pieces.append(Piece(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
         by_name[name] = data
     check_stored(stored.metadata, pieces)

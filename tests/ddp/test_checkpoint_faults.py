@@ -616,9 +616,37 @@ def test_a_unit_that_was_used_later_or_never_goes_on_sharded_and_is_refused_else
 
     simulate(save, 2)
     assert simulate(load_sharded, 3) == ["it"] * 3
-    for sharding in (True, False):
-        for said in simulate(load_wrapped, 2, sharding):
+    # On two ranks of ZeRO-1 the border between shards is the border between the two: that loads.
+    assert simulate(load_wrapped, 2, True) == ["nothing was raised"] * 2
+    for ranks, sharding in ((1, True), (2, False)):
+        for said in simulate(load_wrapped, ranks, sharding):
             assert re.search(r"ValueError: parameters '\S+' and '\S+' are updated together here", said), said
             assert (
                 "some steps left one of them out. A fully sharded model goes on from it; here, load the weights" in said
             )
+
+
+def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", nn.Linear(3, 2))
+    model = nn.Linear(3, 2, device="meta")
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match="'weight' is on the meta device, which keeps no values"):
+            call(tmp_path / "c", model)
+    model.to_empty(device="cpu")
+    load_checkpoint(tmp_path / "c", model)
+
+
+def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
+    """What is read beside its place is on the CPU: a transposed parameter, and steps."""
+
+    def run() -> None:
+        ddp, optimizer = build(torch.bfloat16, **ZERO1)
+        take_steps(ddp, optimizer, range(1), dist.get_rank())
+        save_checkpoint(tmp_path / "c", ddp, optimizer)
+        other, its = build(torch.bfloat16, seed=1, **ZERO1)
+        with torch.device("meta"):
+            load_checkpoint(tmp_path / "c", other, its)
+        assert_same(model_state(other), model_state(ddp) | {"scratch": other.module.scratch})
+        take_steps(other, its, range(1, 2), dist.get_rank())
+
+    simulate(run, 2)
