@@ -128,13 +128,13 @@ def test_no_sync_inside_no_sync() -> None:
 # ---- Sums that were cleared. ----
 
 
-def cleared_in_the_middle(placements: str, set_to_none: bool) -> list[Tensor]:
+def cleared_in_the_middle(placements: str, every: bool) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2, 2))
-    model = sharded(mesh=mesh, placements=placements)
+    model = sharded(mesh=mesh, placements=placements, reduce_every_microbatch=every)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with model.no_sync():
         model(batch(0)).backward()
-    optimizer.zero_grad(set_to_none)
+    optimizer.zero_grad()
     with model.no_sync():
         model(batch(1)).backward()
     model(batch(2)).backward()
@@ -142,8 +142,9 @@ def cleared_in_the_middle(placements: str, set_to_none: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("placements", ["hsdp", "hsdp_zero1"])
-def test_sums_that_were_cleared_are_not_reduced_across_instances(placements: str) -> None:
-    check(4, cleared_in_the_middle, (1, 2), placements, True)
+@pytest.mark.parametrize("every", [False, True])
+def test_sums_that_were_cleared_are_not_reduced_across_instances(placements: str, every: bool) -> None:
+    check(4, cleared_in_the_middle, (1, 2), placements, every)
 
 
 def cleared_after_the_end() -> list[Tensor]:
