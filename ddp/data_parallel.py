@@ -135,9 +135,8 @@ class DistributedDataParallel(nn.Module):
             )
             for kind, grid in self.grids.items()
         }
-        self._nan_check = None
-        if config.check_for_nan_in_grad:
-            self._nan_check = NanCheck(self.buckets, self.device, self.reductions["dense"])
+        dense = self.reductions["dense"]
+        self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.group] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, self.failures, device=self.device)
         self._gathers: Sequence[ParamGather] = ()
@@ -254,10 +253,7 @@ class DistributedDataParallel(nn.Module):
         """
         if self.is_clear:
             return
-        for record in self.records:
-            if record.pending:
-                record.forget_lost()
-        check_nothing_pending(self.records, "zero_grad_buffer()")
+        check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         check_nothing_under_way(self.buckets)
         for bucket in self.buckets:
             bucket.reset()
@@ -313,8 +309,7 @@ class DistributedDataParallel(nn.Module):
         """Raise unless ``start_grad_sync`` has launched what was left: the iteration's backwards are over."""
         if not self._launched:
             raise RuntimeError(
-                f"{caller} before finish_grad_sync() or start_grad_sync(): this iteration's gradients are not reduced "
-                f"yet"
+                f"{caller} before finish_grad_sync() or start_grad_sync(): nothing of this iteration is reduced yet"
             )
 
     def check_reduced(self, caller: str) -> None:
@@ -327,8 +322,7 @@ class DistributedDataParallel(nn.Module):
         return self.reductions[layout.group].owned_range(layout.numel)
 
     def reduced_grads(self, kind: str | None = None) -> list[Tensor]:
-        """The part of each bucket that this rank may read after ``finish_grad_sync``; of one kind of parameters only,
-        where ``kind`` is given."""
+        """The part of each bucket that this rank may read after ``finish_grad_sync``; of all, or of one kind."""
         return [
             bucket.grad_data[slice(*self.owned_range(bucket.layout))]
             for bucket in self.buckets
