@@ -139,9 +139,8 @@ class DistributedDataParallel(AroundModule):
             )
             for kind, grid in self.grids.items()
         }
-        self._nan_check = None
-        if config.check_for_nan_in_grad:
-            self._nan_check = NanCheck(self.buckets, self.device, self.reductions["dense"])
+        dense = self.reductions["dense"]
+        self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.group] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, self.failures, device=self.device)
         self._gathers: Sequence[ParamGather] = ()
@@ -263,10 +262,7 @@ class DistributedDataParallel(AroundModule):
         """
         if self.is_clear:
             return
-        for record in self.records:
-            if record.pending:
-                record.forget_lost()
-        check_nothing_pending(self.records, "zero_grad_buffer()")
+        check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         check_nothing_under_way(self.buckets)
         for bucket in self.buckets:
             bucket.reset()
@@ -333,8 +329,7 @@ class DistributedDataParallel(AroundModule):
         return self.reductions[layout.group].owned_range(layout.numel)
 
     def reduced_grads(self, kind: str | None = None) -> list[Tensor]:
-        """The part of each bucket that this rank may read after ``finish_grad_sync``; of one kind of parameters only,
-        where ``kind`` is given."""
+        """The part of each bucket that this rank may read after ``finish_grad_sync``; of all, or of one kind."""
         return [
             bucket.grad_data[slice(*self.owned_range(bucket.layout))]
             for bucket in self.buckets

@@ -42,9 +42,12 @@ def _check_no_stranger(module: nn.Module) -> None:
                 )
 
 
-def check_nothing_pending(records: Iterable[GradRecord], caller: str) -> None:
-    """No delayed weight gradient is missing."""
-    waiting = {record.name: record.pending for record in records if record.pending}
+def check_nothing_pending(records: Iterable[GradRecord], caller: str, *, gives_up: bool = False) -> None:
+    """No delayed weight gradient is missing; ``gives_up``: but those that nobody can compute, which are forgotten."""
+    late = [record for record in records if record.pending]
+    for record in late if gives_up else ():
+        record.forget_lost()
+    waiting = {record.name: record.pending for record in late if record.pending}
     if waiting:
         name, pending = next(iter(waiting.items()))
         lost = next((each for found in waiting.values() for each in found if each.lost), None)

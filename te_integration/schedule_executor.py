@@ -109,10 +109,9 @@ class ScheduleExecutor:
     Gradients land where the modules put them: ``.grad``, or ``main_grad``. Per weight they are added in the order of
     microbatches, so that any valid order gives bitwise the gradients of any other, unless chunks share weights.
 
-    Our wrappers, in chunks or around several, learn which dgrad and wgrad of a chunk is the last: reductions run under
-    what comes after. Where there is one wrapper for all chunks here, each bucket launches as soon as it is complete;
-    where there are several, or sharded chunks, a chunk's launch with its last entry. ``no_sync`` around ``run`` leaves
-    reductions to a later one; ``finish_grad_sync()`` ends the iteration, as ever.
+    Our wrappers, in chunks or around several, learn which dgrad and wgrad of a chunk is the last. One wrapper for all
+    chunks launches each bucket as soon as it is complete; of several, or of sharded chunks, all with a chunk's last
+    entry. ``no_sync`` around ``run`` leaves reductions to a later one; ``finish_grad_sync()`` ends the iteration.
     """
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
@@ -198,11 +197,11 @@ class _Chunk:
         self._is_list = isinstance(chunk, nn.ModuleList) or not isinstance(chunk, nn.Module)
         if self._is_list and not isinstance(chunk, Sequence | nn.ModuleList):
             raise TypeError(f"chunk {number} must be a module or a list of modules, not {self.type_name}")
-        self._layers: list[nn.Module] = list(chunk) if self._is_list else [chunk]  # type: ignore[arg-type, list-item]
-        for layer in self._layers:
+        self.layers: list[nn.Module] = list(chunk) if self._is_list else [chunk]  # type: ignore[arg-type, list-item]
+        for layer in self.layers:
             if not isinstance(layer, nn.Module):
                 raise TypeError(f"chunk {number} must be a module or a list of modules, not of {type(layer).__name__}")
-        if not self._layers:
+        if not self.layers:
             raise ValueError(f"chunk {number} has no layers")
         self.num_layers = len(chunk) if isinstance(chunk, nn.Sequential | nn.ModuleList | Sequence) else None
         """Where it can be known."""
@@ -211,7 +210,7 @@ class _Chunk:
     def find_modules(self) -> None:
         """Look again: modules may have been replaced or converted."""
         self.names: dict[nn.Module, str] = {}
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             for name, module in layer.named_modules(prefix=str(index) if self._is_list else ""):
                 self.names.setdefault(module, name or type(module).__name__)
         verbs = ("need_backward_dw", "backward_dw")
@@ -223,17 +222,12 @@ class _Chunk:
         ]
         """Modules with the delaying verbs, but not the containers of such modules; in layer order."""
 
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """What it runs, one after another."""
-        return self._layers
-
     def pending(self) -> list[str]:
         """Names of modules with pending weight gradients, containers too."""
         return [name for module, name in self.names.items() if module in self._able and _needs_backward_dw(module)]
 
     def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for layer in self._layers:
+        for layer in self.layers:
             inputs = _as_tuple(layer(*inputs))
         if not all(isinstance(tensor, Tensor) for tensor in inputs):
             kinds = ", ".join(type(tensor).__name__ for tensor in inputs)
@@ -254,8 +248,7 @@ class _Run:
         self._in_forward = False
         # (chunk, microbatch) of what each delaying module has pending, oldest first.
         self._pending = {module: deque[tuple[int, int]]() for chunk in chunks for module in chunk.delaying}
-        self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}
-        """Who reduces gradients of each chunk."""
+        self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}  # who reduces each one's gradients
         self._hosts = [parts.host for found in self._parts.values() for parts in found]
         everybody = {parts for found in self._parts.values() for parts in found}
         self._launches_early = len(everybody) == 1  # of several, replicas might launch in different orders

@@ -107,10 +107,10 @@ def seen_by_a_stage(kind: str) -> list[compat.PipelineStep | None]:
 
     stage = Stage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
     given: Any = [stage] if "Interleaved" in kind else stage
-    x = torch.randn(6, 2)
     for verb, microbatches in (("step", 2), ("eval", 3)):
+        x = torch.randn(2 * microbatches, 2)  # torch keeps the buffers of the first microbatches' shape
         schedule = getattr(pipelining, kind)(given, microbatches, nn.functional.mse_loss, scale_grads=False)
-        getattr(schedule, verb)(x, target=torch.randn(6, 2), losses=[])
+        getattr(schedule, verb)(x, target=torch.randn_like(x), losses=[])
     seen.append(compat.running_pipeline_step())
     return seen
 
