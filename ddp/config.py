@@ -78,6 +78,11 @@ class DistributedDataParallelConfig:
                 "grad_reduce_wire_dtype (each rank sums by itself); leave it None"
             )
 
+    @property
+    def can_wait_by_bucket(self) -> bool:
+        """Whether ``finish_grad_sync`` does no more than wait."""
+        return not (self.check_for_nan_in_grad or self.calculate_per_token_loss)
+
     def _refuse_without_shards(self) -> None:
         for name, neutral in (
             ("overlap_param_gather", False),

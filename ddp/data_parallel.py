@@ -21,7 +21,14 @@ from .config import DistributedDataParallelConfig
 from .failure_report import FailureReporter
 from .grad_record import GradRecord
 from .init_sync import broadcast_model, check_whose_experts, has_experts
-from .iteration_checks import check_nothing_bypassed, check_nothing_pending, check_scalable, check_whole, check_wiring
+from .iteration_checks import (
+    check_nothing_bypassed,
+    check_nothing_pending,
+    check_scalable,
+    check_whole,
+    check_wiring,
+    is_frozen,
+)
 from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .master_param import WatchedMasters
@@ -29,10 +36,9 @@ from .nan_check import NanCheck
 from .param_gather import ParamGather
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
-from .placements import placements_of
 from .rank_grid import RankGrid, all_groups, make_grids
 from .readiness import Readiness
-from .reduction import GradReduction
+from .reduction import GradReduction, make_reductions
 from .stock_optimizer import expose_grad
 from .timeline import Timeline, recorded_on
 from .torch_ddp import check_not_collected, check_not_inside
@@ -128,17 +134,7 @@ class DistributedDataParallel(AroundModule):
         self._zeroed_views = [record.view for record in self.records if not record.first_write_overwrites]
         # Nobody writes padding, but what multiplies whole buckets by NaN (clipping) would leave it there for ever.
         self._zeroed_views += [view for bucket in self.buckets for view in bucket.padding_views()]
-        self.reductions: dict[str, GradReduction] = {
-            kind: GradReduction(
-                grid,
-                placements_of(config),
-                factor=1.0 if config.calculate_per_token_loss else 1.0 / self.grids["dense"].size,
-                wire_dtype=config.grad_reduce_wire_dtype,
-                in_collective=config.average_in_collective,
-                device=self.device,
-            )
-            for kind, grid in self.grids.items()
-        }
+        self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.group] for bucket in self.buckets]
@@ -195,7 +191,7 @@ class DistributedDataParallel(AroundModule):
         where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
         """
         self._check_in_use("start_grad_sync()")
-        if self._is_frozen():
+        if is_frozen(self._wired):
             self._wired[0].check()
         self.check_before_forward()  # where the forward was a method of the module's own
         check_nothing_pending(self.records, "start_grad_sync()")
@@ -239,16 +235,11 @@ class DistributedDataParallel(AroundModule):
         """After ``start_grad_sync``: wait for some of them; with the last one ``finish_grad_sync`` is done.
 
         ``DistributedOptimizer.step`` updates what has arrived while the rest is under way. Of no use to what needs all
-        gradients at once (``can_wait_by_bucket``).
+        gradients at once (``ddp_config.can_wait_by_bucket``).
         """
         for bucket in buckets:
             self._launcher.wait_for(bucket)
         self._finished = all(bucket.phase is Phase.REDUCED for bucket in self.buckets)
-
-    @property
-    def can_wait_by_bucket(self) -> bool:
-        """Whether ``finish_grad_sync`` does no more than wait."""
-        return not (self.ddp_config.check_for_nan_in_grad or self.ddp_config.calculate_per_token_loss)
 
     @property
     def is_reduced(self) -> bool:
@@ -377,7 +368,7 @@ class DistributedDataParallel(AroundModule):
             self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
         elif self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
-        if not torch.is_grad_enabled() or self._is_frozen():
+        if not torch.is_grad_enabled() or is_frozen(self._wired):
             return self.module(*args, **kwargs)
         self.check_before_forward()
         outputs = self.module(*args, **kwargs)
@@ -388,12 +379,6 @@ class DistributedDataParallel(AroundModule):
     def _finish_gathers(self) -> None:
         for gather in self._gathers:
             gather.settle()
-
-    @torch.compiler.disable
-    def _is_frozen(self) -> bool:
-        """Whether all of the model is frozen for now: this forward trains nothing, and a backward only goes through."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return not any(wired.owned.param.requires_grad for wired in self._wired)
 
     @torch.compiler.disable
     def check_before_forward(self) -> None:

@@ -149,7 +149,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "and ranks would skip different steps; use maingrad.ddp.GradScaler"
             )
         self._threads.come_home()
-        if not self.model.is_reduced and (self.max_grad_norm is not None or not self.model.can_wait_by_bucket):
+        if not self.model.is_reduced and (
+            self.max_grad_norm is not None or not self.model.ddp_config.can_wait_by_bucket
+        ):
             self.model.finish_grad_sync()  # all gradients are needed at once
         self.finish_param_sync()
         self.refresh_masters()

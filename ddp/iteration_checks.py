@@ -20,6 +20,7 @@ __all__ = [
     "check_scalable",
     "check_whole",
     "check_wiring",
+    "is_frozen",
 ]
 
 
@@ -29,6 +30,13 @@ def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
         for entry in wired:
             entry.check()
         _check_no_stranger(module)
+
+
+@torch.compiler.disable
+def is_frozen(wired: Iterable[WiredParam]) -> bool:
+    """Whether all of the model is frozen for now: its forwards train nothing, and backwards only go through it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not any(entry.owned.param.requires_grad for entry in wired)
 
 
 def _check_no_stranger(module: nn.Module) -> None:

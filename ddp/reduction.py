@@ -15,7 +15,7 @@ elsewhere.
 """
 
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from torch import Tensor
 
 from ..kernels.compat import premultiplied_sum, start_reduce_scatter
 from .collectives import InFlight, backend_of, in_stages
-from .placements import Placements
+from .config import DistributedDataParallelConfig
+from .placements import Placements, placements_of
 from .rank_grid import RankGrid
 
-__all__ = ["GradReduction"]
+__all__ = ["GradReduction", "make_reductions"]
 
 
 class GradReduction:
@@ -174,3 +175,21 @@ class GradReduction:
 @functools.cache
 def _scaled_sum(factor: float, num_ranks: int) -> Any:
     return dist.ReduceOp.AVG if factor == 1.0 / num_ranks else premultiplied_sum(factor)
+
+
+def make_reductions(
+    config: DistributedDataParallelConfig, grids: Mapping[str, RankGrid], device: torch.device
+) -> dict[str, GradReduction]:
+    """Of each kind of parameters. All are averaged over the dense ones' ranks, or summed where tokens divide later."""
+    factor = 1.0 if config.calculate_per_token_loss else 1.0 / grids["dense"].size
+    return {
+        kind: GradReduction(
+            grid,
+            placements_of(config),
+            factor=factor,
+            wire_dtype=config.grad_reduce_wire_dtype,
+            in_collective=config.average_in_collective,
+            device=device,
+        )
+        for kind, grid in grids.items()
+    }
