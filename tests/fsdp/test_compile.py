@@ -1,14 +1,22 @@
 """``torch.compile`` of blocks, before or after they become units, and around the model; autocast around it."""
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may download
 
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_twin import Block, Net, mean_loss, one_backward, shard_blocks, train_beside
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
+from maingrad.launch import simulate
+from maingrad.te_integration import convert_linears
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +113,48 @@ def test_a_block_compiled_before_a_model_that_is_evaluated() -> None:
         for param in model.parameters():
             param.mul_(2.0)
         assert not torch.equal(model(torch.ones(2, 5)), first)
+
+
+# ---- Hugging Face's layers, each rank a thread of this process. ----
+
+
+def losses_of_a_llama(compiled: str, *, fused: bool) -> list[list[float]]:
+    """Of two iterations of two microbatches, on each of two ranks."""
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(num_hidden_layers=2, vocab_size=64, max_position_embeddings=32, use_cache=False, **size)
+
+    def train() -> list[float]:
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config)
+        if fused:
+            convert_linears(model)
+        layers = list(model.model.layers)
+        for layer in layers if compiled == "before fully_shard" else ():
+            layer.compile(backend="aot_eager")
+        for unit in (*layers, model):
+            fully_shard(unit)
+        for layer in layers if compiled == "after fully_shard" else ():
+            layer.compile(backend="aot_eager")
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(2):
+            for last in (False, True):
+                seed = torch.Generator().manual_seed(10 * step + 2 * dist.get_rank() + last)
+                tokens = torch.randint(0, 64, (2, 8), generator=seed)
+                with nullcontext() if last else model.no_sync():
+                    loss = model(input_ids=tokens, labels=tokens).loss
+                    (loss / 2).backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    torch._dynamo.reset()
+    return simulate(train, 2)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and dynamo, about each other
+@pytest.mark.parametrize("compiled", ["before fully_shard", pytest.param("after fully_shard", marks=pytest.mark.slow)])
+def test_compiled_layers_of_hugging_face(compiled: str) -> None:
+    plain = losses_of_a_llama("no", fused=False)
+    found = losses_of_a_llama(compiled, fused=True)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-5, atol=1e-6)

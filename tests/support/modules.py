@@ -44,7 +44,7 @@ class Experts(GroupedLinear):
     """``GroupedLinear`` that gives each expert its share of whatever rows come, and one of them none."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, torch.tensor(shares(x.numel() // x.shape[-1])))
+        return super().forward(x, torch.tensor(shares(x.numel() // x.shape[-1]), device=x.device))
 
 
 class ExpertMLP(GroupedMLP):
@@ -52,7 +52,7 @@ class ExpertMLP(GroupedMLP):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
-        return super().forward(x, torch.tensor(shares(rows)), probabilities(rows))
+        return super().forward(x, torch.tensor(shares(rows), device=x.device), probabilities(rows).to(x.device))
 
 
 def shares(rows: int) -> list[int]:

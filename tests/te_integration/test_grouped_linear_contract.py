@@ -519,5 +519,5 @@ def test_gradients_are_reduced_over_ranks(packed: bool, fuse: bool, delay: bool,
     exact = (torch.stack(expected) / 2).norm()
     assert abs(total - exact) <= ROUNDING * exact
     found = torch.cat([flat[flat != 0] for flat in summed]).double().sort().values
-    wanted = (torch.stack(expected) / 2).flatten()
+    wanted = (torch.stack(expected) / 2).flatten().to(found.device)
     assert error(found, wanted[wanted != 0].sort().values) <= ROUNDING
