@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .grad_record import GradRecord, PendingWgrad
 from .placeholder import placeholder
@@ -50,7 +51,8 @@ __all__ = [
 
 _RECORD = "_maingrad_record"
 _OVERWRITTEN_IN = "_maingrad_overwritten_in"
-_FORMER = "_maingrad_former"
+_former: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+"""Names that parameters had in wrappers that are gone, for errors. Parameters are given back plain, without a mark."""
 
 
 # ---- Provider: the record of one parameter, attaching it, and the hook's truth table. ----
@@ -70,7 +72,7 @@ def attach(param: Tensor, record: GradRecord) -> None:
     param.main_grad = record.view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     setattr(param, _RECORD, record)
-    param.__dict__.pop(_FORMER, None)
+    _former.pop(param, None)
     if record.shared:
         # Another owner may return uninitialised placeholders; those must be zeros, since what autograd sums with
         # them is a real gradient that the hook adds.
@@ -95,25 +97,13 @@ def attach_lazily(param: Tensor, record: GradRecord) -> None:
     del param.main_grad  # type: ignore[attr-defined]  # nobody may write there unasked
 
 
-class _Former:
-    """On a parameter: the name that it had in a wrapper that is gone. A copy of the parameter has none."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(None), ()
-
-
 def detach(param: Tensor, gone: str | None = None) -> None:
     """Take back everything that ``attach`` or ``attach_lazily`` gave.
 
     gone  the parameter's name in the user's wrapper, which is gone: for the error of a backward that comes too late
     """
     if gone is not None:
-        setattr(param, _FORMER, _Former(gone))
+        _former[param] = gone
     for name in ("main_grad", "__fsdp_param__", "get_main_grad", "grad_added_to_main_grad", "zero_out_wgrad", _RECORD):
         param.__dict__.pop(name, None)
 
@@ -350,11 +340,11 @@ def hand_over_sum(weight: Tensor, record: GradRecord) -> None:
 
 
 def _no_provider(weight: Tensor, owner: str) -> RuntimeError:
-    former: _Former | None = getattr(weight, _FORMER, None)
+    former: str | None = _former.get(weight)
     missing = f"{owner}: fuse_wgrad_accumulation=True needs weight.main_grad"
     if former is not None:
         return RuntimeError(
-            f"{missing}, and the wrapper that provided it for parameter '{former.name}' is gone (let go, or unwrap()); "
+            f"{missing}, and the wrapper that provided it for parameter '{former}' is gone (let go, or unwrap()); "
             f"keep the wrapper until the last backward of its forwards is over, wrap the model again, or have autograd "
             f"deliver its gradients: maingrad.te_integration.unconvert(model) before the forward"
         )

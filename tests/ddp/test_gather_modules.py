@@ -200,7 +200,7 @@ def hooks_of_the_users(trained: Trained) -> Any:
 
 def moved_between_modules(trained: Trained) -> Any:
     """A module that was made after wrapping reads the same parameter."""
-    other = nn.Linear(WIDTH, WIDTH)
+    other = nn.Linear(WIDTH, WIDTH, bias=False)
     other.weight = trained.model[3].weight
     trained.step()
     trained.model[3].later = other
