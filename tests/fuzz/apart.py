@@ -12,6 +12,7 @@ import select
 import signal
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ class Child(NamedTuple):
     pipe: int
     """What it writes its result to."""
     stacks: Any
-    """A file that gets its stacks when it has taken too long."""
+    """A file that gets its stacks when it has taken too long, or raised."""
     deadline: float
     what: Any
     """What its starter knows it by."""
@@ -58,6 +59,9 @@ def _be_the_child(task: Callable[[], Any], writing: int, stacks: Any) -> None:
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(result)
         status = 0
+    except BaseException:
+        traceback.print_exc(file=stacks)
+        stacks.flush()
     finally:
         os._exit(status)
 

@@ -75,4 +75,6 @@ def first_of(param):
 
 
 def copied(tensor):
+    """Its values; of a shard of a gradient, those that this rank has."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return tensor.detach().reshape(-1).clone().double()
