@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from extras import AFTER, DURING
+from gradients import CHANGES, WAYS
 from layers import KINDS, all_paths
 from microbatches import PATTERNS
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
@@ -230,6 +231,8 @@ def _iteration(dice: Dice, ranks: int) -> Iteration:
         finish=dice.one_of({"finish": 3, "start": 1, "start, finish": 1, "nothing": 3}),
         see=tuple(what for what in ("grads", "weights") if dice.chance(0.5)),
         scaled=dice.chance(0.1),
+        change=dice.one_of({"no": 20, "none": 1, "values clipped": 0.5, **dict.fromkeys(CHANGES, 0.5)}),
+        reads=tuple(dict.fromkeys(dice.choice(WAYS) for _ in range(dice.one_of({0: 6, 1: 2, 3: 2})))),
         overflow=dice.some(ranks) if dice.chance(0.3) else (),
     )
 

@@ -185,6 +185,10 @@ class Iteration:
     """"grads", "weights"."""
     scaled: bool = False
     """Somebody halves the gradients before the step."""
+    change: str = "no"
+    """What else somebody does to each gradient before it is clipped; ``gradients.py`` has the ways."""
+    reads: tuple[str, ...] = ()
+    """In which ways gradients are read before they are clipped."""
     overflow: Ranks = ()
     """Whose loss is infinite, under a ``GradScaler``."""
 
@@ -244,6 +248,8 @@ def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
     elif isinstance(value, tuple) and any(dataclasses.is_dataclass(each) for each in value):
         for each in value:
             _count(each, name, found)
+    elif value and isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+        found.update((name, each) for each in value)
     elif name not in ("program.order", "unitof.path", "extra.where"):
         found[name, _spelt(value)] += 1
 

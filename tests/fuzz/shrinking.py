@@ -53,6 +53,8 @@ def _size_of_field(value: Any, default: Any) -> float:
         return sum(_size(each) for each in value)
     if dataclasses.is_dataclass(value):
         return _size(value) + (0.0 if type(value) is type(default) else 1.0)
+    if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+        return float(len(value))
     return 0.0 if value == default else 1.0
 
 
@@ -199,6 +201,7 @@ def _simpler_phases(phase: Phase) -> Iterator[Phase]:
 
 def _simpler_iterations(iteration: Iteration) -> Iterator[Iteration]:
     yield from _back_to_defaults(iteration, Iteration(), "micros", "extras")
+    yield from (replace(iteration, reads=reads) for reads in _without(iteration.reads))
     for index, micro in enumerate(iteration.micros):
         for part in _back_to_defaults(micro, Micro()):
             yield replace(iteration, micros=(*iteration.micros[:index], part, *iteration.micros[index + 1 :]))

@@ -1,9 +1,10 @@
 """A whole program in Python: what each rank runs, and what plain PyTorch does instead."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 from extras import DURING, write_extra
+from gradients import write_gradients
 from layers import expert_paths, lines_of_model
 from microbatches import write_failing, write_micro
 from pen import Pen
@@ -125,7 +126,7 @@ def _write_values(pen: Pen, name: str, reads: str) -> None:
         pen.see(name, f"{reads}(model)")
         return
     owner = "model" if pen.owner == "everything" else pen.owner
-    with _for_each_rank(pen):
+    with pen.for_each_rank():
         pen.see(name, f"{reads}({owner})")
 
 
@@ -136,7 +137,7 @@ def _write_iteration(pen: Pen, iteration: Iteration, number: int) -> None:
     count = len(iteration.micros)
     if pen.sums:
         pen("tokens = 0")
-    with _for_each_rank(pen):
+    with pen.for_each_rank():
         for index in range(count):
             _write_extras(pen, iteration, number, index)
             write_micro(pen, iteration, number, index)
@@ -148,20 +149,11 @@ def _write_iteration(pen: Pen, iteration: Iteration, number: int) -> None:
     _write_extras(pen, iteration, number, count + 1)
 
 
-@contextmanager
-def _for_each_rank(pen: Pen) -> Iterator[None]:
-    """What every rank does: in plain PyTorch, one after the other."""
-    with pen.inside("for rank, seen in enumerate(records):" if pen.plain else None):
-        if pen.plain and pen.program.model.variants > 1:
-            pen(f"model = models[rank % {pen.program.model.variants}]")
-        yield
-
-
 def _write_extras(pen: Pen, iteration: Iteration, number: int, at: int) -> None:
     between_steps = at > len(iteration.micros)
     for index, extra in enumerate(iteration.extras):
         if extra.at == at:
-            with _for_each_rank(pen) if between_steps and extra.kind in DURING else nullcontext():
+            with pen.for_each_rank() if between_steps and extra.kind in DURING else nullcontext():
                 write_extra(pen, extra, f"{number}.{index}", number)
 
 
@@ -184,9 +176,11 @@ def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
     if iteration.scaled:
         pen("model.scale_gradients(0.5)" if pen.ddp else f"scale_grads({pen.owner}, 0.5)")
     if outcome == "step":
-        write_step(pen, str(number), see_norm=not iteration.overflow)
+        write_step(pen, iteration, str(number))
         if pen.plain and pen.half:
             pen("masters.give()")
+    else:
+        write_gradients(pen, iteration, str(number))
     if outcome != "accumulate":
         write_zero(pen)
     if "weights" in iteration.see:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import extras
+import gradients
 import layers
 import microbatches
 import pytest
@@ -49,6 +50,8 @@ def test_every_value_comes(drawn: list[Program]) -> None:
         "block.kind": layers.KINDS,
         "micro.pattern": microbatches.PATTERNS,
         "extra.kind": extras.DURING | extras.AFTER,
+        "iteration.reads": gradients.WAYS,
+        "iteration.change": ("no", "none", "values clipped", *gradients.CHANGES),
         "optimizer.name": {name for name, _ in OPTIMIZERS.values()},
         "fsdp.placements": set(PLACEMENTS) - {"ddp", "hybrid"},
         "phase.ranks": ("1", "2", "3", "4", "6"),

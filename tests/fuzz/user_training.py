@@ -1,6 +1,7 @@
 """Data, losses, and what a rank notes of a model. Scripts take the sources of what they use from here."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -61,6 +62,26 @@ def grads_of(model):
             grad = param.grad if param.grad is not None else getattr(param, "main_grad", None)
             found[name] = None if grad is None else (first_of(param), copied(grad))
     return found
+
+
+def read_each(model, read):
+    """What somebody makes of each gradient, by name."""
+    module = getattr(model, "module", model)
+    grads = {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
+    return {name: None if grad is None else (0, float(read(grad))) for name, grad in grads.items()}
+
+
+def read_all(model, read):
+    """Likewise of all gradients together."""
+    return float(read([param.grad for param in model.parameters() if param.grad is not None]))
+
+
+def norms_of_slices(optimizer, instances):
+    """Norms of gradients where each rank has slices of them, by name."""
+    squares = torch.stack([part.grad.square().sum() for part in optimizer.slices])
+    dist.all_reduce(squares)
+    norms = (squares / instances).sqrt()
+    return {part.name: (0, float(norm)) for part, norm in zip(optimizer.slices, norms, strict=True)}
 
 
 def pieces_like(model, tensors):

@@ -4,11 +4,12 @@ Drawing and shrinking need not know what goes with what; they change one thing, 
 twice it changes nothing more. What the library promises to be right must not be taken out here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import known
 from extras import AFTER, RANK_DEPENDENT
+from gradients import CANCELS, NOT_OF_SHARDS, READS_OF_ALL, SLICES, shows
 from layers import (
     IN_HALF,
     ONCE_DIFFERENTIABLE,
@@ -223,10 +224,13 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration) -> Iteratio
         iteration, micros=micros, outcome=outcome, no_sync=no_sync, drain=drain, scaled=scaled, overflow=overflow
     )
     iteration = replace(iteration, finish=_finish(program, phase, iteration))
+    change = iteration.change if _changes_grads(program, phase, iteration) else "no"
+    iteration = replace(iteration, change=change)
+    reads = tuple(dict.fromkeys(_reads(program, phase, iteration)))
     see = tuple(what for what in iteration.see if what != "grads" or _shows_grads(program, phase, iteration))
     alike = _launches_alike(program, phase) and all(micro.ranks is None for micro in micros)
     extras = [_extra(program, phase, extra, count, alike) for extra in iteration.extras]
-    return replace(iteration, see=see, extras=tuple(extra for extra in extras if extra is not None))
+    return replace(iteration, see=see, reads=reads, extras=tuple(extra for extra in extras if extra is not None))
 
 
 def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
@@ -249,6 +253,42 @@ def _shows_grads(program: Program, phase: Phase, iteration: Iteration) -> bool:
     if program.optimizer.scaled or iteration.outcome not in ("step", "accumulate"):
         return False
     return isinstance(phase.wrapper, Fsdp) or not (phase.wrapper.sharded or iteration.finish == "start")
+
+
+def _changes_grads(program: Program, phase: Phase, iteration: Iteration) -> bool:
+    wrapper = phase.wrapper
+    if not shows(iteration, wrapper) or program.optimizer.scaled:
+        return False
+    if iteration.change == "sign" and not _is_precise(program):
+        return False
+    if iteration.change == "normalised":  # norms of experts' gradients cover all ranks' experts
+        return program.model.variants == 1
+    options = dict(program.optimizer.options)
+    # torch's fused SGD cannot begin the momentum of some parameters later than that of others.
+    return not (iteration.change == "none" and options.get("fused") and options.get("momentum"))
+
+
+def _is_precise(program: Program) -> bool:
+    return program.dtype == "float64" and not any(block.single for block in program.model.blocks)
+
+
+def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str]:
+    """Those of the iteration that there are for its gradients."""
+    wrapper, one_model = phase.wrapper, program.model.variants == 1
+    if iteration.overflow:
+        return
+    stock = isinstance(wrapper, Ddp)  # whose .grad is what the rank has
+    if not shows(iteration, wrapper):
+        reduced = iteration.outcome == "step" and iteration.finish != "start"
+        if reduced and isinstance(wrapper, Ddp) and wrapper.sharded and one_model and iteration.reads:
+            yield SLICES
+        return
+    precise = _is_precise(program)
+    for way in iteration.reads:
+        if way == SLICES or (way in CANCELS and not precise) or (not one_model and (not stock or way in READS_OF_ALL)):
+            continue
+        if isinstance(wrapper, Ddp) or way not in NOT_OF_SHARDS:
+            yield way
 
 
 def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
+from gradients import write_gradients
 from layers import attribute, expert_paths
 from pen import Pen
 from programs import Ddp, Fsdp, Iteration, UnitOf
@@ -181,12 +182,13 @@ def write_zero(pen: Pen) -> None:
         pen("model.zero_grad_buffer()")
 
 
-def write_step(pen: Pen, name: str, see_norm: bool) -> None:
-    """Clipping, the optimizer's step, the schedule's."""
+def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
+    """Reading and changing of gradients, clipping, the optimizer's step, the schedule's."""
     wanted, clip, ddp = pen.program.optimizer, pen.phase.clip, pen.ddp
     clips_late = ddp is None or ddp.clips == "torch" or wanted.scaled  # unscaled where they are exposed
     if ddp and ddp.stock and clips_late:
         pen("model.expose_grads()")
+    write_gradients(pen, iteration, name)
     if clip is not None and not (ddp and ddp.max_grad_norm):
         if wanted.scaled:
             pen("scaler.unscale_(optimizer)")
@@ -199,7 +201,7 @@ def write_step(pen: Pen, name: str, see_norm: bool) -> None:
         pen("scaler.step(optimizer)", "scaler.update()")
     else:
         pen("optimizer.step()")
-    if clip is not None and see_norm:
+    if clip is not None and not iteration.overflow:
         pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if ddp and ddp.max_grad_norm else "norm.item()")
     if wanted.schedule != "no":
         pen("schedule.step()")
