@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from pipeline_programs import Pipeline
 from programs import Program
 from running import Outcome, run_program
 from shrinking import shrink
@@ -102,7 +103,7 @@ def run_apart(task: Callable[[], Any], limit: float) -> Any:
     return next(result for _, result in finished(children))
 
 
-def shrink_apart(program: Program, kind: str, limit: float, seconds: float) -> tuple[Program, Outcome]:
+def shrink_apart(program: Program | Pipeline, kind: str, limit: float, seconds: float) -> tuple[Program, Outcome]:
     """The simplest program of the same kind of finding, and what comes of it; each try in a process of its own."""
 
     def same(candidate: Program) -> bool:
@@ -112,7 +113,7 @@ def shrink_apart(program: Program, kind: str, limit: float, seconds: float) -> t
     return small, run_apart(lambda: run_program(small), limit)
 
 
-def warm_up(program: Program) -> None:
+def warm_up(program: Program | Pipeline) -> None:
     """Import what is imported late, here instead of in every child."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(None):
         warnings.simplefilter("ignore")

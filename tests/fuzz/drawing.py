@@ -12,6 +12,7 @@ from extras import AFTER, DURING
 from gradients import CHANGES, WAYS
 from layers import KINDS, all_paths
 from microbatches import PATTERNS
+from pipeline_programs import Pipeline, draw_pipeline
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
 from valid import valid, valid_model
 
@@ -38,8 +39,17 @@ class Dice(random.Random):
         return self.choice(ways) or (0,)
 
 
+PIPELINES = 8
+"""Every so many seeds one is a pipeline."""
+
+
+def draw_any(seed: int) -> Program | Pipeline:
+    """The program of a seed, of either family."""
+    return draw_pipeline(seed) if seed % PIPELINES == PIPELINES - 1 else draw(seed)
+
+
 def draw(seed: int) -> Program:
-    """The program of a seed."""
+    """The program of a seed, of the first family."""
     dice = Dice(seed)
     dtype = dice.one_of({"float64": 10, "float32": 0.7, "bfloat16": 1, "autocast": 0.5})
     model = _model(dice)

@@ -229,10 +229,12 @@ def wrapper_kind(wrapper: Ddp | Fsdp) -> str:
     return f"{kind}, gather overlapped" if wrapper.gather_overlap else kind
 
 
-def dimensions(program: Program) -> Counter[tuple[str, str]]:
-    """Every dimension's values, and how often the program has each."""
+def dimensions(program: Any) -> Counter[tuple[str, str]]:
+    """Every dimension's values, and how often the program, of either family, has each."""
     found: Counter[tuple[str, str]] = Counter()
     _count(program, "", found)
+    if not isinstance(program, Program):
+        return found
     for phase in program.phases:
         found["wrapper", wrapper_kind(phase.wrapper)] += 1
         found["iterations", str(len(phase.iterations))] += 1
@@ -250,7 +252,7 @@ def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
             _count(each, name, found)
     elif value and isinstance(value, tuple) and all(isinstance(each, str) for each in value):
         found.update((name, each) for each in value)
-    elif name not in ("program.order", "unitof.path", "extra.where"):
+    elif name not in ("program.order", "pipeline.order", "unitof.path", "extra.where"):
         found[name, _spelt(value)] += 1
 
 

@@ -8,16 +8,20 @@ from gradients import write_gradients
 from layers import expert_paths, lines_of_model
 from microbatches import write_failing, write_micro
 from pen import Pen
+from pipeline_programs import Pipeline
+from pipeline_sources import pipeline_source
 from programs import Ddp, Iteration, Program
 from wrappers import write_beside_optimizer, write_finish, write_plain_optimizer, write_step, write_wrapping, write_zero
 
 
-def program_source(program: Program) -> str:
+def program_source(program: Program | Pipeline) -> str:
     """The functions ``make_model``, ``make_plain``, ``train_0`` and so on, and ``plain``."""
+    if isinstance(program, Pipeline):
+        return pipeline_source(program)
     return "\n".join([*_makers(program), *_trainers(program), *_plain(program)])
 
 
-def tolerance_of(program: Program) -> float:
+def tolerance_of(program: Program | Pipeline) -> float:
     """How far a tensor may be from what plain PyTorch computes, relative to its norm.
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
@@ -26,6 +30,8 @@ def tolerance_of(program: Program) -> float:
     1 / 256 each; with a few steps behind them weights are another number's roundings here and there. Gradients of the
     first iteration, where the library's products have no part in them, differ by sums in fp32 alone: 1e-4.
     """
+    if isinstance(program, Pipeline):
+        return 1e-6 if program.clip is not None else 1e-9
     if program.dtype in ("bfloat16", "autocast"):
         return 0.1
     if program.dtype == "float32" or any(block.single for block in program.model.blocks):

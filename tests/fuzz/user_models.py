@@ -12,6 +12,20 @@ class BadBatch(Exception):
     """What users raise, catch and go on from."""
 
 
+class Loss:
+    """A mean of squares, which raises once when it is told to."""
+
+    def __init__(self):
+        self.fails_in = None  # how many calls
+
+    def __call__(self, y, target):
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in <= 0:
+                raise BadBatch("in the loss")
+        return (y - target).square().mean()
+
+
 # ---- Models. ----
 
 

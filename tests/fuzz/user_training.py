@@ -53,6 +53,11 @@ def values_of(model):
         return {name: (first_of(param), copied(param)) for name, param in module.named_parameters()}
 
 
+def values_of_stages(stages):
+    """Likewise of stages of a pipeline, by their indices."""
+    return {f"{index}.{name}": piece for index, part in stages.items() for name, piece in values_of(part).items()}
+
+
 def grads_of(model):
     """The same of gradients, where they are whole or this rank's shard of them; None for a parameter without."""
     module = getattr(model, "module", model)

@@ -275,7 +275,7 @@ def _is_precise(program: Program) -> bool:
 def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str]:
     """Those of the iteration that there are for its gradients."""
     wrapper, one_model = phase.wrapper, program.model.variants == 1
-    if iteration.overflow:
+    if iteration.overflow or program.optimizer.scaled:
         return
     stock = isinstance(wrapper, Ddp)  # whose .grad is what the rank has
     if not shows(iteration, wrapper):
