@@ -237,6 +237,7 @@ def _iteration(dice: Dice, ranks: int) -> Iteration:
         extras=tuple(extras),
         no_sync=dice.one_of({"backward": 3, "all": 3, "forgotten": 1}),
         outcome=dice.one_of({"step": 12, "skip": 1, "accumulate": 1.5, "given up": 1, "fails": 1}),
+        way=dice.one_of({"plain": 12, "closure": 1.5, "two halves": 1.5}),
         drain=dice.one_of({"each": 1, "end": 1}),
         finish=dice.one_of({"finish": 3, "start": 1, "start, finish": 1, "nothing": 3}),
         see=tuple(what for what in ("grads", "weights") if dice.chance(0.5)),

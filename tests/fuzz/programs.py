@@ -177,6 +177,8 @@ class Iteration:
     """What it is around: "backward", "all" of a microbatch, or nothing, where it was "forgotten"."""
     outcome: str = "step"
     """Or "skip": gradients are thrown away; "accumulate": they stay for the next; "fails": in the last backward."""
+    way: str = "plain"
+    """How it leads to its step: a "closure" that the optimizer calls; or the second of "two halves"."""
     drain: str = "each"
     """When delayed weight gradients are computed: after "each" backward, or at the "end"."""
     finish: str = "finish"

@@ -11,7 +11,17 @@ from pen import Pen
 from pipeline_programs import Pipeline
 from pipeline_sources import pipeline_source
 from programs import Ddp, Iteration, Program
-from wrappers import write_beside_optimizer, write_finish, write_plain_optimizer, write_step, write_wrapping, write_zero
+from wrappers import (
+    write_beside_optimizer,
+    write_closure_step,
+    write_end_of_closure,
+    write_finish,
+    write_first_half,
+    write_plain_optimizer,
+    write_step,
+    write_wrapping,
+    write_zero,
+)
 
 
 def program_source(program: Program | Pipeline) -> str:
@@ -69,7 +79,7 @@ def _trainers(program: Program) -> Iterator[str]:
         pen = Pen(program, phase, index, plain=False)
         yield f"def train_{index}(records, folder):"
         pen("rank, size = dist.get_rank(), dist.get_world_size()")
-        pen("seen, kept, log, average = records[rank], [], [], None")
+        pen("seen, kept, log, average, averaged = records[rank], [], [], None, None")
         _write_model(pen)
         write_wrapping(pen)
         write_beside_optimizer(pen)
@@ -143,14 +153,21 @@ def _write_iteration(pen: Pen, iteration: Iteration, number: int) -> None:
     count = len(iteration.micros)
     if pen.sums:
         pen("tokens = 0")
-    with pen.for_each_rank():
-        for index in range(count):
-            _write_extras(pen, iteration, number, index)
-            write_micro(pen, iteration, number, index)
-        _write_extras(pen, iteration, number, count)
-    pen.write_means()
-    if pen.delays and iteration.drain == "end":
-        pen.drain()
+    if iteration.way == "two halves":
+        write_first_half(pen, number)
+    with pen.inside("def closure():" if iteration.way == "closure" else None):
+        if iteration.way == "closure":
+            write_zero(pen)
+        with pen.for_each_rank():
+            for index in range(count):
+                _write_extras(pen, iteration, number, index)
+                write_micro(pen, iteration, number, index)
+            _write_extras(pen, iteration, number, count)
+        pen.write_means()
+        if pen.delays and iteration.drain == "end":
+            pen.drain()
+        if iteration.way == "closure":
+            write_end_of_closure(pen, iteration)
     _write_outcome(pen, iteration, number)
     _write_extras(pen, iteration, number, count + 1)
 
@@ -166,6 +183,10 @@ def _write_extras(pen: Pen, iteration: Iteration, number: int, at: int) -> None:
 def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
     """From the last backward to the next iteration."""
     outcome, counts = iteration.outcome, iteration.outcome in ("step", "accumulate")
+    if iteration.way == "closure":
+        write_closure_step(pen)
+        write_zero(pen)
+        return
     if outcome == "fails" and not pen.plain:
         write_failing(pen, number, iteration.micros[-1].keepers)
     if outcome != "given up":
@@ -215,7 +236,7 @@ def _plain(program: Program) -> Iterator[str]:
         pen = Pen(program, phase, index, plain=True)
         pen(
             f"# Phase {index}",
-            f"records, size, average = everyones[{index}], {phase.ranks}, None",
+            f"records, size, average, averaged = everyones[{index}], {phase.ranks}, None, None",
             "kept, log = [], []",
         )
         if index == 0:

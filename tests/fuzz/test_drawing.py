@@ -56,6 +56,7 @@ def test_every_value_comes(drawn: list[Program]) -> None:
         "optimizer.name": {name for name, _ in OPTIMIZERS.values()},
         "fsdp.placements": set(PLACEMENTS) - {"ddp", "hybrid"},
         "phase.ranks": ("1", "2", "3", "4", "6"),
+        "iteration.way": ("plain", "closure", "two halves"),
         "iteration.outcome": ("step", "skip", "accumulate", "given up", "fails"),
         "model.tie": ("no", "blocks", "embedding"),
         "program.dtype": ("float64", "float32", "bfloat16", "autocast"),

@@ -39,6 +39,23 @@ def scale_grads(model, factor):
                 param.grad.mul_(factor)
 
 
+def climb(model):
+    """Moves the weights a little way up along their gradients; what they were is returned."""
+    params = [param for param in model.parameters() if param.grad is not None]
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params]) + 0.1
+    before = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        torch._foreach_add_(params, torch._foreach_mul([param.grad.detach() for param in params], 0.05 / norm))
+    return before
+
+
+def descend(model, before):
+    """Back to what they were."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    with torch.no_grad():
+        torch._foreach_copy_(params, before)
+
+
 def drain(model):
     """Compute the weight gradients that modules have delayed, last module first."""
     for module in reversed(list(model.modules())):

@@ -24,6 +24,7 @@ LIBRARY = {
         "DistributedDataParallelConfig",
         "DistributedOptimizer",
         "GradScaler",
+        "add_grad",
         "clip_grad_norm",
         "load_checkpoint",
         "recorded_backward_order",
