@@ -25,7 +25,8 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a re
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from apart import Child, finished, run_apart, shrink_apart, start, warm_up
-from drawing import draw
+from drawing import draw_any
+from pipeline_programs import Pipeline
 from programs import Program
 from running import Outcome, run_program
 from scripts import script
@@ -37,7 +38,7 @@ SHRINKING_SECONDS = 120.0
 """That a finding is made simple for."""
 
 
-def report(seed: int, program: Program, outcome: Outcome, simple: bool) -> str:
+def report(seed: int, program: Program | Pipeline, outcome: Outcome, simple: bool) -> str:
     """A finding in full."""
     title = f"{outcome.kind}: {'made simple from ' if simple else ''}seed {seed}"
     source = script(program, title, compares=outcome.kind.startswith("differs"))
@@ -82,7 +83,7 @@ class Run:
         seed = next(seeds, None)
         if seed is None:
             return False
-        program = draw(seed)
+        program = draw_any(seed)
         self._children.append(start(lambda: run_program(program), limit, (seed, program, None)))
         return True
 
@@ -109,7 +110,7 @@ class Run:
 
 def replay(seed: int, options: argparse.Namespace) -> int:
     """One seed, in full."""
-    program = draw(seed)
+    program = draw_any(seed)
     outcome = run_apart(lambda: run_program(program), options.limit)
     print(report(seed, program, outcome, simple=False), flush=True)
     if outcome.is_finding and options.shrink:

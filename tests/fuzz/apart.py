@@ -12,10 +12,12 @@ import select
 import signal
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from pipeline_programs import Pipeline
 from programs import Program
 from running import Outcome, run_program
 from shrinking import shrink
@@ -28,7 +30,7 @@ class Child(NamedTuple):
     pipe: int
     """What it writes its result to."""
     stacks: Any
-    """A file that gets its stacks when it has taken too long."""
+    """A file that gets its stacks when it has taken too long, or raised."""
     deadline: float
     what: Any
     """What its starter knows it by."""
@@ -58,6 +60,9 @@ def _be_the_child(task: Callable[[], Any], writing: int, stacks: Any) -> None:
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(result)
         status = 0
+    except BaseException:
+        traceback.print_exc(file=stacks)
+        stacks.flush()
     finally:
         os._exit(status)
 
@@ -98,7 +103,7 @@ def run_apart(task: Callable[[], Any], limit: float) -> Any:
     return next(result for _, result in finished(children))
 
 
-def shrink_apart(program: Program, kind: str, limit: float, seconds: float) -> tuple[Program, Outcome]:
+def shrink_apart(program: Program | Pipeline, kind: str, limit: float, seconds: float) -> tuple[Program, Outcome]:
     """The simplest program of the same kind of finding, and what comes of it; each try in a process of its own."""
 
     def same(candidate: Program) -> bool:
@@ -108,7 +113,7 @@ def shrink_apart(program: Program, kind: str, limit: float, seconds: float) -> t
     return small, run_apart(lambda: run_program(small), limit)
 
 
-def warm_up(program: Program) -> None:
+def warm_up(program: Program | Pipeline) -> None:
     """Import what is imported late, here instead of in every child."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(None):
         warnings.simplefilter("ignore")

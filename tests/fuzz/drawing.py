@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from extras import AFTER, DURING
+from gradients import CHANGES, WAYS
 from layers import KINDS, all_paths
 from microbatches import PATTERNS
+from pipeline_programs import Pipeline, draw_pipeline
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
 from valid import valid, valid_model
 
@@ -37,8 +39,17 @@ class Dice(random.Random):
         return self.choice(ways) or (0,)
 
 
+PIPELINES = 8
+"""Every so many seeds one is a pipeline."""
+
+
+def draw_any(seed: int) -> Program | Pipeline:
+    """The program of a seed, of either family."""
+    return draw_pipeline(seed) if seed % PIPELINES == PIPELINES - 1 else draw(seed)
+
+
 def draw(seed: int) -> Program:
-    """The program of a seed."""
+    """The program of a seed, of the first family."""
     dice = Dice(seed)
     dtype = dice.one_of({"float64": 10, "float32": 0.7, "bfloat16": 1, "autocast": 0.5})
     model = _model(dice)
@@ -226,10 +237,13 @@ def _iteration(dice: Dice, ranks: int) -> Iteration:
         extras=tuple(extras),
         no_sync=dice.one_of({"backward": 3, "all": 3, "forgotten": 1}),
         outcome=dice.one_of({"step": 12, "skip": 1, "accumulate": 1.5, "given up": 1, "fails": 1}),
+        way=dice.one_of({"plain": 12, "closure": 1.5, "two halves": 1.5}),
         drain=dice.one_of({"each": 1, "end": 1}),
         finish=dice.one_of({"finish": 3, "start": 1, "start, finish": 1, "nothing": 3}),
         see=tuple(what for what in ("grads", "weights") if dice.chance(0.5)),
         scaled=dice.chance(0.1),
+        change=dice.one_of({"no": 20, "none": 1, "values clipped": 0.5, **dict.fromkeys(CHANGES, 0.5)}),
+        reads=tuple(dict.fromkeys(dice.choice(WAYS) for _ in range(dice.one_of({0: 6, 1: 2, 3: 2})))),
         overflow=dice.some(ranks) if dice.chance(0.3) else (),
     )
 

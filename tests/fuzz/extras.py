@@ -7,7 +7,7 @@ for each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, an
 from collections.abc import Callable
 
 from pen import Pen
-from programs import Ddp, Extra
+from programs import Ddp, Extra, Fsdp
 from wrappers import write_zero
 
 Writer = Callable[[Pen, Extra, str, int], None]
@@ -97,6 +97,16 @@ def _whole_norms(pen: Pen, extra: Extra, name: str, step: int) -> None:
             pen.see(f"norms {name}", "[float(param.norm()) for param in model.parameters()]")
 
 
+def _gone_through(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """The model is frozen while somebody else asks for the gradient of what goes into it."""
+    pen("trained = [param for param in model.parameters() if param.requires_grad]")
+    pen("for param in trained:", "    param.requires_grad_(False)")
+    pen(f"x = {_data(step)}.requires_grad_()")
+    pen(f"loss_of({pen.forward('x')}).backward()")
+    pen.see(f"gradient of {name}", "x.grad")
+    pen("for param in trained:", "    param.requires_grad_(True)")
+
+
 def _state_dict(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """To be loaded later, or never."""
     pen("state = {name: value.clone() for name, value in model.state_dict().items()}")
@@ -135,6 +145,7 @@ DURING: dict[str, Writer] = {
     "forgetting": _forgetting,
     "norms logged": _log_norms,
     "whole norms": _whole_norms,
+    "gone through": _gone_through,
     "state_dict": _state_dict,
     "deepcopy": _copy_of_the_model,
     "mean loss": _mean_loss,
@@ -181,6 +192,24 @@ def _average(pen: Pen, extra: Extra, name: str, step: int) -> None:
             pen("mean.lerp_(each, 0.1)")
 
 
+def _average_taken(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Training goes on from the average."""
+    with pen.inside("with torch.no_grad():"):
+        pen(f"torch._foreach_copy_(list({pen.owner}.parameters()), average)")
+    if pen.plain and pen.half:
+        pen("masters.give()")
+
+
+def _averaged_model(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """torch's copy of a model, whose weights are means. A sharded model is not copied."""
+    if isinstance(pen.phase.wrapper, Fsdp):
+        return
+    with pen.inside("if averaged is None:"):
+        pen("averaged = torch.optim.swa_utils.AveragedModel(model)")
+    pen("averaged.update_parameters(model)")
+    pen.see_on_all(f"averaged model {name}", "values_of(averaged)")
+
+
 def _rescale(pen: Pen, extra: Extra, name: str, step: int) -> None:
     """Parameters are changed in place by somebody else than the optimizer."""
     half = pen.plain and pen.half
@@ -214,11 +243,24 @@ AFTER: dict[str, Writer] = {
     "layer dropped": _layer_dropped,
     "kept gathered": _kept_gathered,
     "average": _average,
+    "average taken": _average_taken,
+    "averaged model": _averaged_model,
     "rescaled": _rescale,
     "written back": _write_back,
     "zeroed again": _zero_again,
 }
 
+FORWARDS = (
+    "dropped forward",
+    "kept forward",
+    "failed forward",
+    "no backward",
+    "no_grad",
+    "inference_mode",
+    "whole norms",
+    "gone through",
+)
+"""Kinds that run the model, or gather its weights."""
 RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting")
 """Kinds that look at ``Extra.ranks``."""
 

@@ -94,6 +94,54 @@ def _penalty(pen: Pen, place: Place) -> None:
     pen("del gradient")
 
 
+def _siamese(pen: Pen, place: Place) -> None:
+    """One backward through two forwards, each of which has to do with the other's gradient."""
+    pen(f"near, far = {pen.forward(place.data)}, {pen.forward(place.other)}")
+    pen(f"loss = {pen.loss('near')} * loss_of(far){place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
+def _hooked(pen: Pen, place: Place) -> None:
+    """A hook on what forward has made."""
+    pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+    pen("loss.register_hook(doubled)")
+    pen.backward("loss", hold=place.hold)
+
+
+def _method(pen: Pen, place: Place) -> None:
+    """A method of the user's module computes the loss."""
+    pen(f"loss = model.compute_loss({place.data}){' * rows' if pen.sums else ''}{place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
+def _attack(pen: Pen, place: Place) -> None:
+    """What a backward says about the input makes the batch worse; its gradients of parameters are thrown away."""
+    pen(f"x = {place.data}.requires_grad_()")
+    pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
+    if pen.plain:  # where gradients are those of all ranks
+        pen("(x.grad,) = torch.autograd.grad(loss, x)")
+    else:
+        with pen.no_sync():
+            pen("loss.backward()")
+        pen("model.zero_grad()")
+    pen("attacked = (x + 0.1 * x.grad).detach()")
+    pen(f"loss = {pen.loss(pen.forward('attacked'))}{place.divisor}")
+    pen.backward("loss", hold=place.hold)
+
+
+def _added(pen: Pen, place: Place) -> None:
+    """Gradients of ``autograd.grad``, which somebody halves and adds by hand."""
+    pen("params = [param for param in model.parameters() if param.requires_grad]")
+    with pen.no_sync(place.hold):
+        pen(f"loss = {pen.loss(pen.forward(place.data))}{place.divisor}")
+        pen("gradients = torch.autograd.grad(loss, params, allow_unused=True)")
+    with pen.inside("for param, gradient in zip(params, gradients):"), pen.inside("if gradient is not None:"):
+        if pen.plain:
+            pen(f"add_to_grad(param, 0.5 * gradient{'' if pen.sums else ' / size'})")
+        else:
+            pen("add_grad(param, 0.5 * gradient)")
+
+
 PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
     "plain": _plain,
     "named output": _named_output,
@@ -104,10 +152,17 @@ PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
     "input's gradient": _of_the_input,
     "autograd.grad": _asked_for,
     "penalty": _penalty,
+    "siamese": _siamese,
+    "hooked": _hooked,
+    "method": _method,
+    "attack": _attack,
+    "added": _added,
 }
 """What can be drawn."""
 BACKWARDS_TWICE = ("two backwards", "retained")
 ASKS_FOR_INPUTS = ("autograd.grad", "penalty")
+UNDELAYED = ("attack", "added")
+"""Backwards whose gradients of weights are wanted at once, or not at all."""
 
 
 def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:

@@ -45,6 +45,14 @@ class Pen:
             self("pass")
         self._depth -= 1
 
+    @contextmanager
+    def for_each_rank(self) -> Iterator[None]:
+        """What every rank does: in plain PyTorch, one after the other."""
+        with self.inside("for rank, seen in enumerate(records):" if self.plain else None):
+            if self.plain and self.program.model.variants > 1:
+                self(f"model = models[rank % {self.program.model.variants}]")
+            yield
+
     @property
     def ddp(self) -> Ddp | None:
         """The wrapper, where it is one; None in plain PyTorch."""

@@ -64,3 +64,8 @@ def zeros_where_none(model):
     for param in model.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.zeros_like(param)
+
+
+def add_to_grad(param, gradient):
+    """What ``add_grad`` does."""
+    param.grad = gradient if param.grad is None else param.grad + gradient

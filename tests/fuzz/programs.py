@@ -177,6 +177,8 @@ class Iteration:
     """What it is around: "backward", "all" of a microbatch, or nothing, where it was "forgotten"."""
     outcome: str = "step"
     """Or "skip": gradients are thrown away; "accumulate": they stay for the next; "fails": in the last backward."""
+    way: str = "plain"
+    """How it leads to its step: a "closure" that the optimizer calls; or the second of "two halves"."""
     drain: str = "each"
     """When delayed weight gradients are computed: after "each" backward, or at the "end"."""
     finish: str = "finish"
@@ -185,6 +187,10 @@ class Iteration:
     """"grads", "weights"."""
     scaled: bool = False
     """Somebody halves the gradients before the step."""
+    change: str = "no"
+    """What else somebody does to each gradient before it is clipped; ``gradients.py`` has the ways."""
+    reads: tuple[str, ...] = ()
+    """In which ways gradients are read before they are clipped."""
     overflow: Ranks = ()
     """Whose loss is infinite, under a ``GradScaler``."""
 
@@ -225,10 +231,12 @@ def wrapper_kind(wrapper: Ddp | Fsdp) -> str:
     return f"{kind}, gather overlapped" if wrapper.gather_overlap else kind
 
 
-def dimensions(program: Program) -> Counter[tuple[str, str]]:
-    """Every dimension's values, and how often the program has each."""
+def dimensions(program: Any) -> Counter[tuple[str, str]]:
+    """Every dimension's values, and how often the program, of either family, has each."""
     found: Counter[tuple[str, str]] = Counter()
     _count(program, "", found)
+    if not isinstance(program, Program):
+        return found
     for phase in program.phases:
         found["wrapper", wrapper_kind(phase.wrapper)] += 1
         found["iterations", str(len(phase.iterations))] += 1
@@ -244,7 +252,9 @@ def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
     elif isinstance(value, tuple) and any(dataclasses.is_dataclass(each) for each in value):
         for each in value:
             _count(each, name, found)
-    elif name not in ("program.order", "unitof.path", "extra.where"):
+    elif value and isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+        found.update((name, each) for each in value)
+    elif name not in ("program.order", "pipeline.order", "unitof.path", "extra.where"):
         found[name, _spelt(value)] += 1
 
 

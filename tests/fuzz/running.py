@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import vocabulary
 from comparison import Differs, compare
+from pipeline_programs import Pipeline
 from programs import Phase, Program
 from scripts import default_dtype, garbage_lines
 from sources import program_source, tolerance_of
@@ -37,7 +38,7 @@ class Outcome:
         return self.kind not in ("fine", "refused")
 
 
-def run_program(program: Program) -> Outcome:
+def run_program(program: Program | Pipeline) -> Outcome:
     """Both ways, and compared."""
     names = vocabulary.namespace()
     source = program_source(program)
@@ -53,7 +54,7 @@ def run_program(program: Program) -> Outcome:
         gc.unfreeze()
 
 
-def _run_both(program: Program, names: dict[str, Any]) -> Outcome:
+def _run_both(program: Program | Pipeline, names: dict[str, Any]) -> Outcome:
     expected = [[{} for _ in range(phase.ranks)] for phase in program.phases]
     try:
         names["plain"](expected)
@@ -68,7 +69,7 @@ def _run_both(program: Program, names: dict[str, Any]) -> Outcome:
 
 
 def _run_phase(
-    program: Program, phase: Phase, train: Callable[..., None], expected: list[dict[str, Any]], folder: str
+    program: Program | Pipeline, phase: Phase, train: Callable[..., None], expected: list[dict[str, Any]], folder: str
 ) -> Outcome:
     found: list[dict[str, Any]] = [{} for _ in range(phase.ranks)]
     raised: dict[int, Exception] = {}

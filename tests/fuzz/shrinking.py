@@ -8,23 +8,25 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from pipeline_programs import Pipeline, simpler_pipelines, valid_pipeline
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, UnitOf
 from valid import valid
 
+T = TypeVar("T", Program, Pipeline)
 Way = Callable[[Program], Iterator[Program]]
 
 
-def shrink(program: Program, same: Callable[[Program], bool], *, seconds: float = 60.0) -> Program:
+def shrink(program: T, same: Callable[[T], bool], *, seconds: float = 60.0) -> T:
     """The simplest program that was found within the time for which ``same`` still holds."""
     ends = time.monotonic() + seconds
-    tried = {program}
+    tried: set[Any] = {program}
     again = True
     while again:
         again = False
         for candidate in simpler(program):
-            candidate = valid(candidate)
+            candidate = valid_pipeline(candidate) if isinstance(candidate, Pipeline) else valid(candidate)
             if candidate in tried or size_of(candidate) >= size_of(program):
                 continue
             if time.monotonic() > ends:
@@ -36,9 +38,10 @@ def shrink(program: Program, same: Callable[[Program], bool], *, seconds: float 
     return program
 
 
-def size_of(program: Program) -> float:
+def size_of(program: Any) -> float:
     """What has to be read: every value that is not its default, every part that there is, and ranks."""
-    return _size(program) + 0.1 * sum(phase.ranks for phase in program.phases) + 0.01 * program.model.width
+    width = program.model.width if isinstance(program, Program) else 0
+    return _size(program) + 0.1 * sum(phase.ranks for phase in program.phases) + 0.01 * width
 
 
 def _size(value: Any) -> float:
@@ -53,11 +56,16 @@ def _size_of_field(value: Any, default: Any) -> float:
         return sum(_size(each) for each in value)
     if dataclasses.is_dataclass(value):
         return _size(value) + (0.0 if type(value) is type(default) else 1.0)
+    if isinstance(value, tuple) and all(isinstance(each, str) for each in value):
+        return float(len(value))
     return 0.0 if value == default else 1.0
 
 
-def simpler(program: Program) -> Iterator[Program]:
+def simpler(program: Any) -> Iterator[Any]:
     """Large steps first."""
+    if isinstance(program, Pipeline):
+        yield from simpler_pipelines(program)
+        return
     for way in (
         _fewer_phases,
         _fewer_iterations,
@@ -199,6 +207,7 @@ def _simpler_phases(phase: Phase) -> Iterator[Phase]:
 
 def _simpler_iterations(iteration: Iteration) -> Iterator[Iteration]:
     yield from _back_to_defaults(iteration, Iteration(), "micros", "extras")
+    yield from (replace(iteration, reads=reads) for reads in _without(iteration.reads))
     for index, micro in enumerate(iteration.micros):
         for part in _back_to_defaults(micro, Micro()):
             yield replace(iteration, micros=(*iteration.micros[:index], part, *iteration.micros[index + 1 :]))

@@ -1,22 +1,37 @@
 """A whole program in Python: what each rank runs, and what plain PyTorch does instead."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 from extras import DURING, write_extra
+from gradients import write_gradients
 from layers import expert_paths, lines_of_model
 from microbatches import write_failing, write_micro
 from pen import Pen
+from pipeline_programs import Pipeline
+from pipeline_sources import pipeline_source
 from programs import Ddp, Iteration, Program
-from wrappers import write_beside_optimizer, write_finish, write_plain_optimizer, write_step, write_wrapping, write_zero
+from wrappers import (
+    write_beside_optimizer,
+    write_closure_step,
+    write_end_of_closure,
+    write_finish,
+    write_first_half,
+    write_plain_optimizer,
+    write_step,
+    write_wrapping,
+    write_zero,
+)
 
 
-def program_source(program: Program) -> str:
+def program_source(program: Program | Pipeline) -> str:
     """The functions ``make_model``, ``make_plain``, ``train_0`` and so on, and ``plain``."""
+    if isinstance(program, Pipeline):
+        return pipeline_source(program)
     return "\n".join([*_makers(program), *_trainers(program), *_plain(program)])
 
 
-def tolerance_of(program: Program) -> float:
+def tolerance_of(program: Program | Pipeline) -> float:
     """How far a tensor may be from what plain PyTorch computes, relative to its norm.
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
@@ -25,6 +40,8 @@ def tolerance_of(program: Program) -> float:
     1 / 256 each; with a few steps behind them weights are another number's roundings here and there. Gradients of the
     first iteration, where the library's products have no part in them, differ by sums in fp32 alone: 1e-4.
     """
+    if isinstance(program, Pipeline):
+        return 1e-6 if program.clip is not None else 1e-9
     if program.dtype in ("bfloat16", "autocast"):
         return 0.1
     if program.dtype == "float32" or any(block.single for block in program.model.blocks):
@@ -62,7 +79,7 @@ def _trainers(program: Program) -> Iterator[str]:
         pen = Pen(program, phase, index, plain=False)
         yield f"def train_{index}(records, folder):"
         pen("rank, size = dist.get_rank(), dist.get_world_size()")
-        pen("seen, kept, log, average = records[rank], [], [], None")
+        pen("seen, kept, log, average, averaged = records[rank], [], [], None, None")
         _write_model(pen)
         write_wrapping(pen)
         write_beside_optimizer(pen)
@@ -125,7 +142,7 @@ def _write_values(pen: Pen, name: str, reads: str) -> None:
         pen.see(name, f"{reads}(model)")
         return
     owner = "model" if pen.owner == "everything" else pen.owner
-    with _for_each_rank(pen):
+    with pen.for_each_rank():
         pen.see(name, f"{reads}({owner})")
 
 
@@ -136,38 +153,40 @@ def _write_iteration(pen: Pen, iteration: Iteration, number: int) -> None:
     count = len(iteration.micros)
     if pen.sums:
         pen("tokens = 0")
-    with _for_each_rank(pen):
-        for index in range(count):
-            _write_extras(pen, iteration, number, index)
-            write_micro(pen, iteration, number, index)
-        _write_extras(pen, iteration, number, count)
-    pen.write_means()
-    if pen.delays and iteration.drain == "end":
-        pen.drain()
+    if iteration.way == "two halves":
+        write_first_half(pen, number)
+    with pen.inside("def closure():" if iteration.way == "closure" else None):
+        if iteration.way == "closure":
+            write_zero(pen)
+        with pen.for_each_rank():
+            for index in range(count):
+                _write_extras(pen, iteration, number, index)
+                write_micro(pen, iteration, number, index)
+            _write_extras(pen, iteration, number, count)
+        pen.write_means()
+        if pen.delays and iteration.drain == "end":
+            pen.drain()
+        if iteration.way == "closure":
+            write_end_of_closure(pen, iteration)
     _write_outcome(pen, iteration, number)
     _write_extras(pen, iteration, number, count + 1)
-
-
-@contextmanager
-def _for_each_rank(pen: Pen) -> Iterator[None]:
-    """What every rank does: in plain PyTorch, one after the other."""
-    with pen.inside("for rank, seen in enumerate(records):" if pen.plain else None):
-        if pen.plain and pen.program.model.variants > 1:
-            pen(f"model = models[rank % {pen.program.model.variants}]")
-        yield
 
 
 def _write_extras(pen: Pen, iteration: Iteration, number: int, at: int) -> None:
     between_steps = at > len(iteration.micros)
     for index, extra in enumerate(iteration.extras):
         if extra.at == at:
-            with _for_each_rank(pen) if between_steps and extra.kind in DURING else nullcontext():
+            with pen.for_each_rank() if between_steps and extra.kind in DURING else nullcontext():
                 write_extra(pen, extra, f"{number}.{index}", number)
 
 
 def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
     """From the last backward to the next iteration."""
     outcome, counts = iteration.outcome, iteration.outcome in ("step", "accumulate")
+    if iteration.way == "closure":
+        write_closure_step(pen)
+        write_zero(pen)
+        return
     if outcome == "fails" and not pen.plain:
         write_failing(pen, number, iteration.micros[-1].keepers)
     if outcome != "given up":
@@ -184,9 +203,11 @@ def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
     if iteration.scaled:
         pen("model.scale_gradients(0.5)" if pen.ddp else f"scale_grads({pen.owner}, 0.5)")
     if outcome == "step":
-        write_step(pen, str(number), see_norm=not iteration.overflow)
+        write_step(pen, iteration, str(number))
         if pen.plain and pen.half:
             pen("masters.give()")
+    else:
+        write_gradients(pen, iteration, str(number))
     if outcome != "accumulate":
         write_zero(pen)
     if "weights" in iteration.see:
@@ -215,7 +236,7 @@ def _plain(program: Program) -> Iterator[str]:
         pen = Pen(program, phase, index, plain=True)
         pen(
             f"# Phase {index}",
-            f"records, size, average = everyones[{index}], {phase.ranks}, None",
+            f"records, size, average, averaged = everyones[{index}], {phase.ranks}, None, None",
             "kept, log = [], []",
         )
         if index == 0:

@@ -7,11 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import extras
+import gradients
 import layers
 import microbatches
 import pytest
 import valid
-from drawing import OPTIMIZERS, draw
+from drawing import OPTIMIZERS, draw, draw_any
+from pipeline_programs import OF_A_ROW, SCHEDULES, Pipeline, draw_pipeline, valid_pipeline
 from programs import Program, dimensions
 from sources import program_source
 
@@ -49,9 +51,12 @@ def test_every_value_comes(drawn: list[Program]) -> None:
         "block.kind": layers.KINDS,
         "micro.pattern": microbatches.PATTERNS,
         "extra.kind": extras.DURING | extras.AFTER,
+        "iteration.reads": gradients.WAYS,
+        "iteration.change": ("no", "none", "values clipped", *gradients.CHANGES),
         "optimizer.name": {name for name, _ in OPTIMIZERS.values()},
         "fsdp.placements": set(PLACEMENTS) - {"ddp", "hybrid"},
         "phase.ranks": ("1", "2", "3", "4", "6"),
+        "iteration.way": ("plain", "closure", "two halves"),
         "iteration.outcome": ("step", "skip", "accumulate", "given up", "fails"),
         "model.tie": ("no", "blocks", "embedding"),
         "program.dtype": ("float64", "float32", "bfloat16", "autocast"),
@@ -62,6 +67,24 @@ def test_every_value_comes(drawn: list[Program]) -> None:
     assert not [name for name in booleans if not (counts[name, "True"] and counts[name, "False"])]
 
 
+def test_pipelines_are_drawn_and_valid() -> None:
+    """One in eight seeds is one."""
+    assert [isinstance(draw_any(seed), Pipeline) for seed in range(16)] == [seed % 8 == 7 for seed in range(16)]
+    found = [draw_pipeline(seed) for seed in range(COUNT)]
+    assert len(set(found)) == COUNT
+    assert all(valid_pipeline(program) == program for program in found)
+    counts: Counter[tuple[str, str]] = Counter()
+    for program in found:
+        counts.update(dimensions(program))
+    missing = [kind for kind in OF_A_ROW if not counts["block.kind", kind]]
+    assert not missing
+    ways = {(program.layout, step.schedule, program.wrapper) for program in found for step in program.steps}
+    assert len(ways) == 4 * sum(map(len, SCHEDULES.values()))
+    outcomes = {(step.outcome, program.wrapper) for program in found for step in program.steps}
+    assert len(outcomes) == 11  # nothing is abandoned without a wrapper
+    assert {program.tied for program in found if program.whole} == {True, False}
+
+
 def test_programs_are_written_as_python(drawn: list[Program]) -> None:
-    for program in drawn:
+    for program in [*drawn, *map(draw_pipeline, range(COUNT))]:
         compile(program_source(program), "<program>", "exec")

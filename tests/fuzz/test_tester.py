@@ -16,6 +16,7 @@ import torch
 import vocabulary
 from apart import run_apart
 from drawing import draw
+from pipeline_programs import Pipeline, Step, valid_pipeline
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, UnitOf
 from running import Outcome, run_program
 from scripts import script
@@ -66,6 +67,21 @@ def test_a_script_stands_alone(tmp_path: Path) -> None:
     path.write_text(script(program, "a program").replace("lr=0.01, optimizer_class", "lr=0.02, optimizer_class"))
     done = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert "Differs: rank 0: weights 0: stem.weight: off by" in done.stderr
+
+
+def test_a_script_of_a_pipeline_stands_alone(tmp_path: Path) -> None:
+    block = Block("norm mlp", library=True)
+    steps = (Step(evaluates=True), Step(1, rounds=2), Step(outcome="fails"), Step())
+    program = Pipeline("v", 1, 2, (block, block), "zero1", whole=True, tied=True, clip=0.1, steps=steps)
+    program = valid_pipeline(program)
+    assert run_program(program).kind == "fine"
+    path = tmp_path / "program.py"
+    path.write_text(script(program, "a pipeline"))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    path.write_text(script(program, "a pipeline").replace("momentum=0.9)\n", "momentum=0.8)\n"))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert "Differs: rank 0: losses 3" in done.stderr
 
 
 # ---- Outcomes. ----

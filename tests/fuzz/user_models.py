@@ -6,10 +6,25 @@ import zlib
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from user_training import loss_of
 
 
 class BadBatch(Exception):
     """What users raise, catch and go on from."""
+
+
+class Loss:
+    """A mean of squares, which raises once when it is told to."""
+
+    def __init__(self):
+        self.fails_in = None  # how many calls
+
+    def __call__(self, y, target):
+        if self.fails_in is not None:
+            self.fails_in -= 1
+            if self.fails_in <= 0:
+                raise BadBatch("in the loss")
+        return (y - target).square().mean()
 
 
 # ---- Models. ----
@@ -30,6 +45,9 @@ class Net(nn.Module):
         for index in self.order:
             x = self.blocks[index](x)
         return self.head(x)
+
+    def compute_loss(self, x):
+        return loss_of(self(x))
 
 
 class FullNet(Net):

@@ -1,6 +1,7 @@
 """Data, losses, and what a rank notes of a model. Scripts take the sources of what they use from here."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -38,6 +39,23 @@ def scale_grads(model, factor):
                 param.grad.mul_(factor)
 
 
+def climb(model):
+    """Moves the weights a little way up along their gradients; what they were is returned."""
+    params = [param for param in model.parameters() if param.grad is not None]
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params]) + 0.1
+    before = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        torch._foreach_add_(params, torch._foreach_mul([param.grad.detach() for param in params], 0.05 / norm))
+    return before
+
+
+def descend(model, before):
+    """Back to what they were."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    with torch.no_grad():
+        torch._foreach_copy_(params, before)
+
+
 def drain(model):
     """Compute the weight gradients that modules have delayed, last module first."""
     for module in reversed(list(model.modules())):
@@ -52,6 +70,11 @@ def values_of(model):
         return {name: (first_of(param), copied(param)) for name, param in module.named_parameters()}
 
 
+def values_of_stages(stages):
+    """Likewise of stages of a pipeline, by their indices."""
+    return {f"{index}.{name}": piece for index, part in stages.items() for name, piece in values_of(part).items()}
+
+
 def grads_of(model):
     """The same of gradients, where they are whole or this rank's shard of them; None for a parameter without."""
     module = getattr(model, "module", model)
@@ -61,6 +84,26 @@ def grads_of(model):
             grad = param.grad if param.grad is not None else getattr(param, "main_grad", None)
             found[name] = None if grad is None else (first_of(param), copied(grad))
     return found
+
+
+def read_each(model, read):
+    """What somebody makes of each gradient, by name."""
+    module = getattr(model, "module", model)
+    grads = {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
+    return {name: None if grad is None else (0, float(read(grad))) for name, grad in grads.items()}
+
+
+def read_all(model, read):
+    """Likewise of all gradients together."""
+    return float(read([param.grad for param in model.parameters() if param.grad is not None]))
+
+
+def norms_of_slices(optimizer, instances):
+    """Norms of gradients where each rank has slices of them, by name."""
+    squares = torch.stack([part.grad.square().sum() for part in optimizer.slices])
+    dist.all_reduce(squares)
+    norms = (squares / instances).sqrt()
+    return {part.name: (0, float(norm)) for part, norm in zip(optimizer.slices, norms, strict=True)}
 
 
 def pieces_like(model, tensors):
@@ -75,4 +118,6 @@ def first_of(param):
 
 
 def copied(tensor):
+    """Its values; of a shard of a gradient, those that this rank has."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return tensor.detach().reshape(-1).clone().double()

@@ -4,11 +4,12 @@ Drawing and shrinking need not know what goes with what; they change one thing, 
 twice it changes nothing more. What the library promises to be right must not be taken out here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import known
-from extras import AFTER, RANK_DEPENDENT
+from extras import AFTER, FORWARDS, RANK_DEPENDENT
+from gradients import CANCELS, NOT_OF_SHARDS, READS_OF_ALL, SLICES, shows
 from layers import (
     IN_HALF,
     ONCE_DIFFERENTIABLE,
@@ -19,13 +20,21 @@ from layers import (
     num_members,
     tied_paths,
 )
-from microbatches import ASKS_FOR_INPUTS
+from microbatches import ASKS_FOR_INPUTS, UNDELAYED
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
 
 ROUNDED = ("bfloat16", "autocast")
 """Dtypes in which a choice by the largest feature may go another way."""
-INPUT_PATTERNS = (*ASKS_FOR_INPUTS, "input's gradient")
-NEEDS_ONE_MODEL = ("state_dict", "load_state_dict", "snapshot", "rollback", "average")
+INPUT_PATTERNS = (*ASKS_FOR_INPUTS, "input's gradient", "attack")
+NEEDS_ONE_MODEL = (
+    "state_dict",
+    "load_state_dict",
+    "snapshot",
+    "rollback",
+    "average",
+    "average taken",
+    "averaged model",
+)
 """Extras that speak of all parameters, which no rank has where experts differ."""
 
 
@@ -130,9 +139,13 @@ def _phase(program: Program, phase: Phase) -> Phase:
     phase = replace(phase, ranks=ranks)
     made = _ddp(program, phase, wrapper) if isinstance(wrapper, Ddp) else _fsdp(program, wrapper)
     phase = replace(phase, wrapper=made)
-    iterations = [_iteration(program, phase, iteration) for iteration in phase.iterations]
+    iterations: list[Iteration] = []
+    for iteration in phase.iterations:
+        begins = not iterations or iterations[-1].outcome != "accumulate"
+        iterations.append(_iteration(program, phase, iteration, begins))
     if iterations and iterations[-1].outcome == "accumulate":
-        iterations[-1] = _iteration(program, phase, replace(iterations[-1], outcome="step"))
+        begins = len(iterations) == 1 or iterations[-2].outcome != "accumulate"
+        iterations[-1] = _iteration(program, phase, replace(iterations[-1], outcome="step"), begins)
     return replace(phase, iterations=tuple(_with_states(iterations)))
 
 
@@ -205,11 +218,15 @@ def _unit(unit: UnitOf, placements: str) -> UnitOf:
 # ---- Iterations. ----
 
 
-def _iteration(program: Program, phase: Phase, iteration: Iteration) -> Iteration:
+def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: bool) -> Iteration:
+    """``begins``: there are no gradients of an earlier one."""
     wrapper, count = phase.wrapper, len(iteration.micros)
     ddp = isinstance(wrapper, Ddp)
     delays = _delays(program, phase)
-    micros = tuple(_micro(program, phase, micro, index == count - 1) for index, micro in enumerate(iteration.micros))
+    micros = tuple(
+        _micro(program, phase, micro, begins and index == 0, index == count - 1)
+        for index, micro in enumerate(iteration.micros)
+    )
     outcome = iteration.outcome
     if (outcome == "accumulate" and ddp) or (outcome == "fails" and delays):
         outcome = "step"
@@ -223,10 +240,18 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration) -> Iteratio
         iteration, micros=micros, outcome=outcome, no_sync=no_sync, drain=drain, scaled=scaled, overflow=overflow
     )
     iteration = replace(iteration, finish=_finish(program, phase, iteration))
+    change = iteration.change if _changes_grads(program, phase, iteration) else "no"
+    iteration = replace(iteration, change=change, way=_way(program, phase, iteration, begins))
+    if iteration.way == "closure":
+        iteration = replace(iteration, change="no", scaled=False)
+    reads = tuple(dict.fromkeys(_reads(program, phase, iteration)))
     see = tuple(what for what in iteration.see if what != "grads" or _shows_grads(program, phase, iteration))
     alike = _launches_alike(program, phase) and all(micro.ranks is None for micro in micros)
     extras = [_extra(program, phase, extra, count, alike) for extra in iteration.extras]
-    return replace(iteration, see=see, extras=tuple(extra for extra in extras if extra is not None))
+    if iteration.way == "closure":
+        see, reads = (), ()
+        extras = [extra for extra in extras if extra is not None and extra.at > count]
+    return replace(iteration, see=see, reads=reads, extras=tuple(extra for extra in extras if extra is not None))
 
 
 def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
@@ -251,12 +276,70 @@ def _shows_grads(program: Program, phase: Phase, iteration: Iteration) -> bool:
     return isinstance(phase.wrapper, Fsdp) or not (phase.wrapper.sharded or iteration.finish == "start")
 
 
-def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:
-    model, pattern = program.model, micro.pattern
+def _way(program: Program, phase: Phase, iteration: Iteration, begins: bool) -> str:
+    wrapper, way = phase.wrapper, iteration.way
+    if not begins or iteration.outcome != "step" or program.optimizer.scaled:
+        return "plain"
+    if isinstance(wrapper, Ddp) and (not wrapper.stock or wrapper.per_token or wrapper.clips != "torch"):
+        return "plain"
+    if way == "closure" and phase.clip is not None:
+        return "plain"
+    if way == "two halves" and (program.dtype in ROUNDED or program.model.variants > 1):
+        return "plain"
+    return way
+
+
+def _changes_grads(program: Program, phase: Phase, iteration: Iteration) -> bool:
+    wrapper = phase.wrapper
+    if not shows(iteration, wrapper) or program.optimizer.scaled:
+        return False
+    if iteration.change == "sign" and not _is_precise(program):
+        return False
+    if iteration.change == "normalised":  # norms of experts' gradients cover all ranks' experts
+        return program.model.variants == 1
+    options = dict(program.optimizer.options)
+    # torch's fused SGD cannot begin the momentum of some parameters later than that of others.
+    return not (iteration.change == "none" and options.get("fused") and options.get("momentum"))
+
+
+def _is_precise(program: Program) -> bool:
+    return program.dtype == "float64" and not any(block.single for block in program.model.blocks)
+
+
+def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str]:
+    """Those of the iteration that there are for its gradients."""
+    wrapper, one_model = phase.wrapper, program.model.variants == 1
+    if iteration.overflow or program.optimizer.scaled:
+        return
+    stock = isinstance(wrapper, Ddp)  # whose .grad is what the rank has
+    if not shows(iteration, wrapper):
+        reduced = iteration.outcome == "step" and iteration.finish != "start"
+        if reduced and isinstance(wrapper, Ddp) and wrapper.sharded and one_model and iteration.reads:
+            yield SLICES
+        return
+    precise = _is_precise(program)
+    for way in iteration.reads:
+        if way == SLICES or (way in CANCELS and not precise) or (not one_model and (not stock or way in READS_OF_ALL)):
+            continue
+        if isinstance(wrapper, Ddp) or way not in NOT_OF_SHARDS:
+            yield way
+
+
+def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bool) -> str:
+    """``first``: no gradients are there; ``last``: of the iteration."""
+    model, wrapper, pattern = program.model, phase.wrapper, micro.pattern
+    if pattern == "method" and program.dtype in ROUNDED:  # whose inputs are cast outside
+        return "plain"
+    if pattern in UNDELAYED and (program.optimizer.scaled or program.dtype in ROUNDED or _delays(program, phase)):
+        return "plain"
+    if pattern == "attack" and not first:
+        return "plain"
+    if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and wrapper.find_unused)):
+        return "plain"
     recomputes = {model.recompute, *(block.recompute for block in model.blocks)}
     if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
         pattern = "plain"
-    if pattern in ASKS_FOR_INPUTS and "reentrant" in recomputes:
+    if pattern in (*ASKS_FOR_INPUTS, "attack", "added") and "reentrant" in recomputes:
         pattern = "plain"
     if pattern in ASKS_FOR_INPUTS and not last and isinstance(phase.wrapper, Ddp) and phase.wrapper.find_unused:
         pattern = "plain"  # what asks counts as a backward: unused parameters would be found before the last microbatch
@@ -265,6 +348,11 @@ def _micro(program: Program, phase: Phase, micro: Micro, last: bool) -> Micro:
     kinds = {block.kind for block in model.blocks}
     if pattern == "penalty" and (kinds & set(ONCE_DIFFERENTIABLE) or _delays(program, phase)):
         pattern = "plain"
+    return pattern
+
+
+def _micro(program: Program, phase: Phase, micro: Micro, first: bool, last: bool) -> Micro:
+    model, pattern = program.model, _pattern(program, phase, micro, first, last)
     keepers = _some(micro.keepers, phase.ranks)
     keep = micro.keep if keepers else "nothing"
     if keep == "output" and pattern != "named output":
@@ -291,7 +379,11 @@ def _some(ranks: Ranks, size: int) -> Ranks:
 def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool) -> Extra | None:
     """``alike``: all ranks have launched the same reductions when the last backward ends."""
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
-    if kind == ("deepcopy" if fsdp else "kept gathered"):
+    if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
+        return None
+    if kind == "averaged model" and program.dtype in ROUNDED:
+        return None
+    if kind == "gone through" and (program.model.stem == "lookup" or program.dtype in ROUNDED):
         return None
     if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
         return None  # masters follow in a way of their own
@@ -305,6 +397,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         at = count
     else:
         at = min(extra.at, count + 1)
+        if at == count and kind in FORWARDS and fsdp and _delays(program, phase):
+            at += 1  # from the last backward to the reductions there is no other forward
     ranks = _some(extra.ranks, phase.ranks) if kind in RANK_DEPENDENT else ()
     if kind in ("gc.collect", "forgetting") and not ranks:
         ranks = (0,)
@@ -321,7 +415,7 @@ def _launches_alike(program: Program, phase: Phase) -> bool:
 
 def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:
     """What is loaded was taken before: what comes too early is taken then."""
-    pairs = {"load_state_dict": "state_dict", "rollback": "snapshot"}
+    pairs = {"load_state_dict": "state_dict", "rollback": "snapshot", "average taken": "average"}
     taken: set[str] = set()
     found = []
     for iteration in iterations:

@@ -14,6 +14,7 @@ import plain_modules
 import plain_training
 import user_models
 import user_training
+from pipeline_programs import SCHEDULES
 
 OURS = (user_models, plain_modules, user_training, plain_training, comparison)
 
@@ -23,6 +24,7 @@ LIBRARY = {
         "DistributedDataParallelConfig",
         "DistributedOptimizer",
         "GradScaler",
+        "add_grad",
         "clip_grad_norm",
         "load_checkpoint",
         "recorded_backward_order",
@@ -40,6 +42,7 @@ LIBRARY = {
         "convert_linears",
         "delayed_wgrad",
     ),
+    "maingrad.te_integration.pipeline": ("PipelineStage",),
 }
 """All that programs use of the library, by room."""
 
@@ -51,6 +54,7 @@ TORCH = {
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
 }
+TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
 STANDARD = {name: f"import {name}" for name in ("copy", "gc", "math", "tempfile", "zlib")}
 
 

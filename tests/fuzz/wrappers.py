@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import pairwise
 
+from gradients import write_gradients
 from layers import attribute, expert_paths
 from pen import Pen
 from programs import Ddp, Fsdp, Iteration, UnitOf
@@ -181,12 +182,15 @@ def write_zero(pen: Pen) -> None:
         pen("model.zero_grad_buffer()")
 
 
-def write_step(pen: Pen, name: str, see_norm: bool) -> None:
-    """Clipping, the optimizer's step, the schedule's."""
+def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
+    """Reading and changing of gradients, clipping, the optimizer's step, the schedule's."""
     wanted, clip, ddp = pen.program.optimizer, pen.phase.clip, pen.ddp
     clips_late = ddp is None or ddp.clips == "torch" or wanted.scaled  # unscaled where they are exposed
     if ddp and ddp.stock and clips_late:
         pen("model.expose_grads()")
+    write_gradients(pen, iteration, name)
+    if iteration.way == "two halves":
+        pen(f"descend({pen.owner}, before)")
     if clip is not None and not (ddp and ddp.max_grad_norm):
         if wanted.scaled:
             pen("scaler.unscale_(optimizer)")
@@ -199,7 +203,43 @@ def write_step(pen: Pen, name: str, see_norm: bool) -> None:
         pen("scaler.step(optimizer)", "scaler.update()")
     else:
         pen("optimizer.step()")
-    if clip is not None and see_norm:
+    if clip is not None and not iteration.overflow:
         pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if ddp and ddp.max_grad_norm else "norm.item()")
     if wanted.schedule != "no":
+        pen("schedule.step()")
+
+
+def write_first_half(pen: Pen, step: int) -> None:
+    """Sharpness-aware minimisation: a backward that moves the weights, to which the step's gradients belong."""
+    with pen.for_each_rank():
+        pen(f"loss = loss_of({pen.forward(f'batch(rank, {step}, 60)')})")
+        pen("(loss / size).backward()" if pen.plain else "loss.backward()")
+    if pen.delays:
+        pen.drain()
+    if pen.ddp:
+        pen("model.finish_grad_sync()", "model.expose_grads()")
+    elif pen.delays:
+        pen("model.finish_grad_sync()")
+    elif pen.plain:
+        pen(f"zeros_where_none({pen.owner})")
+    pen(f"before = climb({pen.owner})")
+    write_zero(pen)
+
+
+def write_end_of_closure(pen: Pen, iteration: Iteration) -> None:
+    """What a closure has to have done when it returns."""
+    write_finish(pen, iteration)
+    if pen.plain:
+        pen(f"zeros_where_none({pen.owner})")
+    if pen.ddp:
+        pen("model.expose_grads()")
+    pen("return loss")
+
+
+def write_closure_step(pen: Pen) -> None:
+    """The optimizer calls the closure."""
+    pen("optimizer.step(closure)")
+    if pen.plain and pen.half:
+        pen("masters.give()")
+    if pen.program.optimizer.schedule != "no":
         pen("schedule.step()")
