@@ -26,6 +26,10 @@ hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, p
 hypothesis.settings.load_profile("quick")
 
 
+MOST = 10
+"""Combinations of one matrix in ``make test``."""
+
+
 class MadeOn(TorchFunctionMode):
     """Tensors made without a device are made on this one, with the CPU generator's draws where one is given."""
 
@@ -55,15 +59,26 @@ def made_on(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``sampled(k)``: of a matrix without GPUs, every k-th combination is for ``make test``, the others are slow."""
-    seen: dict[str, int] = {}
+    """Which combinations of a matrix without GPUs are for ``make test``; the others are slow.
+
+    ``sampled(k)``: every k-th. Of what is left, no more than ``MOST``, evenly spread.
+    """
+    matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        marker = item.get_closest_marker("sampled")
-        if marker is None or item.get_closest_marker("gpu") is not None:
-            continue
-        function = item.nodeid.partition("[")[0]
-        place = seen[function] = seen.get(function, -1) + 1
-        if place % marker.args[0]:
+        if item.get_closest_marker("gpu") is None:
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for matrix in matrices.values():
+        marker = matrix[0].get_closest_marker("sampled")
+        _leave_out(matrix, [index % marker.args[0] == 0 for index in range(len(matrix))] if marker else [])
+        quick = [item for item in matrix if item.get_closest_marker("slow") is None]
+        if len(quick) > MOST:
+            kept = {round(place * (len(quick) - 1) / (MOST - 1)) for place in range(MOST)}
+            _leave_out(quick, [index in kept for index in range(len(quick))])
+
+
+def _leave_out(items: list[pytest.Item], kept: list[bool]) -> None:
+    for item, stays in zip(items, kept, strict=False):
+        if not stays:
             item.add_marker(pytest.mark.slow)
 
 

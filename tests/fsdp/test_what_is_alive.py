@@ -236,6 +236,7 @@ def one_microbatch(model: Any, x: Tensor, what: str, size: int, keep: Callable[.
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 75))])
+@pytest.mark.sampled(3)
 def test_any_program(seed: int, kind: str) -> None:
     with the_collector(enabled=seed % 3 > 0):
         compare(kind, lambda *where: drawn_program(seed, *where))

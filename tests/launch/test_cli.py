@@ -180,7 +180,8 @@ def interrupt(command: list[str | Path], folder: Path, number: signal.Signals, *
     return process.returncode, output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.sampled(2)
 def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals):
     status, output = interrupt([*MAINGRAD, "train", tiny_toml(tmp_path), *LONG], tmp_path, number, group=False)
     assert status == 130
@@ -190,7 +191,7 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals):
 
 
 @pytest.mark.parametrize("group", [True, False], ids=["terminal", "torchrun-alone"])
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_cleanly(tmp_path: Path, group: bool):
     """From a terminal every process gets the signal; ``kill`` reaches torchrun alone, which passes it on."""
     # torchrun's own traceback is its way to end; what the ranks say goes to files of their own.
