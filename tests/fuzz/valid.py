@@ -231,7 +231,7 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     if (outcome == "accumulate" and ddp) or (outcome == "fails" and delays):
         outcome = "step"
     no_sync = iteration.no_sync
-    if no_sync == "forgotten" and ((ddp and wrapper.overlap) or outcome in ("given up", "fails")):
+    if no_sync == "forgotten" and ((wrapper.overlap if ddp else delays) or outcome in ("given up", "fails")):
         no_sync = "backward"
     overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
     scaled = iteration.scaled and outcome == "step" and not program.optimizer.scaled
@@ -257,6 +257,12 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
 def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
     wrapper = phase.wrapper
     if isinstance(wrapper, Fsdp):
+        if iteration.outcome == "fails":  # it is refused after a backward that raised
+            return "nothing"
+        # What was delayed is over when the optimizer steps, or .grad has gone, or the model says so.
+        stays = iteration.outcome == "accumulate" or wrapper.zero.endswith("(set_to_none=False)")
+        if stays and iteration.outcome in ("accumulate", "skip") and _delays(program, phase):
+            return "finish"
         return "finish" if iteration.finish == "finish" else "nothing"
     if iteration.finish == "start" and (
         wrapper.stock
@@ -325,6 +331,10 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
             yield way
 
 
+def _recomputes(model: Model) -> set[str]:
+    return {model.recompute, *(block.recompute for block in model.blocks)}
+
+
 def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bool) -> str:
     """``first``: no gradients are there; ``last``: of the iteration."""
     model, wrapper, pattern = program.model, phase.wrapper, micro.pattern
@@ -336,7 +346,7 @@ def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bo
         return "plain"
     if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and wrapper.find_unused)):
         return "plain"
-    recomputes = {model.recompute, *(block.recompute for block in model.blocks)}
+    recomputes = _recomputes(model)
     if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
         pattern = "plain"
     if pattern in (*ASKS_FOR_INPUTS, "attack", "added") and "reentrant" in recomputes:
@@ -384,6 +394,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     if kind == "averaged model" and program.dtype in ROUNDED:
         return None
     if kind == "gone through" and (program.model.stem == "lookup" or program.dtype in ROUNDED):
+        return None
+    if kind == "gone through" and "reentrant" in _recomputes(program.model):  # whose outputs may require no gradient
         return None
     if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
         return None  # masters follow in a way of their own

@@ -172,10 +172,13 @@ def write_finish(pen: Pen, iteration: Iteration) -> None:
         pen("model.finish_grad_sync()")
 
 
-def write_zero(pen: Pen) -> None:
-    """Gradients are cleared."""
+def write_zero(pen: Pen, complete: bool = True) -> None:
+    """Gradients are cleared; those of an iteration that has not come to its end by the model alone."""
     if pen.plain:
         pen("optimizer.zero_grad()")
+        return
+    if not complete:
+        pen("model.zero_grad()")
         return
     pen(pen.phase.wrapper.zero)
     if pen.ddp and pen.ddp.stock and not pen.ddp.zero.startswith("model"):
@@ -190,7 +193,7 @@ def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
         pen("model.expose_grads()")
     write_gradients(pen, iteration, name)
     if iteration.way == "two halves":
-        pen(f"descend({pen.owner}, before)")
+        pen(f"descend({pen.owner}, ground)")
     if clip is not None and not (ddp and ddp.max_grad_norm):
         if wanted.scaled:
             pen("scaler.unscale_(optimizer)")
@@ -222,7 +225,7 @@ def write_first_half(pen: Pen, step: int) -> None:
         pen("model.finish_grad_sync()")
     elif pen.plain:
         pen(f"zeros_where_none({pen.owner})")
-    pen(f"before = climb({pen.owner})")
+    pen(f"ground = climb({pen.owner})")
     write_zero(pen)
 
 
