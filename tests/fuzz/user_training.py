@@ -39,6 +39,11 @@ def scale_grads(model, factor):
                 param.grad.mul_(factor)
 
 
+def step_and_clear(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def climb(model):
     """Moves the weights a little way up along their gradients; what they were is returned."""
     params = [param for param in model.parameters() if param.grad is not None]

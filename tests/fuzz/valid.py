@@ -138,7 +138,7 @@ def _phase(program: Program, phase: Phase) -> Phase:
         phase = replace(phase, queue=False)
     phase = replace(phase, ranks=ranks)
     made = _ddp(program, phase, wrapper) if isinstance(wrapper, Ddp) else _fsdp(program, wrapper)
-    phase = replace(phase, wrapper=made)
+    phase = replace(phase, wrapper=made, clip=None if _steps_in_hooks(made) else phase.clip)
     iterations: list[Iteration] = []
     for iteration in phase.iterations:
         begins = not iterations or iterations[-1].outcome != "accumulate"
@@ -195,7 +195,16 @@ def _fsdp(program: Program, wrapper: Fsdp) -> Fsdp:
     units = tuple(_unit(wanted[path], wrapper.placements) for path in (*allowed, "") if path in wanted)
     zeros = ("optimizer.zero_grad()", "model.zero_grad()", "optimizer.zero_grad(set_to_none=False)")
     zero = wrapper.zero if wrapper.zero in zeros else zeros[0]
-    return replace(wrapper, units=units, instances=_instances(wrapper), zero=zero)
+    optimizer = program.optimizer
+    simple = not (optimizer.groups or optimizer.scaled or optimizer.schedule != "no") and len(program.phases) == 1
+    hooks = wrapper.stepping_hooks and simple
+    zero = "model.zero_grad()" if hooks else zero
+    return replace(wrapper, units=units, instances=_instances(wrapper), zero=zero, stepping_hooks=hooks)
+
+
+def _steps_in_hooks(wrapper: Ddp | Fsdp) -> bool:
+    """There is no moment between gradients and step."""
+    return isinstance(wrapper, Fsdp) and wrapper.stepping_hooks
 
 
 def _cuts_a_tie(model: Model, path: str) -> bool:
@@ -230,11 +239,15 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     outcome = iteration.outcome
     if (outcome == "accumulate" and ddp) or (outcome == "fails" and delays):
         outcome = "step"
+    if _steps_in_hooks(wrapper):
+        outcome = "step" if outcome in ("skip", "accumulate") else outcome
+        iteration = replace(iteration, change="no", reads=(), see=_without_grads(iteration), way="plain")
     no_sync = iteration.no_sync
-    if no_sync == "forgotten" and ((wrapper.overlap if ddp else delays) or outcome in ("given up", "fails")):
+    early = wrapper.overlap if isinstance(wrapper, Ddp) else delays or wrapper.stepping_hooks
+    if no_sync == "forgotten" and (early or outcome in ("given up", "fails")):
         no_sync = "backward"
     overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
-    scaled = iteration.scaled and outcome == "step" and not program.optimizer.scaled
+    scaled = iteration.scaled and outcome == "step" and not program.optimizer.scaled and not _steps_in_hooks(wrapper)
     drain = iteration.drain if delays and outcome in ("step", "skip", "accumulate") else "each"
     iteration = replace(
         iteration, micros=micros, outcome=outcome, no_sync=no_sync, drain=drain, scaled=scaled, overflow=overflow
@@ -252,6 +265,10 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
         see, reads = (), ()
         extras = [extra for extra in extras if extra is not None and extra.at > count]
     return replace(iteration, see=see, reads=reads, extras=tuple(extra for extra in extras if extra is not None))
+
+
+def _without_grads(iteration: Iteration) -> tuple[str, ...]:
+    return tuple(what for what in iteration.see if what != "grads")
 
 
 def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
@@ -390,6 +407,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     """``alike``: all ranks have launched the same reductions when the last backward ends."""
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
+        return None
+    if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):
         return None
     if kind == "averaged model" and program.dtype in ROUNDED:
         return None

@@ -142,7 +142,14 @@ def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
         for first, second in pairwise(blocks):
             pen(f"{first}.set_modules_to_forward_prefetch([{second}])")
             pen(f"{second}.set_modules_to_backward_prefetch([{first}])")
-    pen(f"optimizer = {_stock_optimizer(pen)}")
+    if not wrapper.stepping_hooks:
+        pen(f"optimizer = {_stock_optimizer(pen)}")
+        return
+    options = "".join(f", {name}={value!r}" for name, value in pen.program.optimizer.options)
+    made = f"torch.optim.{pen.program.optimizer.name}([param]{options})"
+    pen(f"optimizers = {{param: {made} for param in model.parameters()}}")
+    with pen.inside("for param in model.parameters():"), pen.inside("if param.requires_grad:"):
+        pen("param.register_post_accumulate_grad_hook(lambda param: step_and_clear(optimizers[param]))")
 
 
 def _unit_options(unit: UnitOf) -> str:
@@ -188,6 +195,8 @@ def write_zero(pen: Pen, complete: bool = True) -> None:
 def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
     """Reading and changing of gradients, clipping, the optimizer's step, the schedule's."""
     wanted, clip, ddp = pen.program.optimizer, pen.phase.clip, pen.ddp
+    if pen.fsdp and pen.fsdp.stepping_hooks:
+        return
     clips_late = ddp is None or ddp.clips == "torch" or wanted.scaled  # unscaled where they are exposed
     if ddp and ddp.stock and clips_late:
         pen("model.expose_grads()")
