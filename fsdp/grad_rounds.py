@@ -244,6 +244,10 @@ class GradRounds:
                 f"compute these and call model.finish_grad_sync() first; or hold model.no_sync() around all backwards "
                 f"but the last, torch.autograd.grad too"
             )
+        if self._due is None:  # that iteration was stepped with or thrown away: the next one may have many forwards
+            self._num_waited = 0
+            for going in self._all:
+                going.round.has_waited = False
 
     def _check_nothing_bypassed(self) -> None:
         pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]

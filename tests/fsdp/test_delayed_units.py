@@ -241,3 +241,34 @@ def test_24_what_would_cross_with_delayed_gradients_is_refused_on_all_ranks(
             optimizer.zero_grad()
 
     simulate(on_each_rank, 2)
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "zero3, once"])
+def test_a_step_that_is_skipped_after_its_delayed_gradients_leaves_the_next_iteration_its_microbatches(
+    kind: str,
+) -> None:
+    """Without ``finish_grad_sync()``, which is optional once all of them are computed."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        model = Delaying()
+        other = copy.deepcopy(model)
+        for each in (model, other):
+            shard_blocks(each, **options_of(kind))
+        batches = batches_of(dist.get_rank(), 4)
+        queue = WgradQueue()
+
+        def train(each: Any, mine: Sequence[Tensor]) -> None:
+            for index, batch in enumerate(mine):
+                with nullcontext() if index == len(mine) - 1 else each.no_sync(), delayed_wgrad(queue):
+                    mean_loss(each(batch)).backward()
+                queue.drain()
+
+        train(model, batches[:1])
+        model.zero_grad()
+        for each in (model, other):
+            train(each, batches[1:])
+        for param, wanted in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(param.grad.to_local(), wanted.grad.to_local()), param.shard.name
+
+    simulate(on_each_rank, ranks_of(kind))

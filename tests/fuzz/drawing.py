@@ -210,6 +210,7 @@ def _fsdp(dice: Dice, model: Model) -> Fsdp:
         group=dice.one_of({"default": 4, "group": 1, "mesh": 1}),
         init_sync=dice.chance(0.3),
         prefetch=dice.chance(0.15),
+        stepping_hooks=dice.chance(0.1),
         zero=dice.one_of(
             {"optimizer.zero_grad()": 4, "model.zero_grad()": 1, "optimizer.zero_grad(set_to_none=False)": 1}
         ),

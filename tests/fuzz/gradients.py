@@ -24,7 +24,7 @@ READS = {
     "maximum": "grad.abs().max()",
     "finite": "grad.isfinite().all()",
     "small ones": "(grad.abs() < 1e-12).any() & grad.isnan().any()",
-    "whole": "(grad.full_tensor() if hasattr(grad, 'full_tensor') else grad).square()[..., :1].sum()",
+    "whole": "(grad.full_tensor() if hasattr(grad, 'full_tensor') else grad).reshape(-1)[:2].norm()",
     "sum": "grad.sum()",
     "mean": "grad.data.mean()",
     "extrema": "grad.max() - grad.min()",

@@ -79,16 +79,23 @@ def _asked_for(pen: Pen, place: Place) -> None:
     """``autograd.grad`` for the input, before backward."""
     pen(f"x = {place.data}.requires_grad_()")
     pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
-    pen("(gradient,) = torch.autograd.grad(loss, x, retain_graph=True)")
+    with pen.no_sync(_asks_early(pen, place)):
+        pen("(gradient,) = torch.autograd.grad(loss, x, retain_graph=True)")
     pen.see(f"input's gradient {place.name}", "gradient")
     pen.backward("loss", hold=place.hold)
+
+
+def _asks_early(pen: Pen, place: Place) -> bool:
+    """Where what backward delays is sent behind an iteration's last one, ``autograd.grad`` may not look like that."""
+    return place.hold and pen.fsdp is not None and pen.delays
 
 
 def _penalty(pen: Pen, place: Place) -> None:
     """A penalty on the input's gradient: second derivatives."""
     pen(f"x = {place.data}.requires_grad_()")
     pen(f"loss = {pen.loss(pen.forward('x'))}{place.divisor}")
-    pen("(gradient,) = torch.autograd.grad(loss, x, create_graph=True)")
+    with pen.no_sync(_asks_early(pen, place)):
+        pen("(gradient,) = torch.autograd.grad(loss, x, create_graph=True)")
     pen("loss = loss + gradient.square().sum()")
     pen.backward("loss", hold=place.hold)
     pen("del gradient")

@@ -134,6 +134,8 @@ class Fsdp:
     group: str = "default"
     init_sync: bool = False
     prefetch: bool = False
+    stepping_hooks: bool = False
+    """Each parameter has an optimizer, which a hook steps when its gradient is complete."""
     zero: str = "optimizer.zero_grad()"
 
 

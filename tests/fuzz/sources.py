@@ -209,7 +209,7 @@ def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:
     else:
         write_gradients(pen, iteration, str(number))
     if outcome != "accumulate":
-        write_zero(pen)
+        write_zero(pen, complete=outcome not in ("given up", "fails"))
     if "weights" in iteration.see:
         _write_values(pen, f"weights {number}", "values_of")
 

@@ -39,21 +39,26 @@ def scale_grads(model, factor):
                 param.grad.mul_(factor)
 
 
+def step_and_clear(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def climb(model):
     """Moves the weights a little way up along their gradients; what they were is returned."""
     params = [param for param in model.parameters() if param.grad is not None]
     norm = torch.nn.utils.get_total_norm([param.grad for param in params]) + 0.1
-    before = [param.detach().clone() for param in params]
+    ground = [param.detach().clone() for param in params]
     with torch.no_grad():
         torch._foreach_add_(params, torch._foreach_mul([param.grad.detach() for param in params], 0.05 / norm))
-    return before
+    return ground
 
 
-def descend(model, before):
+def descend(model, ground):
     """Back to what they were."""
     params = [param for param in model.parameters() if param.requires_grad]
     with torch.no_grad():
-        torch._foreach_copy_(params, before)
+        torch._foreach_copy_(params, ground)
 
 
 def drain(model):

@@ -138,7 +138,7 @@ def _phase(program: Program, phase: Phase) -> Phase:
         phase = replace(phase, queue=False)
     phase = replace(phase, ranks=ranks)
     made = _ddp(program, phase, wrapper) if isinstance(wrapper, Ddp) else _fsdp(program, wrapper)
-    phase = replace(phase, wrapper=made)
+    phase = replace(phase, wrapper=made, clip=None if _steps_in_hooks(made) else phase.clip)
     iterations: list[Iteration] = []
     for iteration in phase.iterations:
         begins = not iterations or iterations[-1].outcome != "accumulate"
@@ -195,7 +195,16 @@ def _fsdp(program: Program, wrapper: Fsdp) -> Fsdp:
     units = tuple(_unit(wanted[path], wrapper.placements) for path in (*allowed, "") if path in wanted)
     zeros = ("optimizer.zero_grad()", "model.zero_grad()", "optimizer.zero_grad(set_to_none=False)")
     zero = wrapper.zero if wrapper.zero in zeros else zeros[0]
-    return replace(wrapper, units=units, instances=_instances(wrapper), zero=zero)
+    optimizer = program.optimizer
+    simple = not (optimizer.groups or optimizer.scaled or optimizer.schedule != "no") and len(program.phases) == 1
+    hooks = wrapper.stepping_hooks and simple
+    zero = "model.zero_grad()" if hooks else zero
+    return replace(wrapper, units=units, instances=_instances(wrapper), zero=zero, stepping_hooks=hooks)
+
+
+def _steps_in_hooks(wrapper: Ddp | Fsdp) -> bool:
+    """There is no moment between gradients and step."""
+    return isinstance(wrapper, Fsdp) and wrapper.stepping_hooks
 
 
 def _cuts_a_tie(model: Model, path: str) -> bool:
@@ -230,11 +239,15 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     outcome = iteration.outcome
     if (outcome == "accumulate" and ddp) or (outcome == "fails" and delays):
         outcome = "step"
+    if _steps_in_hooks(wrapper):
+        outcome = "step" if outcome in ("skip", "accumulate") else outcome
+        iteration = replace(iteration, change="no", reads=(), see=_without_grads(iteration), way="plain")
     no_sync = iteration.no_sync
-    if no_sync == "forgotten" and ((ddp and wrapper.overlap) or outcome in ("given up", "fails")):
+    early = wrapper.overlap if isinstance(wrapper, Ddp) else delays or wrapper.stepping_hooks
+    if no_sync == "forgotten" and (early or outcome in ("given up", "fails")):
         no_sync = "backward"
     overflow = _some(iteration.overflow, phase.ranks) if program.optimizer.scaled and outcome == "step" else ()
-    scaled = iteration.scaled and outcome == "step" and not program.optimizer.scaled
+    scaled = iteration.scaled and outcome == "step" and not program.optimizer.scaled and not _steps_in_hooks(wrapper)
     drain = iteration.drain if delays and outcome in ("step", "skip", "accumulate") else "each"
     iteration = replace(
         iteration, micros=micros, outcome=outcome, no_sync=no_sync, drain=drain, scaled=scaled, overflow=overflow
@@ -254,9 +267,19 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     return replace(iteration, see=see, reads=reads, extras=tuple(extra for extra in extras if extra is not None))
 
 
+def _without_grads(iteration: Iteration) -> tuple[str, ...]:
+    return tuple(what for what in iteration.see if what != "grads")
+
+
 def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
     wrapper = phase.wrapper
     if isinstance(wrapper, Fsdp):
+        if iteration.outcome == "fails":  # it is refused after a backward that raised
+            return "nothing"
+        # What was delayed is over when the optimizer steps, or .grad has gone, or the model says so.
+        stays = iteration.outcome == "accumulate" or wrapper.zero.endswith("(set_to_none=False)")
+        if stays and iteration.outcome in ("accumulate", "skip") and _delays(program, phase):
+            return "finish"
         return "finish" if iteration.finish == "finish" else "nothing"
     if iteration.finish == "start" and (
         wrapper.stock
@@ -325,6 +348,10 @@ def _reads(program: Program, phase: Phase, iteration: Iteration) -> Iterator[str
             yield way
 
 
+def _recomputes(model: Model) -> set[str]:
+    return {model.recompute, *(block.recompute for block in model.blocks)}
+
+
 def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bool) -> str:
     """``first``: no gradients are there; ``last``: of the iteration."""
     model, wrapper, pattern = program.model, phase.wrapper, micro.pattern
@@ -336,7 +363,7 @@ def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bo
         return "plain"
     if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and wrapper.find_unused)):
         return "plain"
-    recomputes = {model.recompute, *(block.recompute for block in model.blocks)}
+    recomputes = _recomputes(model)
     if pattern in INPUT_PATTERNS and (model.stem == "lookup" or program.dtype in ROUNDED):
         pattern = "plain"
     if pattern in (*ASKS_FOR_INPUTS, "attack", "added") and "reentrant" in recomputes:
@@ -381,9 +408,13 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
         return None
+    if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):
+        return None
     if kind == "averaged model" and program.dtype in ROUNDED:
         return None
     if kind == "gone through" and (program.model.stem == "lookup" or program.dtype in ROUNDED):
+        return None
+    if kind == "gone through" and "reentrant" in _recomputes(program.model):  # whose outputs may require no gradient
         return None
     if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
         return None  # masters follow in a way of their own

@@ -142,7 +142,14 @@ def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
         for first, second in pairwise(blocks):
             pen(f"{first}.set_modules_to_forward_prefetch([{second}])")
             pen(f"{second}.set_modules_to_backward_prefetch([{first}])")
-    pen(f"optimizer = {_stock_optimizer(pen)}")
+    if not wrapper.stepping_hooks:
+        pen(f"optimizer = {_stock_optimizer(pen)}")
+        return
+    options = "".join(f", {name}={value!r}" for name, value in pen.program.optimizer.options)
+    made = f"torch.optim.{pen.program.optimizer.name}([param]{options})"
+    pen(f"optimizers = {{param: {made} for param in model.parameters()}}")
+    with pen.inside("for param in model.parameters():"), pen.inside("if param.requires_grad:"):
+        pen("param.register_post_accumulate_grad_hook(lambda param: step_and_clear(optimizers[param]))")
 
 
 def _unit_options(unit: UnitOf) -> str:
@@ -172,10 +179,13 @@ def write_finish(pen: Pen, iteration: Iteration) -> None:
         pen("model.finish_grad_sync()")
 
 
-def write_zero(pen: Pen) -> None:
-    """Gradients are cleared."""
+def write_zero(pen: Pen, complete: bool = True) -> None:
+    """Gradients are cleared; those of an iteration that has not come to its end by the model alone."""
     if pen.plain:
         pen("optimizer.zero_grad()")
+        return
+    if not complete:
+        pen("model.zero_grad()")
         return
     pen(pen.phase.wrapper.zero)
     if pen.ddp and pen.ddp.stock and not pen.ddp.zero.startswith("model"):
@@ -185,12 +195,14 @@ def write_zero(pen: Pen) -> None:
 def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
     """Reading and changing of gradients, clipping, the optimizer's step, the schedule's."""
     wanted, clip, ddp = pen.program.optimizer, pen.phase.clip, pen.ddp
+    if pen.fsdp and pen.fsdp.stepping_hooks:
+        return
     clips_late = ddp is None or ddp.clips == "torch" or wanted.scaled  # unscaled where they are exposed
     if ddp and ddp.stock and clips_late:
         pen("model.expose_grads()")
     write_gradients(pen, iteration, name)
     if iteration.way == "two halves":
-        pen(f"descend({pen.owner}, before)")
+        pen(f"descend({pen.owner}, ground)")
     if clip is not None and not (ddp and ddp.max_grad_norm):
         if wanted.scaled:
             pen("scaler.unscale_(optimizer)")
@@ -222,7 +234,7 @@ def write_first_half(pen: Pen, step: int) -> None:
         pen("model.finish_grad_sync()")
     elif pen.plain:
         pen(f"zeros_where_none({pen.owner})")
-    pen(f"before = climb({pen.owner})")
+    pen(f"ground = climb({pen.owner})")
     write_zero(pen)
 
 
