@@ -132,6 +132,8 @@ class ModelLoad(NamedTuple):
         pieces = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
         converted = []
         for part in holding.slices:
+            if part.name in holding.whole:
+                continue  # its master is a part of that
             stored = names.of(part.name, holding.params[part.name])
             entry, target = manifest.parameters[stored], part.master
             kind, dtype = "model", dtype_named(entry.dtype)

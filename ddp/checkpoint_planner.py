@@ -120,7 +120,16 @@ class PiecesSavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The elements of one box."""
-        return self._views[write_item.index].detach()
+        return _in_a_storage_of_its_size(self._views[write_item.index].detach())
+
+
+def _in_a_storage_of_its_size(view: Tensor) -> Tensor:
+    """The same memory. DCP copies what lies in a larger storage, since ``torch.save`` writes storages whole."""
+    if not (view.is_cpu and view.is_contiguous()):
+        return view
+    start = view.storage_offset() * view.itemsize
+    part = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype).set_(part, 0, view.shape, view.stride())
 
 
 def _check_complete(paths: Mapping[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> None:

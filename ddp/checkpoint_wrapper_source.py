@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -62,6 +63,7 @@ class WrapperSource:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._reads_whole = False
         self.ranks = CheckpointRanks.alone()
         self.expert_axes: Sequence[dist.ProcessGroup] | None = None
         if isinstance(model, DistributedDataParallel):
@@ -84,7 +86,8 @@ class WrapperSource:
                 held.refresh_masters()
         tensors = self.tensors
         slices = [] if held is None else held.slices
-        sliced = {part.name for part in slices}
+        self._reads_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
+        sliced = set() if self._reads_whole else {part.name for part in slices}
         return Holding(
             params={
                 name: HeldParam(tuple(param.shape), param.dtype, param.dtype, kind_of(param))
@@ -103,7 +106,7 @@ class WrapperSource:
     def loaded(self, optimizer: object) -> None:
         """Parameters follow the masters."""
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer.mark_loaded()
+            optimizer.mark_loaded(whole=self._reads_whole)
 
     def _checked(self, optimizer: object) -> DistributedOptimizer | None:
         if optimizer is None:
@@ -116,3 +119,12 @@ class WrapperSource:
         if optimizer.model is not self._model:
             raise ValueError("this optimizer belongs to another model")
         return optimizer
+
+
+def _are_on_cpu_without_masters(optimizer: DistributedOptimizer) -> bool:
+    """Whether parameters are their own masters, in memory into which reading is cheaper than gathering over gloo.
+
+    Every rank then reads them whole, and its shard with them. The answer is the same on all ranks.
+    """
+    params = [entry.owned.param for entry in optimizer.model.wired]
+    return all(param.is_cpu and param.dtype not in (torch.bfloat16, torch.float16) for param in params)

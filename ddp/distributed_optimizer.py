@@ -5,7 +5,6 @@ masters and moments, clipping and unscaling on the way; masters are rounded into
 gathered (``param_gather.py``), under the next forward where the config says so.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, r
 from .gather_guard import find_keepers, guard_reads
 from .grad_norm import clip_coefficient, global_grad_norm
 from .master_param import StateByMaster, WatchedMasters, late_grad
+from .nan_check import unscale
 from .optimizer_fit import check_fits, layout_key, shard_of_how_many
 from .param_gather import ParamGather
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
@@ -208,18 +208,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         settle_first_step(self._inner)
 
     @torch.no_grad()
-    def mark_loaded(self) -> None:
+    def mark_loaded(self, *, whole: bool = False) -> None:
         """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's.
 
-        To be called by all ranks after a program has written to the tensors of ``param_groups``.
+        To be called by all ranks after a program has written to the tensors of ``param_groups``. Nothing is gathered
+        where all have written ``whole`` parameters, alike, which are their own masters.
         """
         self._check_in_charge()
         self._adopt_assigned()
         self._threads.come_home()
         self.finish_param_sync()
-        self._round(self._flats)
-        self._start_gathers(self._gathers)
-        self.finish_param_sync()
+        if not whole:
+            self._round(self._flats)
+            self._start_gathers(self._gathers)
+            self.finish_param_sync()
         self._versions = [piece.wired.owned.param._version for piece in self.slices]
         self._masters.note()
 
@@ -234,16 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
         found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
-        by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch's kernel takes one at a time
-        for flat in self._flats:
-            by_dtype[flat.grads.dtype].append(flat.grads)
-        for dtype, grads in by_dtype.items():
-            if dtype is torch.bfloat16:  # which torch's kernel does not know on CUDA
-                largest = torch.stack(torch._foreach_norm(grads, torch.inf)).amax()
-                found_inf += largest.isfinite().logical_not_()
-                torch._foreach_mul_(grads, inv_scale)
-            else:
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        unscale([flat.grads for flat in self._flats], inv_scale, found_inf)
         with self.model.failures.watch("the search for Inf in scaled gradients"):
             self.model.grids["dense"].sum(found_inf)
         return found_inf.clamp_(max=1.0)

@@ -1,6 +1,7 @@
 """Finds NaN and Inf in gradients before they spread: noted on the device bucket by bucket, read by the host once."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from .bucket import Bucket
 from .rank_grid import RankGrid
 from .reduction import GradReduction
 
-__all__ = ["NanCheck"]
+__all__ = ["NanCheck", "unscale"]
 
 
 class NanCheck:
@@ -73,3 +74,17 @@ def _read(rows: Tensor) -> list[list[int]]:
     """The one place where the host waits for the device."""
     values: list[list[int]] = rows.tolist()
     return values
+
+
+def unscale(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply in place by ``inv_scale``; ``found_inf`` grows where something is Inf or NaN. Both are 0-dim fp32."""
+    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch's kernel takes one at a time
+    for grad in grads:
+        by_dtype[grad.dtype].append(grad)
+    for dtype, alike in by_dtype.items():
+        if dtype is torch.bfloat16:  # which torch's kernel does not know on CUDA
+            largest = torch.stack(torch._foreach_norm(alike, torch.inf)).amax()
+            found_inf += largest.isfinite().logical_not_()
+            torch._foreach_mul_(alike, inv_scale)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inv_scale)
