@@ -163,7 +163,8 @@ def test_collectives_run_under_computation_and_the_timeline_says_so() -> None:
         # A reduction takes far less than a block; all but those of the last unit end under the next block's backward.
         for backward in recorded.backwards:
             inside = [span for span in recorded.reductions if backward.start <= span.launched <= backward.end]
-            assert sum(span.finished < backward.end for span in inside) >= NUM_BLOCKS - 1, inside
+            times = [(span.bucket, span.ready, span.launched, span.finished) for span in recorded.reductions]
+            assert sum(span.finished < backward.end for span in inside) >= NUM_BLOCKS - 1, f"{backward}: {times}"
         assert sum(wait.end - wait.start for wait in recorded.waits) < 0.03, recorded.waits
 
 
