@@ -40,6 +40,8 @@ from maingrad.kernels.grouped_glu_triton import (
 )
 from maingrad.kernels.scaled_glu_triton import scaled_glu_backward_triton, scaled_glu_triton
 
+pytestmark = pytest.mark.slow  # in the interpreter; a benchmark alone uses these kernels
+
 # Columns of the first cut an odd number of features, its second half and all; the second computes gradients in parts.
 CONFIGS = {
     "tma": GemmConfig(32, 32, 16, 4, 2, tma=True),

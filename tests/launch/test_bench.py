@@ -34,6 +34,7 @@ def test_an_unknown_size_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--dim" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # differences of microseconds: for a machine with nothing else to do
 def test_bench_host_has_a_row_for_each_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "host", "--out-dir", str(tmp_path)]) == 0
     with (tmp_path / "host.csv").open() as file:

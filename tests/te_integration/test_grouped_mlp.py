@@ -347,7 +347,7 @@ def test_autograd_grad_writes_nothing_and_neither_do_second_derivatives(layout: 
 
 
 @pytest.mark.parametrize("layout", ["discrete", "packed, scaled bias"])
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_second_derivatives_are_those_of_finite_differences(layout: str) -> None:
     module = make_experts(dtype=torch.float64, **LAYOUTS[layout])
     batch = batch_of([2, 0, 3, 1], 2, dtype=torch.float64)
