@@ -640,7 +640,7 @@ def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
     """What is read beside its place is on the CPU: a chunk of which ranks have parts."""
 
     def make() -> tuple[nn.Module, DistributedOptimizer]:
-        model = wrap(nn.Linear(64, 64), use_distributed_optimizer=True)
+        model = wrap(nn.Linear(64, 64).bfloat16(), use_distributed_optimizer=True)
         return model, DistributedOptimizer(model)
 
     def save() -> None:
