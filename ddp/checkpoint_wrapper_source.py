@@ -63,7 +63,6 @@ class WrapperSource:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._reads_whole = False
         self.ranks = CheckpointRanks.alone()
         self.expert_axes: Sequence[dist.ProcessGroup] | None = None
         if isinstance(model, DistributedDataParallel):
@@ -86,8 +85,8 @@ class WrapperSource:
                 held.refresh_masters()
         tensors = self.tensors
         slices = [] if held is None else held.slices
-        self._reads_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
-        sliced = set() if self._reads_whole else {part.name for part in slices}
+        read_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
+        sliced = set() if read_whole else {part.name for part in slices}
         return Holding(
             params={
                 name: HeldParam(tuple(param.shape), param.dtype, param.dtype, kind_of(param))
@@ -106,7 +105,7 @@ class WrapperSource:
     def loaded(self, optimizer: object) -> None:
         """Parameters follow the masters."""
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer.mark_loaded(whole=self._reads_whole)
+            optimizer.mark_loaded(whole=_are_on_cpu_without_masters(optimizer))
 
     def _checked(self, optimizer: object) -> DistributedOptimizer | None:
         if optimizer is None:
