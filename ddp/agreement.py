@@ -4,15 +4,17 @@ A check may fail on some ranks only: another rank's file, a parameter that is no
 would go into the next collective and wait for the others there.
 """
 
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .failure_report import CollectiveError, FailureReporter
 
-__all__ = ["alike", "gather", "saying"]
+__all__ = ["alike", "compare_between_ranks", "gather", "saying"]
 
 T = TypeVar("T")
 
@@ -66,6 +68,26 @@ def alike(action: Callable[[], T], axes: Iterable[dist.ProcessGroup], failures: 
             text += f" (on rank {rank})"
         raise _KINDS[kind](text) from cause
     return result  # type: ignore[no-any-return]
+
+
+def compare_between_ranks(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:
+    """Compare this rank's lines with the others'; raises ``ValueError`` with the first that differs, and its title."""
+    fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
+    fingerprints: list[str] = [""] * group.size()
+    dist.all_gather_object(fingerprints, fingerprint, group=group)
+    if len(set(fingerprints)) == 1:
+        return
+    all_lines: list[Mapping[str, list[str]]] = [mine] * group.size()
+    dist.all_gather_object(all_lines, mine, group=group)
+    other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
+    first_name, other_name = (f"rank {dist.get_global_rank(group, rank)}" for rank in (0, other))
+    for title, ours in all_lines[0].items():
+        for first, second in zip_longest(ours, all_lines[other][title], fillvalue="nothing"):
+            if first != second:
+                raise ValueError(
+                    f"the {title} differs between ranks (this is rank {dist.get_rank()}): {first_name} has {first} "
+                    f"where {other_name} has {second}"
+                )
 
 
 def _kind_of(error: BaseException) -> int:

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
@@ -17,6 +16,7 @@ from .rank_grid import RankGrid
 from .readiness import Readiness
 from .stock_clipping import guard_stock_clipping
 from .stock_optimizer import clear_exposed_grad, guard_stock_optimizers
+from .torch_internals import DisableTorchFunctionSubclass
 from .wiring import WiredParam
 
 __all__ = ["attach_params", "detach_params", "discard_grads"]
@@ -71,7 +71,7 @@ def detach_params(end: "weakref.finalize[Any, Any]") -> None:
 def discard_grads(wired: Iterable[WiredParam]) -> None:
     """Clear what an iteration left on parameters: the flag of a backward that failed, ``.grad`` that was exposed or put
     there by hand."""
-    with torch._C.DisableTorchFunctionSubclass():  # no value is read: nobody needs to wait for a gather
+    with DisableTorchFunctionSubclass():  # no value is read: nobody needs to wait for a gather
         for entry in wired:
             forget_failed_backward(entry.owned.param)
             clear_exposed_grad(entry.owned.param, entry.record)

@@ -10,7 +10,7 @@ from torch import nn
 from .collectives import group_or_default, group_size
 from .grad_record import GradRecord
 from .main_grad import attach, check_unattached, detach
-from .wiring import OwnedParam, find_owned_params
+from .owned_params import OwnedParam, find_owned_params
 from .world import WorldOfOne
 
 __all__ = ["recorded_backward_order"]

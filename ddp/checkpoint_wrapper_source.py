@@ -14,7 +14,7 @@ from .checkpoint_ranks import CheckpointRanks
 from .checkpoint_source import CheckpointSource, HeldOptimizer, HeldParam, Holding
 from .data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
-from .wiring import kind_of
+from .owned_params import kind_of
 
 __all__ = ["WrapperSource", "check_saved_once", "source_of"]
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.compat import start_all_gather
+from .torch_internals import start_all_gather
 from .world import WorldOfOne, check_not_launched
 
 __all__ = [
     "InFlight",
     "all_gather_shards",
     "backend_of",
+    "device_types_of",
     "group_or_default",
     "group_rank",
     "group_size",
@@ -86,6 +87,12 @@ def group_or_default(
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks; 1 without a group."""
     return 1 if group is None else group.size()
+
+
+def device_types_of(group: dist.ProcessGroup) -> list[str]:
+    """The kinds of devices whose tensors the group takes; none where it takes all kinds."""
+    config = str(dist.get_backend_config(group))
+    return [entry.split(":")[0] for entry in config.split(",") if ":" in entry]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -33,23 +33,18 @@ from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .master_param import WatchedMasters
 from .nan_check import NanCheck
+from .owned_params import find_owned_params
 from .param_gather import ParamGather
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 from .rank_grid import RankGrid, all_groups, make_grids
 from .readiness import Readiness
 from .reduction import GradReduction, make_reductions
+from .setup_checks import check_same_config, check_same_on_all_ranks, plan_on_each_rank
 from .stock_optimizer import expose_grad
 from .timeline import Timeline, recorded_on
 from .torch_ddp import check_not_collected, check_not_inside
-from .wiring import (
-    WiredParam,
-    allocate_buckets,
-    check_same_config,
-    check_same_on_all_ranks,
-    find_owned_params,
-    plan_on_each_rank,
-)
+from .wiring import WiredParam, allocate_buckets
 from .world import Ranks
 
 __all__ = ["DistributedDataParallel"]

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from .torch_internals import will_execute
+
 __all__ = ["Demand", "demand"]
 
 
@@ -24,7 +26,7 @@ def demand(weight_node: Any) -> Demand:
     if torch.is_grad_enabled():
         return Demand.RETURN  # create_graph=True: the gradient must be differentiable itself
     try:
-        wanted = torch._C._will_engine_execute_node(weight_node)
+        wanted = will_execute(weight_node)
     except RuntimeError:
         return Demand.RETURN  # the engine refuses the question exactly where autograd.grad captures this leaf
     return Demand.ACCUMULATE if wanted else Demand.NOTHING

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from .rank_fates import Process, RankFates, announce, look_up
+from .torch_internals import default_store
 
 __all__ = ["CollectiveError", "FailureReporter", "Watch"]
 
@@ -57,7 +58,7 @@ class FailureReporter:
         """False without ``torch.distributed``, and on simulated ranks, whose errors tell everything themselves."""
         if self.active:
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-            self._store = dist.distributed_c10d._get_default_store()
+            self._store = default_store()
             with suppress(RuntimeError):  # whoever needs the store itself says that it is out of reach
                 announce(self._store, self._rank)
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from .torch_internals import tree_leaves
 
 __all__ = ["GraphWalk", "differentiable_tensors", "walk_graph"]
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from .owned_params import OwnedParam, kind_of
 from .rank_grid import RankGrid
-from .wiring import OwnedParam, kind_of
 from .world import Ranks
 
 __all__ = ["broadcast_model", "check_same_experts", "check_whose_experts", "has_experts"]

@@ -11,6 +11,7 @@ from .config import DistributedDataParallelConfig
 from .grad_record import GradRecord
 from .main_grad import record_of
 from .torch_ddp import is_taken
+from .torch_internals import DisableTorchFunctionSubclass
 from .waiting_modules import registered_params
 from .wiring import WiredParam
 
@@ -26,7 +27,7 @@ __all__ = [
 
 def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
     """The parameters of ``module`` that require gradients are those that were wrapped, as they were then."""
-    with torch._C.DisableTorchFunctionSubclass():  # no value is read: parameters need not ask who asks them
+    with DisableTorchFunctionSubclass():  # no value is read: parameters need not ask who asks them
         for entry in wired:
             entry.check()
         _check_no_stranger(module)
@@ -35,7 +36,7 @@ def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
 @torch.compiler.disable
 def is_frozen(wired: Iterable[WiredParam]) -> bool:
     """Whether all of the model is frozen for now: its forwards train nothing, and backwards only go through it."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return not any(entry.owned.param.requires_grad for entry in wired)
 
 

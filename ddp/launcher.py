@@ -18,6 +18,7 @@ from .nan_check import NanCheck
 from .reduction import GradReduction
 from .streams import OnStream, current_stream
 from .timeline import Mark, Timeline
+from .torch_internals import is_profiling
 
 __all__ = ["BucketLauncher"]
 
@@ -104,7 +105,7 @@ class BucketLauncher:
         start  reduces the bucket's ``grad_data``; None: its reduction
         """
         start = start or self._reductions[bucket.index].start
-        if torch._C._autograd._profiler_enabled():
+        if is_profiling():
             reduction = self._reductions[bucket.index]
             with torch.profiler.record_function(f"maingrad::launch {reduction.name} {bucket.name}"):
                 self._launch(bucket, start)

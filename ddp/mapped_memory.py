@@ -4,14 +4,18 @@ NCCL's documentation calls it user buffer registration, as a symmetric window.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["MappedPool"]
+from .collectives import backend_of
+from .rank_grid import RankGrid
+from .torch_internals import zero_cta_options
+
+__all__ = ["MappedPool", "check_copy_engines"]
 
 
 class MappedPool:
@@ -46,3 +50,14 @@ class MappedPool:
         self._backend.register_mem_pool(self._pool, symm=True)
         torch.cuda.synchronize(self._device)
         dist.barrier(group=self._group)
+
+
+def check_copy_engines(grids: Iterable[RankGrid], device: torch.device, option: str) -> None:
+    """Raise ``ValueError`` where gathers cannot run on copy engines."""
+    backends = {backend_of(group, device) for grid in grids for group in grid.axes}
+    on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
+    if not (on_nccl and zero_cta_options() is not None):
+        raise ValueError(
+            f"{option} needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its zero-CTA policy; got "
+            f"{device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"
+        )

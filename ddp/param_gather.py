@@ -21,6 +21,7 @@ from .rank_grid import RankGrid
 from .reader_threads import ReaderThreads
 from .streams import OnStream, current_stream
 from .timeline import Timeline
+from .torch_internals import current_raw_stream, is_tracing
 from .waiting_modules import let_module_go
 from .waiting_params import can_wait, have_wait, let_go
 
@@ -146,7 +147,7 @@ class ParamGather:
         """
         if self.guards:
             self.threads.note()
-            self._traced = self._traced or torch._guards.CompileContext.try_get() is not None
+            self._traced = self._traced or is_tracing()
         while (flight := self._flight) is not None:
             self._wait_for(flight)
             with self.threads.lock:
@@ -184,7 +185,7 @@ class ParamGather:
 
     def _order_stream(self, event: torch.cuda.Event) -> None:
         """Once for each stream: one that no longer finds the parameters waiting was not behind the gather for that."""
-        raw = torch._C._cuda_getCurrentRawStream(self.flat.device.index)
+        raw = current_raw_stream(self.flat.device.index)
         if raw not in self._streams:
             current_stream(self.flat.device).wait_event(event)
             self._streams.add(raw)

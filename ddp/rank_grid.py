@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..kernels.compat import zero_cta_options
-from .collectives import group_or_default, group_rank, group_size, sum_over_group
+from .collectives import device_types_of, group_or_default, group_rank, group_size, sum_over_group
+from .torch_internals import zero_cta_options
 from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
 
 __all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", "with_separate_gather"]
@@ -243,5 +243,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long its collectives may take; None where its backends do not say: their default."""
     if type(group) is not dist.ProcessGroup:  # simulated: nothing takes time
         return None
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    options = [
+        getattr(group._get_backend(device), "options", None) for device in map(torch.device, device_types_of(group))
+    ]
     return max((entry._timeout for entry in options if entry is not None), default=None)

@@ -12,7 +12,7 @@ import weakref
 from typing import Protocol
 from weakref import WeakSet
 
-import torch
+from .torch_internals import current_backward
 
 __all__ = ["ReaderThreads"]
 
@@ -49,7 +49,7 @@ class ReaderThreads:
 
     def note(self) -> None:
         """This thread reads. Threads of autograd's are passed over: the thread that steps waits for those."""
-        if threading.get_ident() == self._home_ident or torch._C._current_graph_task_id() != -1:
+        if threading.get_ident() == self._home_ident or current_backward() != -1:
             return
         home = self._home()
         if home is None or not home.is_alive():

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from .bucket import Bucket, Phase
 from .config import DistributedDataParallelConfig
@@ -20,6 +19,7 @@ from .grad_record import GradRecord
 from .graph_walk import differentiable_tensors, walk_graph
 from .launcher import BucketLauncher
 from .main_grad import take_grad_of_backward
+from .torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .wgrad_module import listen_to_foreign_delays
 from .wiring import WiredParam
 
@@ -43,7 +43,7 @@ class Readiness:
         self._raw_stream: Callable[[], int] | None = None
         """The current CUDA stream, as cheaply as torch tells it; None on other devices."""
         if device.type == "cuda":
-            self._raw_stream = partial(torch._C._cuda_getCurrentRawStream, device.index)
+            self._raw_stream = partial(current_raw_stream, device.index)
 
         # State of the iteration.
         self.sync = True
@@ -90,7 +90,7 @@ class Readiness:
     def grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
         """The post-accumulate-grad hook of one parameter. It holds nothing that holds the parameter."""
         here = weakref.ref(self)
-        profiling = torch._C._autograd._profiler_enabled
+        profiling = is_profiling
 
         def hook(param: Tensor) -> None:
             live = here()
@@ -124,7 +124,7 @@ class Readiness:
             self._note_write(bucket)
         if not (self.sync and self._overlap) or not self._is_last(record):
             return
-        nested = self._outer_task is not None and torch._C._current_graph_task_id() != self._outer_task
+        nested = self._outer_task is not None and current_backward() != self._outer_task
         if nested:
             self._recomputes = True
         if record.shared or self._recomputes:
@@ -151,13 +151,13 @@ class Readiness:
             self._mark_ready(bucket, record)
 
     def _on_backward_start(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if task == self._outer_task:
             return  # another output of the same forward
         self._outer_task = task
         # A callback queued here ends with the outermost backward; queued from a parameter's hook it would end with a
         # nested one.
-        Variable._execution_engine.queue_callback(self._on_backward_end)
+        call_when_backward_ends(self._on_backward_end)
         if self._launcher.timeline is not None:
             self._launcher.timeline.backward_started()
         if self.sync and self._overlap:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.compat import checkpointed_region
+from .torch_internals import checkpointed_region
 
 __all__ = ["current_checkpoint"]
 

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernels.compat import premultiplied_sum, start_reduce_scatter
 from .collectives import InFlight, backend_of, in_stages
 from .config import DistributedDataParallelConfig
 from .placements import Placements, placements_of
 from .rank_grid import RankGrid
+from .torch_internals import premultiplied_sum, start_reduce_scatter
 
 __all__ = ["GradReduction", "make_reductions"]
 

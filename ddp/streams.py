@@ -7,6 +7,8 @@ from types import TracebackType
 
 import torch
 
+from .torch_internals import current_raw_stream
+
 __all__ = ["OnStream", "current_stream"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -16,7 +18,7 @@ _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """The current stream of a CUDA device that has an index."""
     index: int = device.index
-    raw: int = torch._C._cuda_getCurrentRawStream(index)
+    raw: int = current_raw_stream(index)
     stream = _known.get((index, raw))
     if stream is None:
         stream = _known[index, raw] = torch.cuda.current_stream(device)
@@ -32,17 +34,11 @@ class OnStream:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._device: int = torch._C._cuda_getDevice()
+        self._device: int = torch.cuda.current_device()
         self._before = current_stream(self._stream.device)
-        _set_stream(self._stream)
+        torch.cuda.set_stream(self._stream)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        _set_stream(self._before)
+        torch.cuda.set_stream(self._before)
         if self._device != self._stream.device_index:
-            torch._C._cuda_setDevice(self._device)
-
-
-def _set_stream(stream: torch.cuda.Stream) -> None:
-    torch._C._cuda_setStream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    )
+            torch.cuda.set_device(self._device)

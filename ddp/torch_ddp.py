@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from .torch_internals import current_backward
+
 __all__ = [
     "check_none_inside",
     "check_not_collected",
@@ -97,7 +99,7 @@ def note_without_grad(module: object) -> None:
 
 def refuse_delay_in_recompute(module: object, owner: Callable[[], str]) -> None:
     """To be called by a module that delays, in a forward with grad mode: ``refuse_delay`` where it is a recompute."""
-    if _without_grad and torch._C._current_graph_task_id() != -1:
+    if _without_grad and current_backward() != -1:
         wrapper = _without_grad.get(module)
         if wrapper is not None and wrapper() is not None:
             raise _late(owner())

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from .reader_threads import ReaderThreads
+from .torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, tree_leaves
 
 __all__ = ["Gather", "can_wait", "gathers_of", "have_wait", "let_go", "waited_for"]
 
@@ -107,7 +107,7 @@ def _asked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return result
     if others:
         return NotImplemented
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -141,7 +141,7 @@ def _in_own_class(param: Any) -> Any:
     if not isinstance(param, _WaitsForGather):
         return param
     waiting: Any = param
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         twin: Any = Tensor._make_subclass(type(waiting).__bases__[0], waiting.data, waiting.requires_grad)
     twin.__dict__.update((name, value) for name, value in waiting.__dict__.items() if name != _GATHER)
     return twin
@@ -149,7 +149,7 @@ def _in_own_class(param: Any) -> Any:
 
 @functools.cache
 def _can_be_put_off_and_on(cls: Any) -> bool:
-    if cls.__torch_function__ is not torch._C._disabled_torch_function_impl:
+    if cls.__torch_function__ is not disabled_torch_function:
         return False  # it has something to say itself
     try:
         probe: Any = Tensor._make_subclass(cls, torch.empty(0))

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ddp.collectives import device_types_of
+
 __all__ = ["Range", "device_of", "exchange", "rows_of_rank"]
 
 
@@ -74,7 +76,7 @@ def exchange(have: Tensor, haves: Sequence[Range], wants: Sequence[Range], group
 
 def device_of(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:
     """The tensor's, or one that the group talks over where the tensor was offloaded to the host."""
-    devices = group._device_types
-    if not devices or any(device.type == tensor.device.type for device in devices):
+    kinds = device_types_of(group)
+    if not kinds or tensor.device.type in kinds:
         return tensor.device
-    return devices[0]
+    return torch.device(kinds[0])

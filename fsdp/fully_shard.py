@@ -12,12 +12,13 @@ from ..ddp.dropped import forget_dropped
 from ..ddp.failure_report import FailureReporter
 from ..ddp.init_sync import check_same_experts
 from ..ddp.layout import BucketLayout
+from ..ddp.mapped_memory import check_copy_engines
+from ..ddp.owned_params import OwnedParam
 from ..ddp.placements import Placements
 from ..ddp.rank_grid import RankGrid, make_grid
 from ..ddp.reduction import GradReduction
 from ..ddp.stock_clipping import guard_stock_clipping
 from ..ddp.wgrad_module import note_shard
-from ..ddp.wiring import OwnedParam, check_copy_engines
 from ..ddp.world import Ranks
 from .materialize import materialize, synchronize
 from .mixed_precision import MixedPrecisionPolicy

@@ -18,8 +18,8 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 
+from ..ddp.torch_internals import DisableTorchFunctionSubclass
 from .over_ranks import everyone_of, extremum, max_over, mean_and_variance, norms, reduced, sums, whole
 from .shard_info import ShardInfo
 

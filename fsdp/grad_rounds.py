@@ -18,6 +18,7 @@ from ..ddp.failure_report import FailureReporter
 from ..ddp.iteration_checks import check_nothing_bypassed, check_nothing_pending
 from ..ddp.launcher import BucketLauncher
 from ..ddp.streams import OnStream, current_stream
+from ..ddp.torch_internals import current_raw_stream
 from .grad_pool import GradPool
 from .grad_round import Round, RoundPhase
 from .memory import Meter
@@ -117,7 +118,7 @@ class GradRounds:
     def note_stream(self, bucket: ShardedBucket) -> None:
         """A gradient was written on the current stream."""
         if self._device.type == "cuda" and bucket.bucket is not None:
-            bucket.bucket.streams.add(torch._C._cuda_getCurrentRawStream(self._device.index))
+            bucket.bucket.streams.add(current_raw_stream(self._device.index))
 
     def leave(self, unit: Unit, *, final: bool) -> None:
         """Backward has passed the unit, or ended; ``final``: it is the iteration's last."""

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from ..ddp.torch_internals import tree_map
 
 __all__ = ["MixedPrecisionPolicy", "cast_floating", "cast_inputs"]
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ddp.collectives import device_types_of
 from ..ddp.rank_grid import RankGrid
 from .shard_info import ShardInfo
 
@@ -84,10 +85,10 @@ def whole(values: Tensor, shard: ShardInfo) -> Tensor:
 
 def reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], Tensor]) -> Tensor:
     """``value`` reduced over the ranks, on a device that they talk over: shards may be offloaded to the host."""
-    devices = [device for group in grid.axes for device in group._device_types]
-    if not devices or any(device.type == value.device.type for device in devices):
+    kinds = [kind for group in grid.axes for kind in device_types_of(group)]
+    if not kinds or value.device.type in kinds:
         return reduce(grid, value)
-    return reduce(grid, value.to(devices[0])).to(value.device)
+    return reduce(grid, value.to(kinds[0])).to(value.device)
 
 
 def everyone_of(info: ShardInfo) -> RankGrid:

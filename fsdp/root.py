@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from ..ddp.delayed_wgrad import delay_blocks
 from ..ddp.failure_report import FailureReporter
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
 from ..ddp.timeline import Timeline
+from ..ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from .grad_rounds import GradRounds
 from .order import ForwardOrder
 from .parts import RootParts
@@ -116,7 +116,7 @@ class Root:
 
     def enter_forward(self, unit: Unit) -> Passage:
         """A unit's forward starts: gather it, and what comes next; its parameters are there for the current stream."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         following: Unit | None = None
         if task == -1:  # not recomputed
             if not self._running:
@@ -152,7 +152,7 @@ class Root:
             # What backward begins with stays.
             if passage is None or (reshards and not self.forward_order.came_last(unit)):
                 self.gathers.release(unit)
-        if not self._running and torch._C._current_graph_task_id() == -1:
+        if not self._running and current_backward() == -1:
             if passage is None:
                 self.gathers.release_all()
             if self.timeline is not None:
@@ -184,14 +184,14 @@ class Root:
         self._frozen = self._is_frozen()
         if self._frozen or (trains and self._checked):
             return
-        with torch._C.DisableTorchFunctionSubclass():  # no value is read: shards need not ask who asks them
+        with DisableTorchFunctionSubclass():  # no value is read: shards need not ask who asks them
             for unit in self.units:
                 unit.check()
         self._checked = trains
 
     def _is_frozen(self) -> bool:
         """All that the model trains is frozen for now: a backward only goes through."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self._trains and all(unit.registered.is_frozen for unit in self.units)
 
     # ---- Backward. ----
@@ -235,7 +235,7 @@ class Root:
             self.grads.backward_began()
         if task not in backward.tasks:
             backward.tasks.add(task)
-            Variable._execution_engine.queue_callback(_BackwardEnd(weakref.ref(self), task))
+            call_when_backward_ends(_BackwardEnd(weakref.ref(self), task))
         entered = backward.entered.setdefault(unit, _Entered(task, set(), trains))
         if trains:
             backward.entered[unit] = entered._replace(trains=True)
@@ -323,7 +323,7 @@ class Root:
                     f"parameters were not there: return from forward all that the loss uses (a penalty too), or "
                     f"pass reshard_after_forward=False"
                 )
-            self._enter(unit, torch._C._current_graph_task_id(), trains=True, delays=False)
+            self._enter(unit, current_backward(), trains=True, delays=False)
 
     def _on_delayed_wgrad(self, bucket: ShardedBucket) -> None:
         self.grads.delayed_wgrad_done(bucket)

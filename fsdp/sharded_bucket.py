@@ -25,12 +25,13 @@ from ..ddp.failure_report import FailureReporter
 from ..ddp.grad_record import GradRecord
 from ..ddp.layout import BucketLayout
 from ..ddp.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
+from ..ddp.owned_params import OwnedParam
 from ..ddp.param_gather import ParamGather
 from ..ddp.placements import Placement, Placements
 from ..ddp.reduction import GradReduction
 from ..ddp.timeline import Timeline
+from ..ddp.torch_internals import current_raw_stream
 from ..ddp.wgrad_module import listen_to_foreign_delays
-from ..ddp.wiring import OwnedParam
 from .grad_round import Round
 from .grad_shard import GradShard
 from .memory import ReleasableBuffer
@@ -281,7 +282,7 @@ class ShardedBucket:
         self.grads.release()
         raw_stream = None
         if self.device.type == "cuda":
-            raw_stream = partial(torch._C._cuda_getCurrentRawStream, self.device.index)
+            raw_stream = partial(current_raw_stream, self.device.index)
         here = weakref.ref(self)  # hooks are the parameter's, which this owns
         for pair, record in zip(self.pairs, self.records, strict=True):
             attach_lazily(pair.whole, record)

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
-from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_leaves
 
+from ..ddp.torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, let_foreach_take, tree_leaves
 from .grad_reads import KINDS, NORMS, Kind, refuse
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
@@ -110,7 +108,7 @@ class ShardedGrad(Tensor):
         if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
             return NotImplemented  # the parameter has something to say about that
         if kind is _PLAIN or _step.optimizer is not None:
-            return _disabled_torch_function_impl(func, types, args, kwargs)
+            return disabled_torch_function(func, types, args, kwargs)
         if kind is Kind.ELEMENTWISE:
             return _elementwise(func, types, args, kwargs)
         if isinstance(kind, Kind):
@@ -136,7 +134,7 @@ class ShardedGrad(Tensor):
         """A plain tensor of this rank's elements, in the same memory: whatever is read of it is local."""
         if in_flight:
             _arrive((self,), {})
-        return _disabled_torch_function_impl(Tensor.detach, (), (self,), {})  # type: ignore[no-any-return]
+        return disabled_torch_function(Tensor.detach, (), (self,), {})  # type: ignore[no-any-return]
 
     def full_tensor(self) -> Tensor:
         """The whole gradient as a plain tensor, of the parameter's shape, on every rank. Collective."""
@@ -186,11 +184,11 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """``func`` of this rank's elements; the result is a shard of the same ones."""
     if not func.__name__.startswith("_foreach"):
         like = _like(func, tree_leaves((args, kwargs)))
-        found = _disabled_torch_function_impl(func, types, args, kwargs)
+        found = disabled_torch_function(func, types, args, kwargs)
         return found if like is None else _marked(func, found, like)
     columns = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
     likes = [_like(func, row) for row in zip(*columns, strict=True)]
-    made = _disabled_torch_function_impl(func, types, args, kwargs)
+    made = disabled_torch_function(func, types, args, kwargs)
     return [each if like is None else _marked(func, each, like) for each, like in zip(made, likes, strict=True)]
 
 
@@ -288,5 +286,4 @@ def changed_too_early(info: ShardInfo) -> str:
 
 
 # torch.nn.utils.clip_grad_norm_ asks for all norms at once for the classes in this list alone, else for one at a time.
-if ShardedGrad not in _foreach_utils._foreach_supported_types:
-    _foreach_utils._foreach_supported_types.append(ShardedGrad)
+let_foreach_take(ShardedGrad)

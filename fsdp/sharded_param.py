@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _disabled_torch_function_impl
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..ddp.torch_fsdp import is_asking
+from ..ddp.torch_internals import disabled_torch_function, grad_of_tensor, tree_leaves
 from .shard_info import ShardInfo, local_shape
 from .sharded_grad import adopt_grad
 
@@ -34,15 +33,15 @@ class _Guard:
     """
 
     def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
-        return _checked if _is_grad_enabled() else _disabled_torch_function_impl
+        return _checked if _is_grad_enabled() else disabled_torch_function
 
 
 def _plainly(access: Callable[..., Any], *args: Any) -> Any:
     """``access(*args)`` as on plain tensors: without the check, which takes microseconds."""
-    return _disabled_torch_function_impl(access, (), args, {})
+    return disabled_torch_function(access, (), args, {})
 
 
-_grad: Any = vars(torch._C.TensorBase)["grad"]
+_grad: Any = grad_of_tensor
 
 
 class ShardedParameter(nn.Parameter):
@@ -156,7 +155,7 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """What torch calls instead of ``func`` with grad mode."""
     kwargs = kwargs or {}
     if func in _ALLOWED:
-        return _disabled_torch_function_impl(func, types, args, kwargs)
+        return disabled_torch_function(func, types, args, kwargs)
     used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
     info = used.shard
     if is_asking():

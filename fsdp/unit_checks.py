@@ -8,11 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from ..ddp.agreement import compare_between_ranks
+from ..ddp.collectives import device_types_of
 from ..ddp.layout import BucketLayout
 from ..ddp.main_grad import check_unattached
+from ..ddp.owned_params import OwnedParam, find_owned_params
 from ..ddp.placements import PLACEMENTS, Placement, Placements
 from ..ddp.rank_grid import RankGrid
-from ..ddp.wiring import OwnedParam, compare_between_ranks, find_owned_params
 from ..ddp.world import Ranks
 from .module import FSDPModule, unit_of
 from .optimizer_watch import replaced_in
@@ -178,10 +180,10 @@ def device_of(
     """Where the unit computes; raises ``ValueError`` where that is not one place, or one that the ranks cannot use."""
     found = _chosen_device(device, mesh, inside, ignored) or _device_around(inside, grid)
     for group in grid.axes:
-        served = group._device_types
-        if served and all(kind.type != found.type for kind in served):
+        served = device_types_of(group)
+        if served and found.type not in served:
             raise ValueError(
-                f"the mesh's group talks over {', '.join(kind.type for kind in served)}, and the unit is on {found}: "
+                f"the mesh's group talks over {', '.join(served)}, and the unit is on {found}: "
                 f"give a group of that device"
             )
     return found
@@ -217,10 +219,10 @@ def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
         for child in module.children():
             if isinstance(child, FSDPModule):
                 return unit_of(child).device
-    served = [kind for group in grid.axes for kind in group._device_types]
-    if not served or any(kind.type == "cpu" for kind in served):
+    served = [kind for group in grid.axes for kind in device_types_of(group)]
+    if not served or "cpu" in served:
         return torch.device("cpu")
-    return _usable(torch.device(served[0].type))
+    return _usable(torch.device(served[0]))
 
 
 def _usable(device: torch.device) -> torch.device:

@@ -7,8 +7,9 @@ from typing import Any, Literal, TypeAlias
 
 from ..ddp.layout import BucketLayout, ParamSpec, default_bucket_numel, plan_gradients
 from ..ddp.layout_atoms import atom_of
+from ..ddp.model_plan import grad_dtype_of
+from ..ddp.owned_params import OwnedParam
 from ..ddp.placements import Placements
-from ..ddp.wiring import OwnedParam, grad_dtype_of
 from .mixed_precision import MixedPrecisionPolicy
 
 __all__ = ["AtomKind", "ShardAtoms", "plan_unit", "shard_degree"]

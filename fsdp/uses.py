@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..ddp.graph_walk import differentiable_tensors
+from ..ddp.torch_internals import current_backward, tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -141,7 +141,7 @@ class Passage:
 
     def _on_output(self, _: Tensor) -> None:
         """Backward is about to enter the forward's graph."""
-        task = torch._C._current_graph_task_id()
+        task = current_backward()
         if self.use.entered != task:  # not another output of the same forward
             self.use.entered = task
             self.use.unit.root.enter_backward(self.use, self.trace, task)
@@ -152,7 +152,7 @@ class Passage:
         That holds for all parts of the forward, those that no input leads to as well, and with several inputs already
         for the first that is reached.
         """
-        use, task = self.use, torch._C._current_graph_task_id()
+        use, task = self.use, current_backward()
         if use.entered == task and use.passed != task:
             use.passed = task
             use.unit.root.leave_backward(use, self.trace, task)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ddp.main_grad import accumulator_of, hand_over, open_for_write, record_of
+from ..ddp.torch_internals import current_backward
 from ..te_integration import Linear
 
 __all__ = [
@@ -129,7 +130,7 @@ class _AddmmWgrad(torch.autograd.Function):
         record = record_of(weight)
         total = accumulator_of(weight, "AddmmLinear")
         rows, columns = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-        overwrite = open_for_write(weight, record, torch._C._current_graph_task_id())
+        overwrite = open_for_write(weight, record, current_backward())
         _write_product(total, rows, columns, overwrite)
         return dx, hand_over(weight, record, delayed=False, fused=True)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from ..ddp.grad_record import GradRecord
 from ..ddp.main_grad import absorb_grad, attach
-from ..kernels.compat import zero_cta_options
+from ..ddp.torch_internals import zero_cta_options
 from .data_parallel_model import (
     GPT,
     AddmmLinear,

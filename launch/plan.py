@@ -7,8 +7,9 @@ import torch
 
 from ..ddp import DistributedDataParallelConfig
 from ..ddp.layout import BucketLayout, GradPlan
+from ..ddp.model_plan import plan_model
+from ..ddp.owned_params import find_owned_params
 from ..ddp.placements import Placements, placements_of
-from ..ddp.wiring import find_owned_params, plan_model
 from .config import Config, ModelConfig, Parallel
 from .grad_peak import peak_of_grads
 from .model import GPT

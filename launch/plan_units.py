@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..ddp.owned_params import find_owned_params
 from ..ddp.placements import PLACEMENTS, Placement, Placements
-from ..ddp.wiring import find_owned_params
 from ..fsdp.unit_plan import plan_unit, shard_degree
 from .config import Config, FsdpConfig, ModelConfig, Parallel
 from .model import GPT

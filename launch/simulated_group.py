@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
+from ..ddp.torch_internals import current_backward
 from . import simulated_collectives as move
 from .simulated_collectives import Operation, Payload, reduce_op_name
 from .simulated_meeting import Pending, SharedGroup, Transfer, describe_launch
@@ -95,7 +96,7 @@ class SimulatedWork(dist.Work):
     def get_future(self) -> Any:
         # Inside a backward the caller is C++, or hands the future to C++, as in torch's DDP; C++ waits for it where no
         # baton can be passed. So there, and for several operations at once, it is done before it is handed out.
-        if torch._C._current_graph_task_id() != -1 or len(self._pending) > 1:
+        if current_backward() != -1 or len(self._pending) > 1:
             self.wait()
         future = _SimulatedFuture(self)
         if self.is_success():

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from ..ddp.demand import Demand, demand
 from ..ddp.torch_ddp import in_torch_ddp
+from ..ddp.torch_internals import current_backward
 from ..ddp.wgrad_target import GroupedWgradTarget, Place, fresh_grouped_wgrads
 from ..kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
-from .fused_linear import refuse_split_backward, watch_prehooks
+from .fused_linear import refuse_split_backward
 from .grouped_products import (
     differentiable_bias_grad,
     differentiable_dgrad,
     differentiable_scale_grad,
     differentiable_wgrad,
 )
+from .torch_internals import watch_prehooks
 from .transforms import refuse_in_transform
 from .wgrad_queue import WgradQueue
 
@@ -209,7 +211,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
         )
         ctx.use, ctx.call = use, call._replace(out=None)
         # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
-        ctx.outer_backward = torch._C._current_graph_task_id()
+        ctx.outer_backward = current_backward()
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = biases[0].dtype if biases else None
         ctx.scale_dtype = None if scale is None else scale.dtype
@@ -289,7 +291,7 @@ def _weight_grads(
         return results
     if use.delays:
         x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
-    backward = ctx.outer_backward if ctx.outer_backward != -1 else torch._C._current_graph_task_id()
+    backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
     delivered = use.target.deliver(places, dy, x, offsets, backward)
     return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
 

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from ..ddp.demand import Demand, demand
 from ..ddp.torch_ddp import in_torch_ddp
+from ..ddp.torch_internals import current_backward
 from ..ddp.wgrad_target import Place, WgradTarget
+from .torch_internals import watch_prehooks
 from .wgrad_queue import WgradQueue
 
-__all__ = ["LinearUse", "fused_linear", "refuse_split_backward", "run_outside_graph", "watch_prehooks"]
+__all__ = ["LinearUse", "fused_linear", "refuse_split_backward", "run_outside_graph"]
 
 
 class LinearUse:
@@ -137,7 +139,7 @@ class _FusedLinear(torch.autograd.Function):
             ctx.likes = [_Like(weight.shape, weight.dtype) for weight in weights]
         ctx.use = use
         # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
-        ctx.outer_backward = torch._C._current_graph_task_id()
+        ctx.outer_backward = current_backward()
         ctx.input_dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         if use.only_save:
@@ -200,7 +202,7 @@ def _weight_grad(
         return _cast(x.t() @ dy if use.transposed else dy.t() @ x, weight.dtype)
     if use.delays:
         x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
-    backward = ctx.outer_backward if ctx.outer_backward != -1 else torch._C._current_graph_task_id()
+    backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
     left, right = (x, dy) if use.transposed else (dy, x)
     return use.targets[index].deliver(*place, left, right, backward)
 
@@ -221,16 +223,6 @@ def refuse_split_backward(ctx: Any, returns: bool) -> None:
             f"schedules of torch.distributed.pipelining do with its own PipelineStage, and the weight gradient would "
             f"bypass main_grad; use maingrad.te_integration.pipeline.PipelineStage"
         )
-
-
-def _register_prehook(node: Any, fn: Any) -> Any:
-    node.has_prehook = True
-    return super(type(node), node).register_prehook(fn)
-
-
-def watch_prehooks(function: Any) -> None:
-    """Have nodes of ``function`` remember that they got a prehook: a node does not say which hooks it has."""
-    function._backward_cls.register_prehook = _register_prehook
 
 
 watch_prehooks(_FusedLinear)

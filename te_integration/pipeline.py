@@ -20,7 +20,7 @@ from torch.distributed import pipelining
 
 from ..ddp.parts import Parts, parts_of
 from ..ddp.wgrad_module import DelayedWgradModule
-from ..kernels.compat import have_inputs_require_grad, running_pipeline_step
+from .torch_internals import have_inputs_require_grad, running_pipeline_step
 from .wgrad_queue import WgradQueue, delayed_wgrad
 
 __all__ = ["PipelineStage"]

@@ -3,16 +3,16 @@
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["in_transform", "refuse_in_transform"]
+from .torch_internals import are_transforms_active
 
-_is_transforming = torch._C._are_functorch_transforms_active
+__all__ = ["in_transform", "refuse_in_transform"]
 
 
 def in_transform() -> bool:
     """Whether one is running, around whatever tensors."""
     if torch.compiler.is_compiling():
         return False  # a compiler sees to it by itself
-    return _is_transforming() or forward_ad._current_level >= 0
+    return are_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse_in_transform(owner: str) -> None:

@@ -29,7 +29,8 @@ from torch import nn
 
 from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.ddp.layout import GradPlan
-from maingrad.ddp.wiring import find_owned_params, plan_model
+from maingrad.ddp.model_plan import plan_model
+from maingrad.ddp.owned_params import find_owned_params
 
 WEIGHT, LAYER = 95 * 95, 95 * 95 + 95
 SIZES = (None, 9000, 9025, 9050, 18000, 18050, 20000)

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.ddp.layout import default_bucket_numel
+from maingrad.ddp.owned_params import OwnedParam, find_owned_params
 from maingrad.ddp.placements import PLACEMENTS
-from maingrad.ddp.wiring import OwnedParam, find_owned_params
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard, unit_gathers
 from maingrad.fsdp.module import root_of
 from maingrad.fsdp.unit_plan import plan_unit

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 from torch.nn.functional import dropout
 
-from maingrad.kernels.compat import start_all_gather
+from maingrad.ddp.torch_internals import start_all_gather
 from maingrad.launch import simulate
 from maingrad.launch.simulate import SimulatedDeadlockError, SimulatedRankError
 from maingrad.launch.simulated_group import SimulatedProcessGroup
