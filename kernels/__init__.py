@@ -10,8 +10,6 @@ from .grouped import grouped_dgrad as grouped_dgrad
 from .grouped import grouped_linear as grouped_linear
 from .grouped import grouped_scale_grad as grouped_scale_grad
 from .grouped import grouped_wgrad_accumulate as grouped_wgrad_accumulate
-from .grouped_glu import grouped_dgrad_scaled_glu_backward as grouped_dgrad_scaled_glu_backward
-from .grouped_glu import grouped_linear_scaled_glu as grouped_linear_scaled_glu
 from .moe_permutation import permute_rows as permute_rows
 from .moe_permutation import unpermute_rows as unpermute_rows
 from .scaled_glu import scaled_glu as scaled_glu
@@ -23,9 +21,7 @@ __all__ = [
     "group_offsets",
     "grouped_bias_grad",
     "grouped_dgrad",
-    "grouped_dgrad_scaled_glu_backward",
     "grouped_linear",
-    "grouped_linear_scaled_glu",
     "grouped_scale_grad",
     "grouped_wgrad_accumulate",
     "permute_rows",

@@ -15,7 +15,7 @@ import torch
 from ..kernels.compat import HAS_TRITON
 from .config import ConfigError
 from .kernel_problems import GROUPED_OPS, GroupedOperands, Shape, parse_shape
-from .kernel_rivals import DENSE_OPS, EPILOGUE_OPS, OURS, POINTERS, STREAMING_OPS, Case, make_case
+from .kernel_rivals import DENSE_OPS, OURS, POINTERS, STREAMING_OPS, Case, make_case
 
 __all__ = [
     "Ceilings",
@@ -48,7 +48,7 @@ _PUBLISHED: tuple[Shape, ...] = (
 )
 _SMALL: tuple[Shape, ...] = ((4, 128, 48, 32), (1, 32, 16, 24))
 """What a CPU does in seconds: that everything runs and agrees, no more."""
-OPS = (*GROUPED_OPS, *DENSE_OPS, *STREAMING_OPS, *EPILOGUE_OPS)
+OPS = (*GROUPED_OPS, *DENSE_OPS, *STREAMING_OPS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

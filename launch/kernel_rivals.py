@@ -7,7 +7,6 @@ host here: loops over experts need them, and are given them for nothing.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,9 +16,7 @@ from torch import Tensor
 from ..kernels import (
     grouped_bias_grad,
     grouped_dgrad,
-    grouped_dgrad_scaled_glu_backward,
     grouped_linear,
-    grouped_linear_scaled_glu,
     grouped_wgrad_accumulate,
     permute_rows,
     scaled_glu,
@@ -33,7 +30,6 @@ from .kernel_problems import GROUPED_OPS, GroupedOperands, error_of
 __all__ = [
     "DENSE_OPS",
     "DOES_LESS",
-    "EPILOGUE_OPS",
     "OURS",
     "POINTERS",
     "STREAMING_OPS",
@@ -46,8 +42,6 @@ __all__ = [
 DENSE_OPS = ("wgrad_accumulate", "wgrad_overwrite")
 STREAMING_OPS = ("scaled_glu", "scaled_glu_backward", "grouped_bias_grad", "permute_rows", "unpermute_rows")
 """Bound by memory at any shape."""
-EPILOGUE_OPS = ("grouped_linear_scaled_glu", "grouped_dgrad_scaled_glu_backward")
-"""Products with the activation; their rivals are our own two operations, one after the other."""
 OURS, POINTERS = "ours", "ours, pointers"
 DOES_LESS = "grouped_mm, bf16 result"
 """What autograd leaves in ``.grad``: half the bytes, and rounded."""
@@ -91,7 +85,7 @@ def product_work(op: str, shape: tuple[int, int, int, int], element_size: int = 
 
 
 def make_case(op: str, operands: GroupedOperands) -> Case:
-    """``op`` at the shape of ``operands``: one of GROUPED_, DENSE_ (one expert), STREAMING_ or EPILOGUE_OPS."""
+    """``op`` at the shape of ``operands``: one of GROUPED_, DENSE_ (one expert) or STREAMING_OPS."""
     if op in _CASES:
         return _CASES[op](operands)
     if op.startswith(("wgrad", "grouped_wgrad")):
@@ -364,36 +358,10 @@ def _unpermute(o: GroupedOperands) -> Case:
     return _streaming(nbytes, lambda: unpermute_rows(rows, row_id_map), rivals, exact, lambda x: x[few])
 
 
-# ---- Products with an epilogue. ----
-
-
-def _with_glu(o: GroupedOperands, *, forward: bool) -> Case:
-    h, probs = torch.cat((o.x, o.x.flip(0)), 1), torch.rand(o.dy.shape[0], device=o.dy.device)
-    most = max(range(len(o.sizes)), key=o.sizes.__getitem__)
-    rows, weight, p = o.slices[most], o.weights[most].double(), probs[o.slices[most]].double()
-    ours: Callable[[], Tensor]
-    separate: Callable[[], Tensor]
-    if forward:
-        exact = scaled_glu_reference(o.x[rows].double() @ weight.t(), p, _SWIGLU)
-        ours = lambda: grouped_linear_scaled_glu(o.x, o.weights, o.offsets, probs)[1]  # noqa: E731
-        separate = lambda: scaled_glu(grouped_linear(o.x, o.weights, o.offsets), probs)  # noqa: E731
-    else:
-        exact, _ = scaled_glu_backward_reference(o.dy[rows].double() @ weight, h[rows].double(), p, _SWIGLU)
-        ours = lambda: grouped_dgrad_scaled_glu_backward(o.dy, o.weights, o.offsets, h, probs)[0]  # noqa: E731
-        separate = lambda: scaled_glu_backward(grouped_dgrad(o.dy, o.weights, o.offsets), h, probs)[0]  # noqa: E731
-    flops, nbytes = product_work("grouped_linear", o.shape, o.x.element_size())
-    nbytes += o.x.element_size() * (0.5 * o.dy.numel() if forward else 3.0 * o.x.numel())
-    case = _streaming(nbytes, ours, {"two of ours": separate}, exact, lambda y: y[rows])
-    contenders = {name: each._replace(tolerance=_ROUNDED_OFTEN) for name, each in case.contenders.items()}
-    return case._replace(flops=flops, contenders=contenders)
-
-
 _CASES: dict[str, Callable[[GroupedOperands], Case]] = {
     "scaled_glu": _scaled_glu,
     "scaled_glu_backward": _scaled_glu_backward,
     "grouped_bias_grad": _bias_grad,
     "permute_rows": _permute,
     "unpermute_rows": _unpermute,
-    "grouped_linear_scaled_glu": partial(_with_glu, forward=True),
-    "grouped_dgrad_scaled_glu_backward": partial(_with_glu, forward=False),
 }

@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 # The type of each argument, with the number that divides it ("*bf16/16": a pointer to whole 16 bytes). What is no
 # string, or starts with "=", is a constexpr; "=tl." is one of Triton's dtypes.
 _NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
-_HALVES = {"FUNCTION": "=sigmoid_linear", "CLAMPED": True, "SCALED": True}
 _GROUPED = {
     "weight_ptr": "*bf16/16", "weight_desc": "tensordesc<bf16[1,64,64]>", "weight_table": None,
     "offsets_ptr": "*i64/16",
@@ -44,17 +43,6 @@ KERNELS = {
     "grouped_reductions_triton._scale_grad_kernel": {
         "dy": "*bf16/16", "bias": "*bf16/16", "offsets": "*i64/16", "out": "*fp32/16", "T": "i32", "N": "i32/16",
         "E": "i32", "stride_dy": "i32/16", "stride_bias": "i32/16", "BLOCK_T": 16, "BLOCK_N": 128, "BLOCK_E": 64,
-    },
-    "grouped_glu_triton._grouped_linear_glu_kernel": {
-        **_GROUPED, **_NUMBERS, **_HALVES, "x_ptr": "*bf16/16", "x_desc": "tensordesc<bf16[64,64]>",
-        "bias_ptr": "*bf16/16", "bias_table": "*i64/16", "probs_ptr": "*fp32/16", "h_ptr": "*bf16/16",
-        "a_ptr": "*bf16/16", "stride_x": "i32/16", "stride_bias": "i32/16", "bias_first": "i32", "bias_step": "i32",
-        "TMA_X": True, "BIAS": True, "BIAS_SCATTERED": True,
-    },
-    "grouped_glu_triton._grouped_dgrad_glu_kernel": {
-        **_GROUPED, **_NUMBERS, **_HALVES, "dy_ptr": "*bf16/16", "dy_desc": "tensordesc<bf16[64,64]>",
-        "h_ptr": "*bf16/16", "probs_ptr": "*fp32/16", "dh_ptr": "*bf16/16", "partials_ptr": "*fp32/16",
-        "stride_dy": "i32/16", "stride_h": "i32/16", "TMA_DY": True, "PARTS": 2,
     },
     "moe_permutation_triton._permute_rows_kernel": {
         "x": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_x": "i32/16",

@@ -122,16 +122,6 @@ def one_expert_forgotten(dy: Any, x: Any, main_grads: Any, offsets: Any, *, over
         ("grouped_wgrad_accumulate", "grouped_wgrad_accumulate", one_expert_forgotten),
         ("scaled_glu", "scaled_glu", lambda h, probs: h.new_empty(h.shape[0], h.shape[1] // 2)),
         ("scaled_glu_backward", "scaled_glu_backward", lambda da, h, probs: (torch.zeros_like(h), None)),
-        (
-            "grouped_linear_scaled_glu",
-            "grouped_linear_scaled_glu",
-            lambda x, weights, offsets, probs: (None, x.new_zeros(x.shape[0], weights.shape[1] // 2)),
-        ),
-        (
-            "grouped_dgrad_scaled_glu_backward",
-            "grouped_dgrad_scaled_glu_backward",
-            lambda dy, weights, offsets, h, probs: (torch.zeros_like(h), None),
-        ),
         ("grouped_bias_grad", "grouped_bias_grad", lambda dy, offsets: dy.new_zeros(len(offsets) - 1, dy.shape[1])),
         ("permute_rows", "permute_rows", lambda x, places: x.repeat_interleave(8, 0)),
         ("unpermute_rows", "unpermute_rows", lambda rows, places: rows.view(-1, 8, rows.shape[1]).sum(1)),
