@@ -33,6 +33,7 @@ from .launcher import BucketLauncher
 from .layout import BucketLayout
 from .master_param import WatchedMasters
 from .nan_check import NanCheck
+from .observer import Observer
 from .owned_params import find_owned_params
 from .param_gather import ParamGather
 from .parts import BucketParts
@@ -156,14 +157,12 @@ class DistributedDataParallel(AroundModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        timeline = self.timeline
-        if timeline is None:
-            return self._forward(*args, **kwargs)
-        timeline.forward_started()
+        observer = self.observer
+        observer.forward_started()
         try:
             return self._forward(*args, **kwargs)
         finally:
-            timeline.forward_ended()
+            observer.forward_ended()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -323,9 +322,9 @@ class DistributedDataParallel(AroundModule):
         ]
 
     @property
-    def timeline(self) -> Timeline | None:
-        """The recording under way."""
-        return self._launcher.timeline
+    def observer(self) -> Observer:
+        """Who is told what this iteration does."""
+        return self._launcher.observer
 
     def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
         """Have compiled forwards wait for ``gathers``, and all refuse parameters that are behind their ``masters``."""

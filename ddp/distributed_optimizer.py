@@ -357,7 +357,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _start_gathers(self, gathers: Sequence[ParamGather]) -> None:
         for gather in gathers:
-            gather.start(self._stream, self.model.timeline)
+            gather.start(self._stream, self.model.observer)
 
     def _let_parameters_wait(self) -> None:
         """From here on whoever reads a parameter waits for its gather; without overlap everybody waits now."""

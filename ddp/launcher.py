@@ -7,6 +7,7 @@ collectives of one group must be issued in one order. Nothing here blocks the ho
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from .bucket import Bucket, Phase
 from .collectives import InFlight
 from .failure_report import FailureReporter, Watch
 from .nan_check import NanCheck
+from .observer import UNOBSERVED, Observer
 from .reduction import GradReduction
 from .streams import OnStream, current_stream
-from .timeline import Mark, Timeline
 from .torch_internals import is_profiling
 
 __all__ = ["BucketLauncher"]
@@ -39,7 +40,7 @@ class BucketLauncher:
         *,
         device: torch.device,
     ) -> None:
-        self.timeline: Timeline | None = None
+        self.observer: Observer = UNOBSERVED
         self._buckets = buckets
         self._reductions = reductions
         self._nan_check = nan_check
@@ -52,7 +53,6 @@ class BucketLauncher:
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
         self._next = 0
         self._in_flight: dict[int, InFlight] = {}
-        self._ready_marks: dict[int, Mark] = {}
 
     def __del__(self) -> None:
         # Let go while they run: freed memory returns to the stream it came from, which must not overtake a reduction.
@@ -62,8 +62,7 @@ class BucketLauncher:
 
     def note_ready(self, bucket: Bucket) -> None:
         """The last contribution of ``bucket`` is in: launch it if its turn has come, and whoever waited behind it."""
-        if self.timeline is not None:
-            self._ready_marks[bucket.index] = self.timeline.mark()
+        self.observer.bucket_ready(bucket.name)
         while self._next < len(self._buckets) and self._buckets[self._next].phase is Phase.READY:
             self._launch_next()
 
@@ -82,12 +81,9 @@ class BucketLauncher:
         flight = self._in_flight.get(bucket.index)
         if flight is None:
             return
-        timeline = self.timeline
         if self._reduced:
-            waits_from = None if timeline is None else timeline.mark()
-            current_stream(self._device).wait_event(self._reduced[bucket.index])
-            if timeline is not None and waits_from is not None:
-                timeline.note_wait(bucket.name, self._reductions[bucket.index].name, waits_from)
+            order = partial(current_stream(self._device).wait_event, self._reduced[bucket.index])
+            self.observer.wait(bucket.name, self._reductions[bucket.index].name, order)
         else:
             with self._watch(bucket):
                 flight.wait()
@@ -97,7 +93,6 @@ class BucketLauncher:
     def reset(self) -> None:
         """Start a new iteration."""
         self._next = 0
-        self._ready_marks.clear()
 
     def launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight] | None = None) -> None:
         """Launch this bucket now: whoever calls it knows that all ranks do so in one order.
@@ -145,12 +140,6 @@ class BucketLauncher:
             record.zero_unwritten()
         if self._nan_check is not None:
             self._nan_check.note(bucket)
-        timeline = self.timeline
-        if timeline is None:
-            return start(bucket.grad_data)
-        ready = self._ready_marks.pop(bucket.index, None) or timeline.mark()
-        launched = timeline.mark()
         reduction = self._reductions[bucket.index]
-        nbytes = reduction.wire_nbytes(bucket.layout.numel, bucket.grad_data.dtype)
-        flight = start(bucket.grad_data)
-        return timeline.watch(bucket.name, reduction.name, nbytes, ready, launched, flight)
+        nbytes = partial(reduction.wire_nbytes, bucket.layout.numel, bucket.grad_data.dtype)
+        return self.observer.launch(bucket.name, reduction.name, nbytes, partial(start, bucket.grad_data))

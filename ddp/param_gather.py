@@ -9,6 +9,7 @@ parameters and modules are plain again.
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ from torch.utils.weak import TensorWeakRef
 
 from .collectives import InFlight, all_gather_shards
 from .failure_report import FailureReporter, Watch
+from .observer import UNOBSERVED, Observer
 from .rank_grid import RankGrid
 from .reader_threads import ReaderThreads
 from .streams import OnStream, current_stream
-from .timeline import Timeline
 from .torch_internals import current_raw_stream, is_tracing
 from .waiting_modules import let_module_go
 from .waiting_params import can_wait, have_wait, let_go
@@ -34,7 +35,7 @@ class _Flight(NamedTuple):
     collective: InFlight
     home: torch.cuda.Stream | None
     """CUDA: the stream that it was issued from."""
-    timeline: Timeline | None
+    observer: Observer
     """Recording since it was launched."""
 
 
@@ -80,7 +81,7 @@ class ParamGather:
     def start(
         self,
         stream: torch.cuda.Stream | None,
-        timeline: Timeline | None,
+        observer: Observer = UNOBSERVED,
         *,
         fill: Callable[[], None] | None = None,
         ordered: bool = False,
@@ -93,7 +94,7 @@ class ParamGather:
         if stream is None:
             if fill is not None:
                 fill()
-            self._flight = _Flight(self._launch(timeline), None, timeline)
+            self._flight = _Flight(self._launch(observer), None, observer)
             return
         home = current_stream(self.flat.device)
         if not ordered:
@@ -101,13 +102,13 @@ class ParamGather:
         with OnStream(stream), self._watch():
             if fill is not None:
                 fill()
-            collective = self._launch(timeline)
+            collective = self._launch(observer)
             collective.wait()
             if self._event is None:
                 self._event = torch.cuda.Event()
             self._event.record(stream)
         self._streams = set()
-        self._flight = _Flight(collective, home, timeline)
+        self._flight = _Flight(collective, home, observer)
 
     def __del__(self) -> None:
         # Let go while it runs: freed memory returns to the stream it came from, which must not overtake the gather.
@@ -176,10 +177,7 @@ class ParamGather:
             return
         assert self._event is not None, "recorded when the gather was issued"
         current = current_stream(self.flat.device)
-        waits_from = None if flight.timeline is None else flight.timeline.mark()
-        self._order_stream(self._event)
-        if flight.timeline is not None and waits_from is not None:
-            flight.timeline.note_wait(self.name, "all_gather", waits_from)
+        flight.observer.wait(self.name, "all_gather", partial(self._order_stream, self._event))
         if current != flight.home:  # used on a side stream first; from here on the main one may use it unasked
             flight.home.wait_event(self._event)
 
@@ -217,10 +215,6 @@ class ParamGather:
     def _watch(self) -> Watch:
         return self._failures.watch("all_gather", self.name, len(self._params))
 
-    def _launch(self, timeline: Timeline | None) -> InFlight:
-        if timeline is None:
-            return all_gather_shards(self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
-        ready = timeline.mark()
-        nbytes = self.flat.numel() * self.flat.element_size()
-        flight = all_gather_shards(self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
-        return timeline.watch(self.name, "all_gather", nbytes, ready, ready, flight)
+    def _launch(self, observer: Observer) -> InFlight:
+        start = partial(all_gather_shards, self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
+        return observer.launch(self.name, "all_gather", lambda: self.flat.nbytes, start)

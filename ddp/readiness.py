@@ -64,7 +64,7 @@ class Readiness:
 
     def watch(self, outputs: Any) -> None:
         """After a forward: watch for the moment when backward enters, and find out what it will reach."""
-        if not self._overlap and self._launcher.timeline is None:
+        if not (self._overlap or self._launcher.observer.recording):
             return
         tensors = differentiable_tensors(outputs)
         find_unused = self._find_unused and self.sync
@@ -158,8 +158,7 @@ class Readiness:
         # A callback queued here ends with the outermost backward; queued from a parameter's hook it would end with a
         # nested one.
         call_when_backward_ends(self._on_backward_end)
-        if self._launcher.timeline is not None:
-            self._launcher.timeline.backward_started()
+        self._launcher.observer.backward_started()
         if self.sync and self._overlap:
             unused, self._unused = self._unused, None
             for wired in unused or ():
@@ -172,8 +171,7 @@ class Readiness:
     def _on_backward_end(self) -> None:
         self._outer_task = None
         self.complete_passed()
-        if self._launcher.timeline is not None:
-            self._launcher.timeline.backward_ended(self.sync)
+        self._launcher.observer.backward_ended(self.sync)
 
     def _note_write(self, bucket: Bucket) -> None:
         if bucket.idle:

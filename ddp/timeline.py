@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .collectives import InFlight, backend_of
+from .observer import UNOBSERVED, Observer
 from .rank_grid import RankGrid
 
 __all__ = [
@@ -102,7 +103,7 @@ class Mark:
         return float(origin.event.elapsed_time(self.event)) * 1e-3
 
 
-class Timeline:
+class Timeline(Observer):
     """Collects spans while ``DistributedDataParallel.record_timeline()`` is active; readable after it.
 
     forwards   one span for each forward
@@ -112,6 +113,8 @@ class Timeline:
     waits      one span for each wait for a collective; what it hid is what ran and did not wait
     phases     one span for each ``phase`` block
     """
+
+    recording = True
 
     def __init__(self, device: torch.device, *, collectives_have_threads: bool) -> None:
         self.forwards: list[ForwardSpan] = []
@@ -129,6 +132,7 @@ class Timeline:
         self._phases: list[tuple[str, Mark, Mark]] = []
         self._forward_starts: list[Mark] = []  # of the forwards that run now, one inside the other
         self._backward_start: Mark | None = None
+        self._ready: dict[str, Mark] = {}  # buckets whose gradients are in, and not launched yet
         self._closed = False
         # Waits for collectives in launch order, since gloo's work objects cannot say when they ended. Where collectives
         # run on the ranks' own threads (simulated ranks) they end when somebody waits.
@@ -139,22 +143,18 @@ class Timeline:
         return Mark(self._device)
 
     def forward_started(self) -> None:
-        """A forward of the wrapper begins; the outermost one counts."""
         self._forward_starts.append(self.mark())
 
     def forward_ended(self) -> None:
-        """That forward ended, or failed."""
         if self._forward_starts:
             start = self._forward_starts.pop()
             if not self._forward_starts:
                 self._forwards.append((start, self.mark()))
 
     def backward_started(self) -> None:
-        """The outermost backward reached the wrapper's outputs."""
         self._backward_start = self.mark()
 
     def backward_ended(self, synced: bool) -> None:
-        """The outermost backward ended."""
         if self._backward_start is not None:
             self._backwards.append((self._backward_start, self.mark(), synced))
             self._backward_start = None
@@ -166,38 +166,33 @@ class Timeline:
         yield
         self._phases.append((name, start, self.mark()))
 
-    def watch(
-        self, bucket: str, collective: str, nbytes: int, ready: Mark, launched: Mark, flight: InFlight
-    ) -> InFlight:
-        """Record one launched collective; the handle to wait for is the one returned.
+    def bucket_ready(self, bucket: str) -> None:
+        self._ready[bucket] = self.mark()
 
-        collective  ``all_gather`` is a gather of parameters; any other one reduces gradients
-        nbytes      of the bucket's parameters or gradients
-        ready       when the bucket could have been launched; a gather has no use for it
-        """
-        if flight.work is None:
-            self._collectives.append(
-                _Collective(bucket, collective, True, nbytes, ready, launched, partial(_given, launched))
-            )
-            return flight
+    def launch(
+        self, bucket: str, collective: str, nbytes: Callable[[], int], start: Callable[[], InFlight]
+    ) -> InFlight:
+        launched = self.mark()
+        ready = self._ready.pop(bucket, launched)
+        flight = start()
         finished: Callable[[], Mark]
-        if self._device.type == "cuda":
+        alone = flight.work is None
+        if alone:
+            finished = partial(_given, launched)
+        elif self._device.type == "cuda":
             flight.work.wait()  # orders the communication stream, which is current here, not the host
             finished = partial(_given, self.mark())
-            watched = flight
         else:
             work = _WaitedWork(flight.work, self.mark, self._watcher)
             finished = work.finished
-            watched = InFlight(_NotedWork(work, bucket, collective, self), flight.tensors)
-        self._collectives.append(_Collective(bucket, collective, False, nbytes, ready, launched, finished))
-        return watched
+            flight = InFlight(_NotedWork(work, bucket, collective, self), flight.tensors)
+        self._collectives.append(_Collective(bucket, collective, alone, nbytes(), ready, launched, finished))
+        return flight
 
-    def note_wait(self, bucket: str, collective: str, start: Mark) -> None:
-        """From ``start`` until now compute stood still for that collective of ``bucket``.
-
-        On the CPU the handle that ``watch`` returned does this by itself.
-        """
-        if not self._closed:
+    def wait(self, bucket: str, collective: str, order: Callable[[], None]) -> None:
+        start = self.mark()
+        order()
+        if not self._closed:  # a handle may be waited for after the recording
             self._waits.append((bucket, collective, start, self.mark()))
 
     def close(self) -> None:
@@ -240,20 +235,20 @@ class _Collective(NamedTuple):
     finished: Callable[[], Mark]
 
 
-class _Recorder(Protocol):
-    timeline: Timeline | None
+class _Observed(Protocol):
+    observer: Observer
 
 
 @contextmanager
-def recorded_on(recorder: _Recorder, device: torch.device, grids: Iterable[RankGrid]) -> Iterator[Timeline]:
-    """Have ``recorder`` record for as long as the block runs; what it records can be read after that."""
+def recorded_on(observed: _Observed, device: torch.device, grids: Iterable[RankGrid]) -> Iterator[Timeline]:
+    """Record what ``observed`` does for as long as the block runs; the timeline can be read after that."""
     on_gloo = any(backend_of(group, device) == "gloo" for grid in grids for group in grid.axes)
     timeline = Timeline(device, collectives_have_threads=on_gloo)
-    recorder.timeline = timeline
+    observed.observer = timeline
     try:
         yield timeline
     finally:
-        recorder.timeline = None
+        observed.observer = UNOBSERVED
         timeline.close()
 
 
@@ -271,9 +266,7 @@ class _NotedWork:
         self._timeline = timeline
 
     def wait(self) -> None:
-        start = self._timeline.mark()
-        self._work.wait()
-        self._timeline.note_wait(self._bucket, self._collective, start)
+        self._timeline.wait(self._bucket, self._collective, self._work.wait)
 
 
 class _WaitedWork:

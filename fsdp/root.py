@@ -18,8 +18,8 @@ from torch import nn
 
 from ..ddp.delayed_wgrad import delay_blocks
 from ..ddp.failure_report import FailureReporter
+from ..ddp.observer import Observer
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
-from ..ddp.timeline import Timeline
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from .grad_rounds import GradRounds
 from .order import ForwardOrder
@@ -155,8 +155,7 @@ class Root:
         if not self._running and current_backward() == -1:
             if passage is None:
                 self.gathers.release_all()
-            if self.timeline is not None:
-                self.timeline.forward_ended()
+            self.observer.forward_ended()
 
     def _trace_of(self, task: int) -> Trace:
         """Of the forward that is under way, or of what this graph task has recomputed so far."""
@@ -168,8 +167,7 @@ class Root:
 
     def _begin(self) -> None:
         """The outermost forward starts."""
-        if self.timeline is not None:
-            self.timeline.forward_started()
+        self.observer.forward_started()
         if self._backward is not None:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # which gathers
@@ -228,8 +226,7 @@ class Root:
         backward = self._backward
         if backward is None:
             backward = self._backward = _Backward(task, final=self.sync)
-            if self.timeline is not None:
-                self.timeline.backward_started()
+            self.observer.backward_started()
         if trains and not backward.trains:
             backward.trains = True
             self.grads.backward_began()
@@ -278,8 +275,7 @@ class Root:
             return
         self._backward = None
         self._checked = self._checked and not (backward.final and backward.trains)
-        if self.timeline is not None:
-            self.timeline.backward_ended(backward.final)
+        self.observer.backward_ended(backward.final)
         if not backward.keeps_graph:  # otherwise a graph of these gradients reads them: until the next forward
             self._let_go_after_backward(final=backward.final)
         if backward.trains:
@@ -331,13 +327,13 @@ class Root:
     # ---- Set-up. ----
 
     @property
-    def timeline(self) -> Timeline | None:
-        """The recording under way."""
-        return self.grads.launcher.timeline
+    def observer(self) -> Observer:
+        """Who is told what an iteration does."""
+        return self.grads.launcher.observer
 
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self.grads.launcher.timeline = self.gathers.timeline = timeline
+    @observer.setter
+    def observer(self, observer: Observer) -> None:
+        self.grads.launcher.observer = self.gathers.observer = observer
 
     def _join_ranks(self) -> None:
         """Groups of their own for gathers, and what gradients are divided by: an expert has seen all ranks' tokens."""

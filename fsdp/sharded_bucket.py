@@ -25,11 +25,11 @@ from ..ddp.failure_report import FailureReporter
 from ..ddp.grad_record import GradRecord
 from ..ddp.layout import BucketLayout
 from ..ddp.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
+from ..ddp.observer import Observer
 from ..ddp.owned_params import OwnedParam
 from ..ddp.param_gather import ParamGather
 from ..ddp.placements import Placement, Placements
 from ..ddp.reduction import GradReduction
-from ..ddp.timeline import Timeline
 from ..ddp.torch_internals import current_raw_stream
 from ..ddp.wgrad_module import listen_to_foreign_delays
 from .grad_round import Round
@@ -219,10 +219,10 @@ class ShardedBucket:
 
     # ---- Parameters. ----
 
-    def start_gather(self, stream: torch.cuda.Stream | None, timeline: Timeline | None) -> None:
+    def start_gather(self, stream: torch.cuda.Stream | None, observer: Observer) -> None:
         """Issue the gather, on a stream that waits for what it must."""
         assert self.gather is not None, "connected"
-        self.gather.start(stream, timeline, fill=self._fill, ordered=True)
+        self.gather.start(stream, observer, fill=self._fill, ordered=True)
 
     def forget_params(self) -> None:
         """Give up the whole parameters' memory; the stream that took it waits for whoever read them."""

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from ..ddp.mapped_memory import MappedPool
+from ..ddp.observer import UNOBSERVED, Observer
 from ..ddp.streams import OnStream, current_stream
-from ..ddp.timeline import Timeline
 from .memory import Meter
 from .sharded_bucket import ShardedBucket
 from .unit import Unit
@@ -28,8 +28,7 @@ class UnitGathers:
         self._units = units
         self._device = device
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
-        self.timeline: Timeline | None = None
-        """The recording under way."""
+        self.observer: Observer = UNOBSERVED
         self.meter = Meter()
         """Memory of whole parameters."""
         for bucket in self._buckets:
@@ -47,7 +46,7 @@ class UnitGathers:
             self._freed.clear()
         unit.gathered = True
         for bucket in unit.buckets:
-            bucket.start_gather(self.stream, self.timeline)
+            bucket.start_gather(self.stream, self.observer)
 
     def arrive(self, unit: Unit) -> None:
         """Have the current stream (CUDA), or this thread, wait for the gather."""

@@ -103,7 +103,7 @@ def _measure(
     with torch.no_grad():
         for round_index in range(rounds + 1):
             for gather in gathers:
-                gather.start(stream, None)
+                gather.start(stream)
             dist.barrier()  # all of them are there
             measured = {
                 "guard_us": _time(guard, x),

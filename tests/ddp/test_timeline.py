@@ -37,8 +37,7 @@ def recording(*, threads: bool = True) -> Timeline:
 
 
 def watch(timeline: Timeline, collective: str, work: object, bucket: str = "bucket 0") -> InFlight:
-    now = timeline.mark()
-    return timeline.watch(bucket, collective, 64, now, now, InFlight(work, ()))
+    return timeline.launch(bucket, collective, lambda: 64, lambda: InFlight(work, ()))
 
 
 def test_forwards_inside_a_forward_are_a_part_of_it() -> None:
@@ -87,7 +86,7 @@ def test_what_is_under_way_at_the_end_is_finished_there() -> None:
     timeline.close()
     assert timeline.gathers[0].finished - timeline.gathers[0].launched >= 0.9 * NAP
     flight.wait()
-    timeline.note_wait("bucket 0", "all_gather", timeline.mark())
+    timeline.wait("bucket 0", "all_gather", lambda: None)
     assert timeline.waits == [], "after the recording"
 
 
