@@ -22,15 +22,11 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from .layout_cut import PARAM_ALIGNMENT, round_up, stack_whole
-from .layout_walk import MAX_PILES, Kind, explore, piles_of, walk
+from .layout_walk import MAX_PILES, Kind, piles_of, walk
 
 __all__ = ["Placement", "atom_of", "cuts_an_atom", "least_shard_numel", "place"]
 
 MAX_LOOKS = 250_000  # looks at a pile in all walks of one bucket, about half a second
-MAX_EXPLORED = 40  # parameters of a bucket for which other orders are tried
-EXPLORE_LOOKS = 20_000  # looks at a parameter for one length of shards
-MAX_EXPLORE_LOOKS = 100_000  # for all lengths
-EXPLORE_GAIN = 1 / 500  # of the shards' length: with less to gain, other orders are not tried
 BISECTIONS = 12  # between the longest shard that was too short and the shortest that was not
 HOPELESS_TRIES = 8  # lengths tried in a row at which some parameter fits nowhere
 
@@ -92,8 +88,6 @@ def _place(kinds: tuple[Kind, ...], degree: int, multiple: int) -> Placement:
     best = Placement(*stack_whole([kind.numel for kind in kinds], [0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
     aligned = _in_aligned_order(kinds, degree, multiple, best.shard_numel)
     best = _search(kinds, degree, multiple, best if aligned is None else aligned)
-    if len(kinds) <= MAX_EXPLORED:
-        best = _explore(kinds, degree, multiple, best)
     return best._replace(starts=tuple(best.starts))
 
 
@@ -228,25 +222,3 @@ class _Trial:
         walked = walk(self._kinds, shard_numel)
         self._extent = None if walked is None else walked[1]
         return Placement(walked[0], shard_numel) if walked and walked[1] <= shard_numel * self._degree else None
-
-
-def _explore(kinds: Sequence[Kind], degree: int, multiple: int, best: Placement) -> Placement:
-    """Shorter shards by other orders than the walk's, or ``best``."""
-    looks = MAX_EXPLORE_LOOKS
-    for low, high, forced in _stretches(kinds, _least(kinds, degree), multiple, best.shard_numel):
-        for common in dict.fromkeys((math.lcm(forced, PARAM_ALIGNMENT), forced)):
-            too_short, end = low - 1, min(high, best.shard_numel)
-            for _ in range(BISECTIONS):
-                middle = round_up((too_short + end) // 2, common)
-                if not too_short < middle < end or end - middle < EXPLORE_GAIN * end or not looks:
-                    break
-                allowed = min(EXPLORE_LOOKS, looks)
-                starts, left = explore(kinds, middle, middle * degree, allowed)
-                looks -= allowed - left
-                if starts is None:
-                    too_short = middle
-                else:
-                    best, end = Placement(starts, middle), middle
-        if best.shard_numel < high:
-            break
-    return best

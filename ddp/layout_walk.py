@@ -2,7 +2,7 @@
 
 ``walk`` fills the bucket from its front: next comes the parameter that can start soonest, of those the one with the
 coarsest atom, of those the largest. Parameters that may be cut anywhere wait until nothing coarser fits: they bridge
-borders and fill gaps. ``explore`` goes back where that did not get everything in, and tries other orders.
+borders and fill gaps.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .layout_cut import PARAM_ALIGNMENT, round_up
 
-__all__ = ["MAX_PILES", "Kind", "explore", "piles_of", "walk"]
+__all__ = ["MAX_PILES", "Kind", "piles_of", "walk"]
 
 MAX_PILES = 16  # atoms that one step of the walk looks at; with more, the coarsest
 
@@ -120,51 +120,6 @@ def _congruent(first: int, border: int, atom: int) -> int | None:
     period = atom // common
     count = border // common * pow(PARAM_ALIGNMENT // common, -1, period) % period  # of 64 elements each
     return first + (count * PARAM_ALIGNMENT - first) % (period * PARAM_ALIGNMENT)
-
-
-def explore(kinds: Sequence[Kind], shard_numel: int, end: int, looks: int) -> tuple[list[int] | None, int]:
-    """The starts of all parameters within [0, ``end``), or None, by depth-first search; and what is left of ``looks``.
-
-    A look asks where one parameter could start. The search ends when there are none left. It takes the soonest start
-    first, and no step that leaves less room than the rest has elements.
-    """
-    groups: dict[Kind, list[int]] = {}
-    for index in reversed(range(len(kinds))):
-        if kinds[index].numel:
-            groups.setdefault(kinds[index], []).append(index)
-    order = sorted(groups, key=lambda kind: (-kind.atom, -kind.numel))
-    single = {kind: _Pile(_pile_atom(kind), [kind.numel], [0]) for kind in order}
-    starts = [0] * len(kinds)
-    hopeless: set[tuple[int, ...]] = set()  # position and what is left
-
-    def descend(position: int, remaining: int) -> bool:
-        nonlocal looks
-        if not remaining:
-            return True
-        state = (position, *(len(groups[kind]) for kind in order))
-        if state in hopeless:
-            return False
-        first = round_up(position, PARAM_ALIGNMENT)
-        options = []
-        looks -= len(order)
-        if looks < 0:
-            return False
-        for rank, kind in enumerate(order):
-            option = _soonest(single[kind], first, shard_numel) if groups[kind] else None
-            if option is not None and option.start + remaining <= end:
-                options.append((option.start, rank))
-        for start, rank in sorted(options):
-            group = groups[order[rank]]
-            index = group.pop()
-            starts[index] = start
-            if descend(start + order[rank].numel, remaining - order[rank].numel):
-                return True
-            group.append(index)
-        hopeless.add(state)
-        return False
-
-    found = descend(0, sum(kind.numel for kind in kinds))
-    return (starts if found else None), max(looks, 0)
 
 
 def _pile_atom(kind: Kind) -> int:
