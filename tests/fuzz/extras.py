@@ -288,6 +288,24 @@ def _attribute_set(pen: Pen, extra: Extra, name: str, step: int) -> None:
         pen.see_on_all(f"temperature {name}", f"{'models[0]' if several else 'model'}.temperature")
 
 
+def _put_by_hand(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """A gradient where no hook sees it, before the reduction: refused, thrown away, and training goes on."""
+    if pen.plain:
+        return
+    param = "model.head.weight"
+    if pen.fsdp:
+        param = "wholes[0]"
+        pen("wholes = []", "hook = lambda module, inputs: wholes.append(module.weight)")
+        pen("handle = model.head.register_forward_pre_hook(hook)")
+        with pen.inside("with torch.no_grad():"):
+            pen(pen.forward(_data(step)))
+        pen("handle.remove()")
+    pen(f"{param}.grad = torch.ones_like({param})")
+    with pen.inside('with refused("was put into .grad by hand"):'):
+        pen(f"model.finish_grad_sync({'1' if pen.sums else ''})")
+    pen("model.zero_grad()")
+
+
 AFTER: dict[str, Writer] = {
     "load_state_dict": _load_state_dict,
     "snapshot": _snapshot,
@@ -302,6 +320,7 @@ AFTER: dict[str, Writer] = {
     "zeroed again": _zero_again,
     "unwrapped": _unwrapped,
     "attribute set": _attribute_set,
+    "put by hand": _put_by_hand,
 }
 
 FORWARDS = (

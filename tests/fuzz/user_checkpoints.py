@@ -8,12 +8,9 @@ import zlib
 
 import torch
 import torch.distributed as dist
+from user_training import NotAsPromised
 
 from maingrad.ddp import load_checkpoint
-
-
-class NotAsPromised(AssertionError):
-    """A load of a damaged checkpoint was refused otherwise than the documentation says."""
 
 
 def load_damaged(kind, seed, path, model, optimizer=None, other=None):

@@ -1,8 +1,26 @@
 """Data, losses, and what a rank notes of a model. Scripts take the sources of what they use from here."""
 
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+class NotAsPromised(AssertionError):
+    """Something was not refused, or otherwise than the documentation says."""
+
+
+@contextmanager
+def refused(*words):
+    """What raises, with one of these in its message."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not any(each in str(error) for each in words):
+            raise NotAsPromised(f"refused otherwise: {error}") from error
+    else:
+        raise NotAsPromised(f"not refused: {words[0]}")
 
 
 def batch(rank, step, index, rows=3, features=5):

@@ -26,6 +26,8 @@ from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer
 ROUNDED = ("bfloat16", "autocast")
 """Dtypes in which a choice by the largest feature may go another way."""
 INPUT_PATTERNS = (*ASKS_FOR_INPUTS, "input's gradient", "attack")
+ENDS_ITERATIONS = ("unwrapped", "put by hand")
+"""Extras after which gradients of the iteration are gone."""
 NEEDS_ONE_MODEL = (
     "state_dict",
     "load_state_dict",
@@ -294,8 +296,8 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     see = tuple(what for what in iteration.see if what != "grads" or _shows_grads(program, phase, iteration))
     alike = _launches_alike(program, phase) and all(micro.ranks is None for micro in micros)
     alike = alike and iteration.way != "projected"  # whose losses are several
-    stays = [extra for extra in iteration.extras if extra.kind != "unwrapped" or outcome != "accumulate"]
-    extras = [_extra(program, phase, extra, count, alike) for extra in stays]
+    stay = [each for each in iteration.extras if outcome != "accumulate" or each.kind not in ENDS_ITERATIONS]
+    extras = [_extra(program, phase, extra, count, alike) for extra in stay]
     if iteration.way == "closure":
         see, reads = (), ()
         extras = [extra for extra in extras if extra is not None and extra.at > count]

@@ -54,6 +54,8 @@ TORCH = {
     "F": "import torch.nn.functional as F",
     "nn": "from torch import nn",
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
+    "contextmanager": "from contextlib import contextmanager",
+    "pipelining": "from torch.distributed import pipelining",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
 }
 TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
