@@ -30,7 +30,8 @@ from programs import (
     UnitOf,
 )
 from user_checkpoints import DAMAGES
-from valid import valid, valid_model
+from valid import valid
+from valid_models import valid_model
 
 T = TypeVar("T")
 
