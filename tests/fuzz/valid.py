@@ -269,7 +269,8 @@ def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
             return "nothing"
         # What was delayed is over when the optimizer steps, or .grad has gone, or the model says so.
         stays = iteration.outcome == "accumulate" or wrapper.zero.endswith("(set_to_none=False)")
-        if stays and iteration.outcome in ("accumulate", "skip") and _delays(program, phase):
+        steps = iteration.outcome not in ("accumulate", "skip") and not iteration.overflow  # where a scaler skips it
+        if stays and not steps and _delays(program, phase):
             return "finish"
         return "finish" if iteration.finish == "finish" else "nothing"
     if iteration.finish == "start" and (
