@@ -386,7 +386,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_storage(self) -> None:
         for piece in self.slices:
             param = piece.wired.owned.param
-            if param.data_ptr() != piece.view.data_ptr():
+            with torch._C.DisableTorchFunctionSubclass():  # no value is read: whoever needs them has waited
+                address = param.data_ptr()
+            if address != piece.view.data_ptr():
                 raise RuntimeError(
                     f"parameter '{piece.name}' was given other storage (.to(), .data = ...) after the optimizer was "
                     f"built: updates would not reach it; move the model before wrapping it"
