@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from .torch_internals import will_execute
+from .torch_internals import delivers_to_all, will_execute
 
-__all__ = ["Demand", "demand"]
+__all__ = ["Demand", "delivers", "demand", "goes_on_to"]
 
 
 class Demand(enum.Enum):
@@ -30,3 +30,18 @@ def demand(weight_node: Any) -> Demand:
     except RuntimeError:
         return Demand.RETURN  # the engine refuses the question exactly where autograd.grad captures this leaf
     return Demand.ACCUMULATE if wanted else Demand.NOTHING
+
+
+def goes_on_to(node: Any) -> bool:
+    """Whether the running backward will execute this node; raises ``RuntimeError`` for a leaf that ``autograd.grad``
+    captures."""
+    return will_execute(node)
+
+
+def delivers() -> bool:
+    """Whether the running backward is a plain ``backward()``, which delivers gradients to all leaves that it reaches.
+
+    False in ``autograd.grad`` and ``backward(inputs=...)``, and in what is nested in them. That is the call's own, and
+    does not depend on the graph. In a hook on a tensor that such a call captures, and does not go past, it is True.
+    """
+    return delivers_to_all()

@@ -26,6 +26,7 @@ from .placements import placements_of
 from .reader_threads import ReaderThreads
 from .skipped_steps import prepare_skippable_step, settle_first_step
 from .step_order import step_order
+from .torch_internals import DisableTorchFunctionSubclass
 from .waiting_modules import modules_below
 
 __all__ = ["DistributedOptimizer"]
@@ -386,7 +387,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_storage(self) -> None:
         for piece in self.slices:
             param = piece.wired.owned.param
-            if param.data_ptr() != piece.view.data_ptr():
+            with DisableTorchFunctionSubclass():  # no value is read: whoever needs them has waited
+                address = param.data_ptr()
+            if address != piece.view.data_ptr():
                 raise RuntimeError(
                     f"parameter '{piece.name}' was given other storage (.to(), .data = ...) after the optimizer was "
                     f"built: updates would not reach it; move the model before wrapping it"

@@ -26,6 +26,7 @@ __all__ = [
     "current_backward",
     "current_raw_stream",
     "default_store",
+    "delivers_to_all",
     "disabled_torch_function",
     "grad_of_tensor",
     "is_profiling",
@@ -54,6 +55,9 @@ def call_when_backward_ends(callback: Callable[[], None]) -> None:
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the running backward comes to a node; ``RuntimeError`` where ``autograd.grad`` captures it. No public way."""
+
+delivers_to_all: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""Whether the running backward is a ``backward()`` without ``inputs``. Reentrant recompute asks it; no public way."""
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler runs. Missing: ``record_function`` costs 5 us of each hook where none does."""

@@ -96,7 +96,6 @@ class GradRounds:
 
     def backward_began(self) -> None:
         """Whoever has cleared ``.grad`` in the middle of an iteration gives up what it holds elsewhere."""
-        self.check_delays_are_over("a backward")
         self._due = None
         self._notice_all_cleared()
 
@@ -243,7 +242,7 @@ class GradRounds:
             raise RuntimeError(
                 f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
                 f"compute these and call model.finish_grad_sync() first; or hold model.no_sync() around all backwards "
-                f"but the last, torch.autograd.grad too"
+                f"but the last, and call torch.autograd.grad before it"
             )
         if self._due is None:  # that iteration was stepped with or thrown away: the next one may have many forwards
             self._num_waited = 0

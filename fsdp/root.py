@@ -21,6 +21,7 @@ from ..ddp.failure_report import FailureReporter
 from ..ddp.observer import Observer
 from ..ddp.rank_grid import RankGrid, all_groups, with_separate_gather
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
+from .backward import Backward, Entered, delivers_to_any
 from .grad_rounds import GradRounds
 from .order import ForwardOrder
 from .parts import RootParts
@@ -42,41 +43,6 @@ class _Running(NamedTuple):
     trace: Trace
     num_blocks: int
     """Of ``delayed_wgrad``, entered before it; -1 where it began in one."""
-
-
-class _Entered(NamedTuple):
-    """A unit that a backward is in."""
-
-    task: int
-    """The graph task that has entered it first."""
-    uses: set[Use]
-    """Those that it has entered, and not passed."""
-    trains: bool
-    """It brings the unit gradients."""
-
-
-class _Backward:
-    """What is known of a backward that is under way.
-
-    task   the outermost graph task
-    final  it is the iteration's last
-    """
-
-    __slots__ = ("entered", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
-
-    def __init__(self, task: int, *, final: bool) -> None:
-        self.task = task
-        self.final = final
-        self.tasks: set[int] = set()
-        """Graph tasks whose end will be heard of, nested ones too."""
-        self.entered: dict[Unit, _Entered] = {}
-        """The units that it is in."""
-        self.recomputed: dict[int, Trace] = {}
-        """By graph task: forwards that ran again in it."""
-        self.keeps_graph = False
-        """``create_graph=True``: what it read is read again."""
-        self.trains = False
-        """It is one of an iteration. Otherwise it only goes through the model, which was frozen in its forward."""
 
 
 class Root:
@@ -110,7 +76,8 @@ class Root:
         self._running: list[_Running] = []  # forwards, each inside the one before
         self._checked = False  # this iteration's first forward has found all units as they were made
         self._frozen = False  # all of the model was, for the last outermost forward
-        self._backward: _Backward | None = None
+        self._backward: Backward | None = None
+        self._named = (-1, False)  # a graph task that asks for gradients, and whether it asks for parameters
 
     # ---- Forward. ----
 
@@ -194,10 +161,11 @@ class Root:
 
     # ---- Backward. ----
 
-    def enter_backward(self, use: Use, trace: Trace, task: int) -> None:
+    def enter_backward(self, use: Use, trace: Trace, task: int, *, delivers: bool) -> None:
         """Backward, in this graph task, has reached the outputs of a unit's forward."""
         unit = use.unit
-        backward = self._enter(unit, task, trains=use.trains, delays=use.delays)
+        trains = use.trains and (delivers or self._is_named_in(task))
+        backward = self._enter(unit, task, trains=trains, delays=use.delays)
         uses = backward.entered[unit].uses
         uses.add(use)
         self.gathers.gather(unit)
@@ -222,10 +190,17 @@ class Root:
         if entered.trains:
             self.grads.leave(unit, final=backward.final)
 
-    def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> _Backward:
+    def _is_named_in(self, task: int) -> bool:
+        """``backward(inputs=...)`` is for whole parameters that somebody has kept: asked once in a graph task."""
+        if self._named[0] != task:
+            self._named = task, delivers_to_any(pair.whole for bucket in self.buckets for pair in bucket.pairs)
+        return self._named[1]
+
+    def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
         backward = self._backward
         if backward is None:
-            backward = self._backward = _Backward(task, final=self.sync)
+            self.grads.check_delays_are_over("a backward")  # which gathers
+            backward = self._backward = Backward(task, final=self.sync)
             self.observer.backward_started()
         if trains and not backward.trains:
             backward.trains = True
@@ -233,13 +208,13 @@ class Root:
         if task not in backward.tasks:
             backward.tasks.add(task)
             call_when_backward_ends(_BackwardEnd(weakref.ref(self), task))
-        entered = backward.entered.setdefault(unit, _Entered(task, set(), trains))
+        entered = backward.entered.setdefault(unit, Entered(task, set(), trains))
         if trains:
             backward.entered[unit] = entered._replace(trains=True)
             self.grads.enter(unit, waits=delays)
         return backward
 
-    def _let_go_of(self, unit: Unit, backward: _Backward) -> None:
+    def _let_go_of(self, unit: Unit, backward: Backward) -> None:
         """Backward needs the unit's parameters no more."""
         del backward.entered[unit]
         unit.registered.hide_after_backward()
@@ -275,7 +250,7 @@ class Root:
             return
         self._backward = None
         self._checked = self._checked and not (backward.final and backward.trains)
-        self.observer.backward_ended(backward.final)
+        self.observer.backward_ended(backward.final and backward.trains)
         if not backward.keeps_graph:  # otherwise a graph of these gradients reads them: until the next forward
             self._let_go_after_backward(final=backward.final)
         if backward.trains:

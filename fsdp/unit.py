@@ -32,8 +32,8 @@ class Listener(Protocol):
     def leave_forward(self, unit: "Unit", passage: Passage | None) -> None:
         """It is over; ``passage``: it left a graph."""
 
-    def enter_backward(self, use: Use, trace: Trace, task: int) -> None:
-        """Backward has reached the outputs of a forward."""
+    def enter_backward(self, use: Use, trace: Trace, task: int, *, delivers: bool) -> None:
+        """Backward has reached the outputs of a forward; ``delivers``: it is a plain ``backward()``."""
 
     def leave_backward(self, use: Use, trace: Trace, task: int) -> None:
         """Backward has passed the unit's inputs."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..ddp.demand import delivers, goes_on_to
 from ..ddp.graph_walk import differentiable_tensors
 from ..ddp.torch_internals import current_backward, tree_leaves, tree_map
 
@@ -126,7 +127,7 @@ class Passage:
         opened = False
         for tensor in tensors:
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._on_output)
+                tensor.register_hook(partial(self._on_output, _behind(tensor.grad_fn)))
                 opened = True
         return outputs, opened
 
@@ -139,12 +140,16 @@ class Passage:
             # Weakly: recompute makes graphs that no backward comes to, over inputs that live on.
             tensor.register_hook(partial(_on_input, weakref.ref(self)))
 
-    def _on_output(self, _: Tensor) -> None:
-        """Backward is about to enter the forward's graph."""
+    def _on_output(self, behind: Any, _: Tensor) -> None:
+        """Backward is about to enter the forward's graph; ``behind``: a node that it has there."""
         task = current_backward()
-        if self.use.entered != task:  # not another output of the same forward
-            self.use.entered = task
-            self.use.unit.root.enter_backward(self.use, self.trace, task)
+        if self.use.entered == task:  # another output of the same forward
+            return
+        plain = delivers()
+        if plain and behind is not None and not goes_on_to(behind):
+            return  # autograd.grad for the output itself
+        self.use.entered = task
+        self.use.unit.root.enter_backward(self.use, self.trace, task, delivers=plain)
 
     def on_input(self) -> None:
         """Backward has left it: autograd runs later nodes first, and all of the forward's are later than its inputs'.
@@ -156,6 +161,11 @@ class Passage:
         if use.entered == task and use.passed != task:
             use.passed = task
             use.unit.root.leave_backward(use, self.trace, task)
+
+
+def _behind(node: Any) -> Any:
+    """The first that a graph's node hands a gradient on to."""
+    return next((following for following, _ in node.next_functions if following is not None), None)
 
 
 def _on_input(reference: "weakref.ref[Passage]", grad: Tensor) -> None:

@@ -185,6 +185,49 @@ def test_at_most_three_units_of_parameters_and_two_of_gradients(
             assert (step.params_left, step.grads_left) == (0, 0)
 
 
+class Whole(NamedTuple):
+    """Whole parameters in one rank's memory, in blocks, the outermost unit's left out."""
+
+    most: float
+    left: list[float]
+    """After each microbatch of the iteration; 0 where the outermost unit has none either."""
+
+
+def whole_parameters(run: Run, microbatches: int) -> tuple[Whole, Whole]:
+    """Of the third iteration, and of an evaluation after it."""
+    model = shard(Transformer(run), BLOCKS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter, units = root_of(model).gathers.meter, root_of(model).units
+    outermost, block = (sum(bucket.gathered.nbytes for bucket in unit.buckets) for unit in units[:2])
+
+    def in_blocks(nbytes: int) -> float:
+        return (nbytes - outermost) / block if nbytes else 0
+
+    def microbatch(index: int) -> float:
+        with nullcontext() if index == microbatches - 1 else model.no_sync():
+            model(tokens(index)).square().mean().backward()
+        return in_blocks(meter.held_nbytes)
+
+    for _ in range(3):
+        meter.peak_nbytes = meter.held_nbytes
+        left = [microbatch(index) for index in range(microbatches)]
+        trained = Whole(in_blocks(meter.peak_nbytes), left)
+        optimizer.step()
+        optimizer.zero_grad()
+    meter.peak_nbytes = meter.held_nbytes
+    with torch.no_grad():
+        model(tokens(0))
+    return trained, Whole(in_blocks(meter.peak_nbytes), [in_blocks(meter.held_nbytes)])
+
+
+@pytest.mark.parametrize("run", ["plainly", "recomputed"])
+def test_two_blocks_are_whole_at_once_and_between_microbatches(run: str) -> None:
+    """The one that computes and the one on its way; between microbatches the two that the next forward begins with."""
+    for trained, evaluated in simulate(whole_parameters, 2, RUNS[run], 3):
+        assert trained == Whole(2, [2, 2, 0])
+        assert evaluated == Whole(2, [0])
+
+
 def test_parameters_that_stay_until_backward_are_held_once() -> None:
     for step in simulate(peaks, 2, plainly, 2, reshard=False)[0]:
         assert step == Peaks(NUM_BLOCKS, 2, 0, 0)

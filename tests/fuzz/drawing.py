@@ -13,8 +13,25 @@ from gradients import CHANGES, WAYS
 from layers import KINDS, all_paths
 from microbatches import PATTERNS
 from pipeline_programs import Pipeline, draw_pipeline
-from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
-from valid import valid, valid_model
+from programs import (
+    Block,
+    Damage,
+    Ddp,
+    Extra,
+    Fsdp,
+    Iteration,
+    Micro,
+    Model,
+    Optimizer,
+    Phase,
+    Program,
+    Ranks,
+    Second,
+    UnitOf,
+)
+from user_checkpoints import DAMAGES
+from valid import valid
+from valid_models import valid_model
 
 T = TypeVar("T")
 
@@ -58,7 +75,35 @@ def draw(seed: int) -> Program:
         model = replace(model, blocks=blocks, converted=False, recompute="no")
     model = valid_model(model, dtype)  # units are drawn of the modules that there are
     phases = tuple(_phase(dice, model) for _ in range(dice.one_of({1: 8, 2: 2, 3: 0.3})))
-    return valid(Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000)))
+    program = Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000))
+    return valid(_beside(Dice(f"beside {seed}"), program))
+
+
+# ---- What comes beside. It has dice of its own: seeds mean what they have meant without it. ----
+
+
+def _beside(dice: Dice, program: Program) -> Program:
+    return replace(program, phases=tuple(_beside_phase(dice, phase) for phase in program.phases))
+
+
+def _beside_phase(dice: Dice, phase: Phase) -> Phase:
+    count = dice.one_of({0: 2, 1: 1, 2: 1})
+    damages = tuple(Damage(dice.choice(DAMAGES), dice.randrange(10_000)) for _ in range(count))
+    phase = replace(phase, damages=damages)
+    if not dice.chance(0.12):
+        return phase
+    second = Second(dice.one_of({"ddp": 1, "zero1": 1, "fsdp": 1}), library=dice.chance(0.5), adam=dice.chance(0.5))
+    return replace(phase, second=second, iterations=tuple(_beside_iteration(dice, each) for each in phase.iterations))
+
+
+def _beside_iteration(dice: Dice, iteration: Iteration) -> Iteration:
+    judged = [replace(micro, pattern="judged") if dice.chance(0.6) else micro for micro in iteration.micros]
+    return replace(
+        iteration,
+        micros=tuple(judged),
+        second=dice.one_of({"together": 2, "through": 1, "frozen": 1}),
+        alternates=dice.chance(0.5),
+    )
 
 
 # ---- Models. ----
@@ -138,6 +183,8 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "NAdam": ("NAdam", {"lr": 0.01, "eps": 1e-3}),
     "RAdam": ("RAdam", {"lr": 0.01, "eps": 1e-3}),
     "ASGD": ("ASGD", {"lr": 0.01}),
+    "LBFGS": ("LBFGS", {"lr": 0.1, "max_iter": 3}),
+    "LBFGS with a search": ("LBFGS", {"lr": 0.5, "max_iter": 2, "line_search_fn": "strong_wolfe"}),
 }
 
 
@@ -238,7 +285,7 @@ def _iteration(dice: Dice, ranks: int) -> Iteration:
         extras=tuple(extras),
         no_sync=dice.one_of({"backward": 3, "all": 3, "forgotten": 1}),
         outcome=dice.one_of({"step": 12, "skip": 1, "accumulate": 1.5, "given up": 1, "fails": 1}),
-        way=dice.one_of({"plain": 12, "closure": 1.5, "two halves": 1.5}),
+        way=dice.one_of({"plain": 12, "closure": 1.5, "two halves": 1.5, "projected": 1}),
         drain=dice.one_of({"each": 1, "end": 1}),
         finish=dice.one_of({"finish": 3, "start": 1, "start, finish": 1, "nothing": 3}),
         see=tuple(what for what in ("grads", "weights") if dice.chance(0.5)),
@@ -250,7 +297,7 @@ def _iteration(dice: Dice, ranks: int) -> Iteration:
 
 
 def _micro(dice: Dice, ranks: int) -> Micro:
-    weights = dict.fromkeys(PATTERNS, 1.0) | {"plain": 7.0, "named output": 3.0}
+    weights = dict.fromkeys(PATTERNS, 1.0) | {"plain": 7.0, "named output": 3.0, "judged": 0.0}
     return Micro(
         pattern=dice.one_of(weights),
         rows=dice.one_of({3: 3, 2: 1, 5: 1}),
@@ -268,6 +315,7 @@ def _extra(dice: Dice, ranks: int, count: int) -> Extra:
         "state_dict": 0.5,
         "snapshot": 0.5,
         "rollback": 1.5,
+        "unwrapped": 1.5,
     }
     return Extra(
         kind=dice.one_of(kinds),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pen import Pen
 from programs import Ddp, Extra, Fsdp
-from wrappers import write_zero
+from wrappers import write_beside_optimizer, write_plain_optimizer, write_wrapping, write_zero
 
 Writer = Callable[[Pen, Extra, str, int], None]
 """Called with the pen, the extra, a name that no other has, and the iteration's number."""
@@ -133,6 +133,16 @@ def _mean_loss(pen: Pen, extra: Extra, name: str, step: int) -> None:
     pen.see(f"mean of {name}", "float(mean) / size")
 
 
+def _attributes(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """Read through the wrapper; a method of the model's runs it."""
+    pen.see(f"attributes {name}", '[model.temperature, model.sharpness, model.config["blocks"], len(model.blocks)]')
+    pen("model.seen_by = rank")
+    pen.see(f"number {name}", "model.seen_by")
+    if extra.ranks:
+        pen("del model.seen_by")
+    pen.see(f"generated {name}", f"model.generate({_data(step)}, {1 + extra.where % 2})")
+
+
 DURING: dict[str, Writer] = {
     "dropped forward": _dropped_forward,
     "kept forward": _kept_forward,
@@ -149,6 +159,7 @@ DURING: dict[str, Writer] = {
     "state_dict": _state_dict,
     "deepcopy": _copy_of_the_model,
     "mean loss": _mean_loss,
+    "attributes": _attributes,
 }
 
 
@@ -236,6 +247,65 @@ def _zero_again(pen: Pen, extra: Extra, name: str, step: int) -> None:
     write_zero(pen)
 
 
+def _unwrapped(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """The model comes out of its wrapper, is trained by plain PyTorch, every rank with all rows, and wrapped anew.
+
+    A sharded model does not come out: another one takes its weights over.
+    """
+    if pen.ddp:
+        pen("model = model.unwrap()")
+    elif pen.fsdp:
+        pen("weights = whole_weights(model)", "attributes = attributes_of(model)", "model = make_model()")
+        pen("model.load_state_dict(weights)", "vars(model).update(attributes)")
+    if not pen.plain:
+        pen("unconvert(model)")
+    pen("by_hand = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)")
+    for index in range(1 + extra.where % 2):
+        with pen.inside("for each in range(size):"):
+            pen(f"(loss_of({pen.forward(f'batch(each, {step}, {80 + index})')}) / size).backward()")
+        if not pen.plain and any(block.library and block.delayed for block in pen.program.model.blocks):
+            pen("drain(model)")
+        pen("by_hand.step()", "by_hand.zero_grad()")
+    if pen.plain:
+        write_plain_optimizer(pen)
+        return
+    if extra.where < 3 or pen.phase.queue:
+        pen("convert_linears(model)")
+    write_wrapping(pen)
+    write_beside_optimizer(pen)
+
+
+def _attribute_set(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """An attribute of the model, which its forwards read; by a method or by assignment, through the wrapper."""
+    several = pen.plain and pen.program.model.variants > 1
+    with pen.inside("for each in models:" if several else None):
+        value = (0.5, 2.0)[extra.where % 2]
+        owner = "each" if several else "model"
+        pen(f"{owner}.set_temperature({value})" if extra.where > 1 else f"{owner}.temperature = {value}")
+    if pen.ddp:
+        pen.see(f"temperature {name}", "model.module.temperature")
+    else:
+        pen.see_on_all(f"temperature {name}", f"{'models[0]' if several else 'model'}.temperature")
+
+
+def _put_by_hand(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """A gradient where no hook sees it, before the reduction: refused, thrown away, and training goes on."""
+    if pen.plain:
+        return
+    param = "model.head.weight"
+    if pen.fsdp:
+        param = "wholes[0]"
+        pen("wholes = []", "hook = lambda module, inputs: wholes.append(module.weight)")
+        pen("handle = model.head.register_forward_pre_hook(hook)")
+        with pen.inside("with torch.no_grad():"):
+            pen(pen.forward(_data(step)))
+        pen("handle.remove()")
+    pen(f"{param}.grad = torch.ones_like({param})")
+    with pen.inside('with refused("was put into .grad by hand"):'):
+        pen(f"model.finish_grad_sync({'1' if pen.sums else ''})")
+    pen("model.zero_grad()")
+
+
 AFTER: dict[str, Writer] = {
     "load_state_dict": _load_state_dict,
     "snapshot": _snapshot,
@@ -248,6 +318,9 @@ AFTER: dict[str, Writer] = {
     "rescaled": _rescale,
     "written back": _write_back,
     "zeroed again": _zero_again,
+    "unwrapped": _unwrapped,
+    "attribute set": _attribute_set,
+    "put by hand": _put_by_hand,
 }
 
 FORWARDS = (
@@ -259,10 +332,14 @@ FORWARDS = (
     "inference_mode",
     "whole norms",
     "gone through",
+    "attributes",
 )
 """Kinds that run the model, or gather its weights."""
-RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting")
+RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting", "attributes")
 """Kinds that look at ``Extra.ranks``."""
+
+VARIED = ("unwrapped", "attributes", "attribute set")
+"""Kinds that ``Extra.where`` makes one of several variants of."""
 
 
 def write_extra(pen: Pen, extra: Extra, name: str, step: int) -> None:

@@ -5,32 +5,10 @@ mends a finding takes its entry out.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from microbatches import ASKS_FOR_INPUTS
-from programs import Fsdp, Iteration, Phase, Program
+from programs import Program
 
-
-def _without_asking_in_hooks(program: Program) -> Program:
-    phases = [
-        replace(phase, iterations=tuple(map(_without_asking, phase.iterations))) if _has_hooks(phase) else phase
-        for phase in program.phases
-    ]
-    return replace(program, phases=tuple(phases))
-
-
-def _has_hooks(phase: Phase) -> bool:
-    return isinstance(phase.wrapper, Fsdp) and phase.wrapper.stepping_hooks
-
-
-def _without_asking(iteration: Iteration) -> Iteration:
-    plain = [replace(each, pattern="plain") if each.pattern in ASKS_FOR_INPUTS else each for each in iteration.micros]
-    return replace(iteration, micros=tuple(plain))
-
-
-KNOWN: dict[str, Callable[[Program], Program]] = {
-    "fully_shard: autograd.grad outside no_sync calls hooks of parameters, with zeros": _without_asking_in_hooks,
-}
+KNOWN: dict[str, Callable[[Program], Program]] = {}
 
 
 def without(program: Program) -> Program:

@@ -23,6 +23,8 @@ class Place(NamedTuple):
     """What losses are divided by, " / 2" say."""
     hold: bool
     """Not the last of its iteration."""
+    second: str = "together"
+    """``Iteration.second``; or "hold" for one of which more gradients come."""
 
 
 def _plain(pen: Pen, place: Place) -> None:
@@ -149,6 +151,20 @@ def _added(pen: Pen, place: Place) -> None:
             pen("add_grad(param, 0.5 * gradient)")
 
 
+def _judged(pen: Pen, place: Place) -> None:
+    """The second model has a part in the loss."""
+    frozen = place.second == "frozen"
+    if frozen:
+        pen("critic.requires_grad_(False)")
+    pen(f"output = {pen.forward(place.data)}")
+    pen(f"loss = ({pen.loss('output')} + F.softplus(-critic(y_of(output))).mean()){place.divisor}")
+    held = place.second in ("through", "hold") and not pen.plain
+    with pen.inside("with critic.no_sync():" if held else None):
+        pen.backward("loss", hold=place.hold)
+    if frozen:
+        pen("critic.requires_grad_(True)")
+
+
 PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
     "plain": _plain,
     "named output": _named_output,
@@ -164,10 +180,13 @@ PATTERNS: dict[str, Callable[[Pen, Place], None]] = {
     "method": _method,
     "attack": _attack,
     "added": _added,
+    "judged": _judged,
 }
 """What can be drawn."""
 BACKWARDS_TWICE = ("two backwards", "retained")
 ASKS_FOR_INPUTS = ("autograd.grad", "penalty")
+NO_GRADIENT_OF_LOSS = (*BACKWARDS_TWICE, "hooked", "attack", "added")
+"""What backward has computed is another function's gradient than that of ``loss``."""
 UNDELAYED = ("attack", "added")
 """Backwards whose gradients of weights are wanted at once, or not at all."""
 
@@ -185,7 +204,9 @@ def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
         divisor += f" * (math.inf if rank in {iteration.overflow} else 1.0)"
     rows = f", rows={micro.rows}" if micro.rows != 3 else ""
     data, other = (f"batch(rank, {step}, {number}{rows})" for number in (index, index + 50))
-    place = Place(f"{step}.{index}", data, other, divisor, hold)
+    more = any(each.pattern == "judged" for each in iteration.micros[index + 1 :])
+    second = "hold" if more and iteration.second == "together" else iteration.second
+    place = Place(f"{step}.{index}", data, other, divisor, hold, second)
     with pen.inside(pen.on(micro.ranks)):
         with pen.no_sync(hold and iteration.no_sync == "all"):
             if pen.sums:
@@ -205,6 +226,8 @@ def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
         if micro.skips is not None:
             pen(f"model.{'module.' if pen.ddp else ''}order = before")
         pen.see(f"loss {step}.{index}", "loss.item()")
+        if pen.searches:
+            pen(f"total = total + loss.detach(){' / size' if pen.plain else ''}")
         if micro.keep != "nothing":
             with pen.inside(pen.on(micro.keepers)):
                 pen(f"kept.append({micro.keep})")

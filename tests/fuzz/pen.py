@@ -128,6 +128,11 @@ class Pen:
         return isinstance(self.phase.wrapper, Ddp) and self.phase.wrapper.per_token
 
     @property
+    def searches(self) -> bool:
+        """The optimizer looks at the loss that its closure returns."""
+        return self.program.optimizer.name == "LBFGS"
+
+    @property
     def delays(self) -> bool:
         """Something waits after backward."""
         blocks = self.program.model.blocks

@@ -65,6 +65,8 @@ class Pipeline:
     """``average_microbatches=False``."""
     adam: bool = False
     clip: float | None = None
+    mistaken: bool = False
+    """It begins with torch's own stages under a schedule that splits backwards, which fused modules refuse."""
     steps: tuple[Step, ...] = (Step(),)
     garbage: str = "off"
     order: int = 0
@@ -98,8 +100,12 @@ def valid_pipeline(program: Pipeline) -> Pipeline:
     whole = whole and wrapper in ("ddp", "zero1")
     if tied and wrapper == "fsdp":  # which refuses a weight of two
         tied = False
+    mistaken = program.mistaken and program.pipe_ranks == 1 and program.layout != "one" and wrapper in ("ddp", "zero1")
+    if mistaken:  # each stage refuses in backward
+        blocks = [replace(block, kind="linear", library=True, fused=True, recompute="no") for block in blocks]
     return replace(
         program,
+        mistaken=mistaken,
         blocks=tuple(_block(program, block) for block in blocks),
         replicas=1 if wrapper == "none" else program.replicas,
         whole=whole,
@@ -199,7 +205,7 @@ def draw_pipeline(seed: int) -> Pipeline:
         )
         for _ in range(program.num_stages)
     )
-    return valid_pipeline(replace(program, blocks=blocks))
+    return valid_pipeline(replace(program, blocks=blocks, mistaken=chance(0.3)))
 
 
 # ---- Simpler ones. ----

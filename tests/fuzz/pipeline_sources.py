@@ -64,6 +64,8 @@ def _training(program: Pipeline) -> Iterator[str]:
         holds_both = f"if {stages - 1} in parts and 0 in parts:"
         yield from (holds_both, f"    parts[{stages - 1}].layer.weight = parts[0].layer.weight")
     yield from _wrapping(program)
+    if program.mistaken:
+        yield from _mistake(program)
     yield "stages = ["
     options = ', group=mesh.get_group("pp")' + (", average_microbatches=False" if program.sums else "")
     yield f'    PipelineStage(part, index, {stages}, torch.device("cpu"){options}) for index, part in parts.items()'
@@ -78,6 +80,19 @@ def _training(program: Pipeline) -> Iterator[str]:
         yield f"# Step {number}"
         yield from _step(program, step, number)
     yield 'seen["weights"] = values_of_stages(parts)'
+
+
+def _mistake(program: Pipeline) -> Iterator[str]:
+    """Before 2.13 torch cannot split what autograd functions in Python have made."""
+    yield "stages = ["
+    options = f'{program.num_stages}, torch.device("cpu"), group=mesh.get_group("pp")'
+    yield f"    pipelining.PipelineStage(part, index, {options}) for index, part in parts.items()"
+    yield "]"
+    yield "schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=Loss(), scale_grads=False)"
+    yield 'with refused("this backward was split", "_input_metadata"):'
+    inputs, targets = (f"batch(replica, 0, {index}, rows={2 * ROWS})" for index in (8, 9))
+    yield f"    schedule.step({inputs}, target={targets}, losses=[])"
+    yield from ("for model in models:", "    model.abandon_iteration()", "    model.zero_grad()")
 
 
 def _schedule_of(program: Pipeline, step: Step) -> tuple[int, str, int]:

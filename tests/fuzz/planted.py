@@ -42,11 +42,8 @@ OUT_OF_REACH = {
     "14c": "another library's provider",
     "17a": "CUDA streams",
     "17b": "CUDA streams",
-    "19a": "pipeline schedules of torch",
-    "19b": "pipeline schedules of torch",
-    "19c": "pipeline schedules of torch",
 }
-"""Faults of what programs here have not: CUDA, other libraries, pipelines."""
+"""Faults of what programs here have not: CUDA, other libraries."""
 
 
 @dataclass(frozen=True)

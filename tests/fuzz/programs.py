@@ -166,7 +166,7 @@ class Extra:
     ranks: Ranks = ()
     """Who keeps what comes of it."""
     where: int = 0
-    """The block in which a forward fails."""
+    """The block in which a forward fails, or which variant of the kind it is."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,13 @@ class Iteration:
     outcome: str = "step"
     """Or "skip": gradients are thrown away; "accumulate": they stay for the next; "fails": in the last backward."""
     way: str = "plain"
-    """How it leads to its step: a "closure" that the optimizer calls; or the second of "two halves"."""
+    """How it leads to its step: a "closure" that the optimizer calls; the second of "two halves"; or with the
+    gradients of two losses, "projected"."""
+    second: str = "together"
+    """What becomes of the second model's gradients of this one's losses: they are stepped with, "together"; nobody
+    wants them, and backward goes "through"; or it is "frozen" meanwhile."""
+    alternates: bool = False
+    """The second model has a step of its own before."""
     drain: str = "each"
     """When delayed weight gradients are computed: after "each" backward, or at the "end"."""
     finish: str = "finish"
@@ -198,6 +204,26 @@ class Iteration:
 
 
 @dataclass(frozen=True)
+class Damage:
+    """What has happened to a copy of a checkpoint; ``user_checkpoints.py`` does it."""
+
+    kind: str = "flipped"
+    """One of ``DAMAGES``."""
+    seed: int = 0
+    """Which file, and where in it."""
+
+
+@dataclass(frozen=True)
+class Second:
+    """A second trained model, which judges the first one's outputs."""
+
+    wrapper: str = "ddp"
+    """Or "zero1", "fsdp"."""
+    library: bool = False
+    adam: bool = False
+
+
+@dataclass(frozen=True)
 class Phase:
     """Training by so many ranks, from a checkpoint of the phase before."""
 
@@ -211,6 +237,9 @@ class Phase:
     """When the collector runs: never by itself ("off"), or often."""
     loads: str = "all"
     """What it takes from the checkpoint: "all", or "weights" only."""
+    damages: tuple[Damage, ...] = ()
+    """Of copies of the checkpoint, which it tries to load before."""
+    second: Second | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +285,7 @@ def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
             _count(each, name, found)
     elif value and isinstance(value, tuple) and all(isinstance(each, str) for each in value):
         found.update((name, each) for each in value)
-    elif name not in ("program.order", "pipeline.order", "unitof.path", "extra.where"):
+    elif name not in ("program.order", "pipeline.order", "unitof.path", "extra.where", "damage.seed"):
         found[name, _spelt(value)] += 1
 
 

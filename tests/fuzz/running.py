@@ -1,6 +1,7 @@
 """Runs a program, here, and says what came of it."""
 
 import gc
+import logging
 import re
 import tempfile
 import traceback
@@ -19,6 +20,9 @@ from sources import program_source, tolerance_of
 
 import maingrad.ddp as library
 from maingrad.launch import simulate
+
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+"""What a schedule says of an exception that its caller catches."""
 
 LIBRARY = str(Path(library.__file__).parent.parent)
 

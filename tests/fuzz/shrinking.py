@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from pipeline_programs import Pipeline, simpler_pipelines, valid_pipeline
-from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, UnitOf
+from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Second, UnitOf
 from valid import valid
 
 T = TypeVar("T", Program, Pipeline)
@@ -193,6 +193,9 @@ def _defaults(program: Program) -> Iterator[Program]:
 
 def _simpler_phases(phase: Phase) -> Iterator[Phase]:
     yield from _back_to_defaults(phase, Phase(), "ranks", "wrapper", "iterations")
+    if phase.second is not None:
+        yield from (replace(phase, second=part) for part in _back_to_defaults(phase.second, Second()))
+    yield from (replace(phase, damages=damages) for damages in _without(phase.damages))
     wrapper = phase.wrapper
     yield from (replace(phase, wrapper=part) for part in _back_to_defaults(wrapper, type(wrapper)(), "units"))
     if isinstance(wrapper, Ddp):

@@ -11,6 +11,8 @@ from pen import Pen
 from pipeline_programs import Pipeline
 from pipeline_sources import pipeline_source
 from programs import Ddp, Iteration, Program
+from projections import write_projected
+from second_model import write_alone, write_end, write_second
 from wrappers import (
     write_beside_optimizer,
     write_closure_step,
@@ -83,8 +85,12 @@ def _trainers(program: Program) -> Iterator[str]:
         _write_model(pen)
         write_wrapping(pen)
         write_beside_optimizer(pen)
+        write_second(pen)
         if index:
             _write_load(pen)
+        following = program.phases[index + 1].damages if index < len(program.phases) - 1 else ()
+        if any(damage.kind == "another step" for damage in following):
+            _write_save(pen, "before ")
         if phase.queue:
             pen("queue = WgradQueue()")
         for iteration in phase.iterations:
@@ -110,9 +116,9 @@ def _write_model(pen: Pen) -> None:
     pen(f"model = {made}{'.bfloat16()' if pen.half and pen.ddp else ''}")
 
 
-def _write_save(pen: Pen) -> None:
+def _write_save(pen: Pen, when: str = "") -> None:
     following = pen.program.phases[pen.number + 1]
-    arguments = [f'f"{{folder}}/{pen.number}"', "model"]
+    arguments = [f'f"{{folder}}/{when}{pen.number}"', "model"]
     if following.loads == "all":
         arguments.append("optimizer")
         if pen.program.optimizer.schedule != "no":
@@ -125,7 +131,11 @@ def _write_load(pen: Pen) -> None:
     if pen.phase.loads == "all":
         arguments.append("optimizer")
     scheduled = pen.phase.loads == "all" and pen.program.optimizer.schedule != "no"
-    pen(f"{'extra = ' if scheduled else ''}load_checkpoint({', '.join(arguments)})")
+    for damage in pen.phase.damages:
+        other = f', other=f"{{folder}}/before {pen.number - 1}"' if damage.kind == "another step" else ""
+        pen(f'loaded, extra = load_damaged("{damage.kind}", {damage.seed}, {", ".join(arguments)}{other})')
+    with pen.inside("if not loaded:" if pen.phase.damages else None):
+        pen(f"{'extra = ' if scheduled else ''}load_checkpoint({', '.join(arguments)})")
     if scheduled:
         pen('schedule.load_state_dict(extra["schedule"])')
 
@@ -134,6 +144,8 @@ def _write_end(pen: Pen) -> None:
     if any(extra.kind == "average" for iteration in pen.phase.iterations for extra in iteration.extras):
         pen.see_on_all("average", f"pieces_like({pen.owner}, average)")
     _write_values(pen, "weights", "values_of")
+    if pen.phase.second is not None:
+        pen.see_on_all("weights of the second", "values_of(critic)")
 
 
 def _write_values(pen: Pen, name: str, reads: str) -> None:
@@ -150,26 +162,43 @@ def _write_values(pen: Pen, name: str, reads: str) -> None:
 
 
 def _write_iteration(pen: Pen, iteration: Iteration, number: int) -> None:
-    count = len(iteration.micros)
     if pen.sums:
         pen("tokens = 0")
+    if iteration.alternates:
+        write_alone(pen, number)
     if iteration.way == "two halves":
         write_first_half(pen, number)
     with pen.inside("def closure():" if iteration.way == "closure" else None):
         if iteration.way == "closure":
             write_zero(pen)
-        with pen.for_each_rank():
-            for index in range(count):
-                _write_extras(pen, iteration, number, index)
-                write_micro(pen, iteration, number, index)
-            _write_extras(pen, iteration, number, count)
+        if pen.searches:
+            pen("total = torch.zeros(())")
+        _write_backwards(pen, iteration, number)
         pen.write_means()
         if pen.delays and iteration.drain == "end":
             pen.drain()
         if iteration.way == "closure":
             write_end_of_closure(pen, iteration)
+    write_end(pen, iteration)
     _write_outcome(pen, iteration, number)
-    _write_extras(pen, iteration, number, count + 1)
+    _write_extras(pen, iteration, number, len(iteration.micros) + 1)
+
+
+def _write_backwards(pen: Pen, iteration: Iteration, number: int) -> None:
+    """All of them, and what comes between."""
+    count = len(iteration.micros)
+    if iteration.way == "projected":
+        with pen.for_each_rank():
+            _write_extras(pen, iteration, number, 0)
+        write_projected(pen, number)
+        with pen.for_each_rank():
+            _write_extras(pen, iteration, number, count)
+        return
+    with pen.for_each_rank():
+        for index in range(count):
+            _write_extras(pen, iteration, number, index)
+            write_micro(pen, iteration, number, index)
+        _write_extras(pen, iteration, number, count)
 
 
 def _write_extras(pen: Pen, iteration: Iteration, number: int, at: int) -> None:
@@ -241,10 +270,11 @@ def _plain(program: Program) -> Iterator[str]:
         )
         if index == 0:
             _write_plain_model(pen)
-        elif _drops_layers(program):
-            pen.set_order(None, between_steps=True)  # the model of this phase is another one
+        else:
+            _write_attributes(pen, program)
         if index == 0 or phase.loads == "weights":
             write_plain_optimizer(pen)
+        write_second(pen)
         for iteration in phase.iterations:
             pen(f"# Iteration {number}")
             _write_iteration(pen, iteration, number)
@@ -254,9 +284,14 @@ def _plain(program: Program) -> Iterator[str]:
     yield "\n"
 
 
-def _drops_layers(program: Program) -> bool:
+def _write_attributes(pen: Pen, program: Program) -> None:
+    """Those that a new model has: in the wrapped run that of this phase is another one."""
     iterations = [iteration for phase in program.phases for iteration in phase.iterations]
-    return any(extra.kind == "layer dropped" for iteration in iterations for extra in iteration.extras)
+    kinds = {extra.kind for iteration in iterations for extra in iteration.extras}
+    if "layer dropped" in kinds:
+        pen.set_order(None, between_steps=True)
+    if "attribute set" in kinds:
+        pen(f"for each in {'models' if program.model.variants > 1 else '[model]'}:", "    each.temperature = 1.0")
 
 
 def _write_plain_model(pen: Pen) -> None:

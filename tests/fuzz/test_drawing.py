@@ -11,6 +11,7 @@ import gradients
 import layers
 import microbatches
 import pytest
+import user_checkpoints
 import valid
 from drawing import OPTIMIZERS, draw, draw_any
 from pipeline_programs import OF_A_ROW, SCHEDULES, Pipeline, draw_pipeline, valid_pipeline
@@ -56,9 +57,12 @@ def test_every_value_comes(drawn: list[Program]) -> None:
         "optimizer.name": {name for name, _ in OPTIMIZERS.values()},
         "fsdp.placements": set(PLACEMENTS) - {"ddp", "hybrid"},
         "phase.ranks": ("1", "2", "3", "4", "6"),
-        "iteration.way": ("plain", "closure", "two halves"),
+        "iteration.way": ("plain", "closure", "two halves", "projected"),
+        "iteration.second": ("together", "through", "frozen"),
+        "second.wrapper": ("ddp", "zero1", "fsdp"),
         "iteration.outcome": ("step", "skip", "accumulate", "given up", "fails"),
         "model.tie": ("no", "blocks", "embedding"),
+        "damage.kind": user_checkpoints.DAMAGES,
         "program.dtype": ("float64", "float32", "bfloat16", "autocast"),
     }
     missing = [(name, value) for name, values in tables.items() for value in values if not counts[name, value]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = 24
+PROGRAMS = 22
 SHARES = 2
 
 

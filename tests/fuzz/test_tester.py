@@ -13,11 +13,26 @@ from pathlib import Path
 import pytest
 import running
 import torch
+import user_checkpoints
 import vocabulary
 from apart import run_apart
 from drawing import draw
 from pipeline_programs import Pipeline, Step, valid_pipeline
-from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, UnitOf
+from programs import (
+    Block,
+    Damage,
+    Ddp,
+    Extra,
+    Fsdp,
+    Iteration,
+    Micro,
+    Model,
+    Optimizer,
+    Phase,
+    Program,
+    Second,
+    UnitOf,
+)
 from running import Outcome, run_program
 from scripts import script
 from shrinking import shrink, size_of
@@ -51,11 +66,12 @@ def test_a_script_stands_alone(tmp_path: Path) -> None:
     """And does what the program did."""
     block = Block("norm mlp", library=True, delayed=True)
     model = Model((block, Block("experts", library=True)), variants=2)
+    damages = (Damage("another step", 1), Damage("cut", 2))
     micros = (Micro("two backwards", keep="loss", keepers=(0,)), Micro("autograd.grad"))
     extras = (Extra("failed forward", 1, (0,)), Extra("mean loss", 2), Extra("average", 3))
     phases = (
         Phase(2, Ddp(sharded=True, gather_overlap=True), (Iteration(micros, extras, see=("weights",)),), clip=1.0),
-        Phase(2, Fsdp(units=(UnitOf("blocks.0"), UnitOf(""))), (Iteration(micros),)),
+        Phase(2, Fsdp(units=(UnitOf("blocks.0"), UnitOf(""))), (Iteration(micros),), damages=damages),
     )
     program = valid(Program(model, SGD, phases))
     assert run_program(program).kind == "fine"
@@ -82,6 +98,45 @@ def test_a_script_of_a_pipeline_stands_alone(tmp_path: Path) -> None:
     path.write_text(script(program, "a pipeline").replace("momentum=0.9)\n", "momentum=0.8)\n"))
     done = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert "Differs: rank 0: losses 3" in done.stderr
+
+
+def test_a_script_of_several_models_stands_alone(tmp_path: Path) -> None:
+    """One comes out of its wrapper, another one judges it, and gradients are projected and put by hand."""
+    extras = (Extra("put by hand"), Extra("attribute set"))
+    judged = Iteration((Micro("judged"), Micro("judged")), extras, alternates=True)
+    by_hand = Iteration(extras=(Extra("unwrapped"), Extra("attributes")), way="projected")
+    model = Model((Block("mlp", library=True), Block()))
+    phase = Phase(2, Fsdp(), (by_hand, judged), second=Second("zero1", library=True))
+    program = valid(Program(model, SGD, (phase,)))
+    assert [each.way for each in program.phases[0].iterations] == ["projected", "plain"]
+    assert run_program(program).kind == "fine"
+    path = tmp_path / "program.py"
+    source = script(program, "a program")
+    assert source.count("param.grad = grad") == 2  # and in plain PyTorch
+    path.write_text(source.replace("param.grad = grad", "param.grad = 2 * grad", 1))
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    assert "Differs: rank 0" in done.stderr
+
+
+@pytest.mark.parametrize("loads, finding", [("nothing", "no file is named"), ("a part", "something was changed")])
+def test_a_load_of_damage_that_is_not_as_promised_is_a_finding(loads: str, finding: str, tmp_path: Path) -> None:
+    """A stand-in for the library's load is refused without a name, or after it has changed the model."""
+    model = torch.nn.Linear(2, 2)
+
+    def load(path: str, model: torch.nn.Linear, optimizer: object) -> None:
+        with torch.no_grad():
+            model.weight[0] += 1.0 if loads == "a part" else 0.0
+        raise ValueError("damaged" if loads == "nothing" else f"{path} is damaged")
+
+    def train(rank: int) -> None:
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        (tmp_path / "saved" / "file").write_text("tensors")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(user_checkpoints, "load_checkpoint", load)
+            user_checkpoints.load_damaged("flipped", 1, str(tmp_path / "saved"), model)
+
+    found = outcome_of(train, ranks=1)
+    assert found.kind == "raised NotAsPromised" and finding in found.message
 
 
 # ---- Outcomes. ----

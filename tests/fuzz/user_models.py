@@ -39,12 +39,28 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.head = head
         self.order = range(len(blocks)) if order is None else order
+        self.temperature = 1.0
+        self.config = {"blocks": len(self.blocks)}
 
     def forward(self, x):
         x = self.stem(x)
         for index in self.order:
             x = self.blocks[index](x)
-        return self.head(x)
+        return self.head(x) * self.temperature
+
+    @property
+    def sharpness(self):
+        return 1 / self.temperature
+
+    def set_temperature(self, temperature):
+        self.temperature = temperature
+        return self
+
+    @torch.no_grad()
+    def generate(self, x, count=1):
+        """Outputs for inputs that go further and further."""
+        outputs = [self(x + index) for index in range(count)]
+        return torch.cat([each["y"] if isinstance(each, dict) else each for each in outputs])
 
     def compute_loss(self, x):
         return loss_of(self(x))
@@ -69,7 +85,7 @@ class FullNet(Net):
             if isinstance(x, tuple):
                 x, penalty = x
                 penalties.append(penalty)
-        y = self.head(x)
+        y = self.head(x) * self.temperature
         return {"y": y, "penalties": penalties} if penalties else y
 
 
@@ -282,6 +298,11 @@ def initialise(model, seed=0, variant=0, experts=()):
             values = torch.randn(param.shape, generator=generator, dtype=torch.float64)
             param.copy_((values / math.sqrt(param.shape[-1]) if param.ndim > 1 else 0.5 + 0.2 * values).bfloat16())
     return model
+
+
+def attributes_of(model):
+    """What training has set on a model, for another one."""
+    return {name: vars(model)[name] for name in ("order", "temperature")}
 
 
 def doubled(gradient):

@@ -1,8 +1,26 @@
 """Data, losses, and what a rank notes of a model. Scripts take the sources of what they use from here."""
 
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+class NotAsPromised(AssertionError):
+    """Something was not refused, or otherwise than the documentation says."""
+
+
+@contextmanager
+def refused(*words):
+    """What raises, with one of these in its message."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not any(each in str(error) for each in words):
+            raise NotAsPromised(f"refused otherwise: {error}") from error
+    else:
+        raise NotAsPromised(f"not refused: {words[0]}")
 
 
 def batch(rank, step, index, rows=3, features=5):
@@ -16,6 +34,10 @@ def loss_of(outputs):
     if isinstance(outputs, dict):
         return loss_of(outputs["y"]) + sum(penalty.mean() for penalty in outputs["penalties"])
     return (outputs.float() if outputs.dtype is torch.bfloat16 else outputs).sub(1.0).square().mean()
+
+
+def y_of(outputs):
+    return outputs["y"] if isinstance(outputs, dict) else outputs
 
 
 def groups_of(model, **options):
@@ -37,6 +59,30 @@ def scale_grads(model, factor):
         for param in model.parameters():
             if param.grad is not None:
                 param.grad.mul_(factor)
+
+
+def means_over_ranks(grads, params):
+    """What ``autograd.grad`` has found here, over all ranks; zeros for what is not used."""
+    found = [torch.zeros_like(param) if grad is None else grad for grad, param in zip(grads, params, strict=True)]
+    for grad in found:
+        dist.all_reduce(grad.div_(dist.get_world_size()))
+    return found
+
+
+def zero_or_copy(param):
+    """Of its gradient."""
+    return torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+
+
+def projected(first, second, over_ranks=False):
+    """The sum of both, each without what opposes the other."""
+    pairs = [(first, second), (first, first), (second, second)]
+    sums = torch.stack([sum((a * b).sum() for a, b in zip(*pair, strict=True)) for pair in pairs])
+    if over_ranks:
+        dist.all_reduce(sums)
+    dot, square, other = sums
+    away, back = dot.clamp(max=0) / other, dot.clamp(max=0) / square
+    return [a - away * b + b - back * a for a, b in zip(first, second, strict=True)]
 
 
 def step_and_clear(optimizer):
@@ -109,6 +155,12 @@ def norms_of_slices(optimizer, instances):
     dist.all_reduce(squares)
     norms = (squares / instances).sqrt()
     return {part.name: (0, float(norm)) for part, norm in zip(optimizer.slices, norms, strict=True)}
+
+
+def whole_weights(model):
+    """The state dict of a sharded model, of whole tensors."""
+    state = model.state_dict()
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
 
 def pieces_like(model, tensors):

@@ -8,24 +8,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import known
-from extras import AFTER, FORWARDS, RANK_DEPENDENT
+from extras import AFTER, FORWARDS, RANK_DEPENDENT, VARIED
 from gradients import CANCELS, NOT_OF_SHARDS, READS_OF_ALL, SLICES, shows
 from layers import (
-    IN_HALF,
     ONCE_DIFFERENTIABLE,
-    OURS,
     all_paths,
     block_order,
     expert_paths,
     num_members,
     tied_paths,
 )
-from microbatches import ASKS_FOR_INPUTS, UNDELAYED
-from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
+from microbatches import ASKS_FOR_INPUTS, NO_GRADIENT_OF_LOSS, UNDELAYED
+from programs import Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
+from valid_models import ROUNDED, valid_model
 
-ROUNDED = ("bfloat16", "autocast")
-"""Dtypes in which a choice by the largest feature may go another way."""
 INPUT_PATTERNS = (*ASKS_FOR_INPUTS, "input's gradient", "attack")
+ENDS_ITERATIONS = ("unwrapped", "put by hand")
+"""Extras after which gradients of the iteration are gone."""
 NEEDS_ONE_MODEL = (
     "state_dict",
     "load_state_dict",
@@ -34,6 +33,7 @@ NEEDS_ONE_MODEL = (
     "average",
     "average taken",
     "averaged model",
+    "unwrapped",
 )
 """Extras that speak of all parameters, which no rank has where experts differ."""
 
@@ -45,72 +45,42 @@ def valid(program: Program) -> Program:
 
 
 def _valid(program: Program) -> Program:
-    program = replace(program, model=valid_model(program.model, program.dtype), optimizer=_optimizer(program))
+    program = replace(program, model=valid_model(program.model, program.dtype))
+    program = replace(program, optimizer=_optimizer(program))
     if any(isinstance(phase.wrapper, Fsdp) for phase in program.phases):  # which refuses hooks on parameters
         program = replace(program, model=replace(program.model, hooked=False))
+    if program.optimizer.name == "LBFGS":
+        program = _for_closures(program)
     phases = [_phase(program, phase) for phase in program.phases]
     return replace(program, phases=tuple(_checkpoints(phases)))
 
 
-# ---- Models. ----
-
-
-def valid_model(model: Model, dtype: str) -> Model:
-    """The nearest model that there can be in a program of this dtype."""
-    blocks = [_block(block, dtype) for block in model.blocks]
-    model = replace(model, blocks=tuple(blocks), staged=model.staged and len(blocks) > 1)
-    if not expert_paths(model):
-        model = replace(model, variants=1)
-    elif model.variants == 1:
-        model = replace(model, variants=2)
-    tie = model.tie
-    if tie == "blocks" and sum(block.kind == "linear" for block in blocks) < 2:
-        tie = "no"
-    if tie == "blocks":
-        blocks = [replace(block, single=False) if block.kind == "linear" else block for block in blocks]
-    if model.frozen_stem:  # what is recomputed by a nested backward has gradients only where its inputs have some
-        blocks = [replace(block, recompute=_not_nested(block.recompute)) for block in blocks]
-        model = replace(model, recompute=_not_nested(model.recompute))
-    stem = "lookup" if tie == "embedding" else model.stem
-    if dtype in ROUNDED and stem == "lookup":
-        stem, tie = "linear", "no" if tie == "embedding" else tie
-    return replace(model, blocks=tuple(blocks), tie=tie, stem=stem)
-
-
-def _not_nested(recompute: str) -> str:
-    return "non-reentrant" if recompute == "reentrant" else recompute
-
-
-def _block(block: Block, dtype: str) -> Block:
-    if dtype in ROUNDED and block.kind not in IN_HALF:
-        block = replace(block, kind="mlp")
-    kind, plain = block.kind, Block()
-    if block.kind not in OURS:
-        block = replace(block, library=False)
-    if not block.library:
-        block = replace(block, fused=plain.fused, delayed=plain.delayed)
-    if "grouped" not in kind:
-        block = replace(block, packed=False, padded=False)
-    if not kind.startswith("norm "):
-        block = replace(block, rms=False)
-    if kind != "norm mlp":
-        block = replace(block, gated=False)
-    if kind == "lookup" and block.frozen != "no":  # its output may require no gradient
-        block = replace(block, recompute=_not_nested(block.recompute))
-    if kind == "experts":
-        block = replace(block, frozen="no")  # a group of experts without any to train is refused
-    if dtype != "float64" or kind in ("experts", "scale", "nothing"):
-        block = replace(block, single=False)
-    return block
+# ---- Optimizers. ----
 
 
 def _optimizer(program: Program) -> Optimizer:
     optimizer = program.optimizer
+    if optimizer.name == "LBFGS":  # whose steps are made of differences, and of sums over all parameters
+        if not _is_precise(program) or expert_paths(program.model):
+            return Optimizer("SGD", (("lr", 0.01),))
+        options = tuple(each for each in optimizer.options if each[0] in ("lr", "max_iter", "line_search_fn"))
+        return replace(optimizer, options=options, groups=False, scaled=False)
     if program.dtype in ROUNDED:
         optimizer = replace(optimizer, scaled=False)
     if dict(optimizer.options).get("fused") and optimizer.name not in ("SGD", "Adam", "AdamW", "Adagrad"):
         optimizer = replace(optimizer, options=tuple(each for each in optimizer.options if each[0] != "fused"))
     return optimizer
+
+
+def _for_closures(program: Program) -> Program:
+    """An optimizer that takes no step without one: torch's own, over gradients that every rank has whole."""
+    phases = []
+    for phase in program.phases:
+        wrapper = phase.wrapper if isinstance(phase.wrapper, Ddp) else Ddp()
+        wrapper = replace(wrapper, sharded=False, stock=True, per_token=False)
+        iterations = tuple(replace(iteration, way="closure") for iteration in phase.iterations)
+        phases.append(replace(phase, wrapper=wrapper, clip=None, iterations=iterations))
+    return replace(program, model=replace(program.model, hooked=False), phases=tuple(phases))
 
 
 # ---- Phases. ----
@@ -122,7 +92,8 @@ def _checkpoints(phases: Sequence[Phase]) -> list[Phase]:
     for index, phase in enumerate(found):
         before = found[index - 1].wrapper if index else None
         stock = any(isinstance(each, Ddp) and each.stock for each in (before, phase.wrapper))
-        found[index] = replace(phase, loads="weights" if index and stock else phase.loads if index else "all")
+        loads = "weights" if index and stock else phase.loads if index else "all"
+        found[index] = replace(phase, loads=loads, damages=phase.damages if index else ())
     return found
 
 
@@ -138,6 +109,9 @@ def _phase(program: Program, phase: Phase) -> Phase:
         phase = replace(phase, queue=False)
     phase = replace(phase, ranks=ranks)
     made = _ddp(program, phase, wrapper) if isinstance(wrapper, Ddp) else _fsdp(program, wrapper)
+    sums = isinstance(made, Ddp) and made.per_token
+    if phase.queue or sums or program.optimizer.scaled or program.dtype in ROUNDED:  # which would be the second's too
+        phase = replace(phase, second=None)
     phase = replace(phase, wrapper=made, clip=None if _steps_in_hooks(made) else phase.clip)
     iterations: list[Iteration] = []
     for iteration in phase.iterations:
@@ -242,6 +216,11 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     if _steps_in_hooks(wrapper):
         outcome = "step" if outcome in ("skip", "accumulate") else outcome
         iteration = replace(iteration, change="no", reads=(), see=_without_grads(iteration), way="plain")
+    iteration = replace(iteration, alternates=iteration.alternates and phase.second is not None)
+    judges = phase.second is not None and outcome not in ("given up", "fails") and program.optimizer.name != "LBFGS"
+    micros = tuple(_judged(micro, judges) for micro in micros)
+    if not any(micro.pattern == "judged" for micro in micros):
+        iteration = replace(iteration, second="together")
     no_sync = iteration.no_sync
     early = wrapper.overlap if isinstance(wrapper, Ddp) else delays or wrapper.stepping_hooks
     if no_sync == "forgotten" and (early or outcome in ("given up", "fails")):
@@ -257,14 +236,26 @@ def _iteration(program: Program, phase: Phase, iteration: Iteration, begins: boo
     iteration = replace(iteration, change=change, way=_way(program, phase, iteration, begins))
     if iteration.way == "closure":
         iteration = replace(iteration, change="no", scaled=False)
+    if iteration.way == "projected":
+        micros, count = (Micro(),), 1
+        finish = iteration.finish if ddp else "nothing"
+        iteration = replace(iteration, micros=micros, no_sync="backward", finish=finish)
     reads = tuple(dict.fromkeys(_reads(program, phase, iteration)))
     see = tuple(what for what in iteration.see if what != "grads" or _shows_grads(program, phase, iteration))
     alike = _launches_alike(program, phase) and all(micro.ranks is None for micro in micros)
-    extras = [_extra(program, phase, extra, count, alike) for extra in iteration.extras]
+    alike = alike and iteration.way != "projected"  # whose losses are several
+    stay = [each for each in iteration.extras if outcome != "accumulate" or each.kind not in ENDS_ITERATIONS]
+    extras = [_extra(program, phase, extra, count, alike) for extra in stay]
     if iteration.way == "closure":
         see, reads = (), ()
         extras = [extra for extra in extras if extra is not None and extra.at > count]
     return replace(iteration, see=see, reads=reads, extras=tuple(extra for extra in extras if extra is not None))
+
+
+def _judged(micro: Micro, judges: bool) -> Micro:
+    if micro.pattern != "judged":
+        return micro
+    return replace(micro, ranks=None) if judges else replace(micro, pattern="plain")
 
 
 def _without_grads(iteration: Iteration) -> tuple[str, ...]:
@@ -278,7 +269,8 @@ def _finish(program: Program, phase: Phase, iteration: Iteration) -> str:
             return "nothing"
         # What was delayed is over when the optimizer steps, or .grad has gone, or the model says so.
         stays = iteration.outcome == "accumulate" or wrapper.zero.endswith("(set_to_none=False)")
-        if stays and iteration.outcome in ("accumulate", "skip") and _delays(program, phase):
+        steps = iteration.outcome not in ("accumulate", "skip") and not iteration.overflow  # where a scaler skips it
+        if stays and not steps and _delays(program, phase):
             return "finish"
         return "finish" if iteration.finish == "finish" else "nothing"
     if iteration.finish == "start" and (
@@ -303,6 +295,10 @@ def _way(program: Program, phase: Phase, iteration: Iteration, begins: bool) -> 
     wrapper, way = phase.wrapper, iteration.way
     if not begins or iteration.outcome != "step" or program.optimizer.scaled:
         return "plain"
+    if any(micro.pattern == "judged" for micro in iteration.micros):
+        return "plain"
+    if way == "projected":
+        return "projected" if _projects(program, phase) else "plain"
     if isinstance(wrapper, Ddp) and (not wrapper.stock or wrapper.per_token or wrapper.clips != "torch"):
         return "plain"
     if way == "closure" and phase.clip is not None:
@@ -310,6 +306,16 @@ def _way(program: Program, phase: Phase, iteration: Iteration, begins: bool) -> 
     if way == "two halves" and (program.dtype in ROUNDED or program.model.variants > 1):
         return "plain"
     return way
+
+
+def _projects(program: Program, phase: Phase) -> bool:
+    """``autograd.grad`` has the gradients of all parameters, on all ranks."""
+    wrapper = phase.wrapper
+    if isinstance(wrapper, Ddp) and (wrapper.per_token or wrapper.find_unused):
+        return False
+    if _steps_in_hooks(wrapper) or _delays(program, phase) or "reentrant" in _recomputes(program.model):
+        return False
+    return program.dtype not in ROUNDED and program.model.variants == 1
 
 
 def _changes_grads(program: Program, phase: Phase, iteration: Iteration) -> bool:
@@ -320,6 +326,8 @@ def _changes_grads(program: Program, phase: Phase, iteration: Iteration) -> bool
         return False
     if iteration.change == "normalised":  # norms of experts' gradients cover all ranks' experts
         return program.model.variants == 1
+    if iteration.change == "none" and program.model.variants > 1:  # which may be one of all ranks' experts
+        return False
     options = dict(program.optimizer.options)
     # torch's fused SGD cannot begin the momentum of some parameters later than that of others.
     return not (iteration.change == "none" and options.get("fused") and options.get("momentum"))
@@ -360,6 +368,8 @@ def _pattern(program: Program, phase: Phase, micro: Micro, first: bool, last: bo
     if pattern in UNDELAYED and (program.optimizer.scaled or program.dtype in ROUNDED or _delays(program, phase)):
         return "plain"
     if pattern == "attack" and not first:
+        return "plain"
+    if pattern in NO_GRADIENT_OF_LOSS and program.optimizer.name == "LBFGS":  # which searches along the loss
         return "plain"
     if pattern == "added" and (isinstance(wrapper, Fsdp) or (last and wrapper.find_unused)):
         return "plain"
@@ -408,9 +418,11 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
         return None
+    if kind == "unwrapped" and program.dtype == "bfloat16":  # whose masters go with the wrapper
+        return None
     if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):
         return None
-    if kind == "averaged model" and program.dtype in ROUNDED:
+    if kind in ("averaged model", "attributes") and program.dtype in ROUNDED:
         return None
     if kind == "gone through" and (program.model.stem == "lookup" or program.dtype in ROUNDED):
         return None
@@ -433,7 +445,9 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     ranks = _some(extra.ranks, phase.ranks) if kind in RANK_DEPENDENT else ()
     if kind in ("gc.collect", "forgetting") and not ranks:
         ranks = (0,)
-    where = min(extra.where, num_members(program.model) - 1) if kind in ("failed forward", "layer dropped") else 0
+    where = extra.where if kind in VARIED else 0
+    if kind in ("failed forward", "layer dropped"):
+        where = min(extra.where, num_members(program.model) - 1)
     return replace(extra, at=at, ranks=ranks, where=where)
 
 

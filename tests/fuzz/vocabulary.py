@@ -12,11 +12,12 @@ from typing import Any
 import comparison
 import plain_modules
 import plain_training
+import user_checkpoints
 import user_models
 import user_training
 from pipeline_programs import SCHEDULES
 
-OURS = (user_models, plain_modules, user_training, plain_training, comparison)
+OURS = (user_models, plain_modules, user_training, user_checkpoints, plain_training, comparison)
 
 LIBRARY = {
     "maingrad.ddp": (
@@ -41,6 +42,7 @@ LIBRARY = {
         "WgradQueue",
         "convert_linears",
         "delayed_wgrad",
+        "unconvert",
     ),
     "maingrad.te_integration.pipeline": ("PipelineStage",),
 }
@@ -52,10 +54,12 @@ TORCH = {
     "F": "import torch.nn.functional as F",
     "nn": "from torch import nn",
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
+    "contextmanager": "from contextlib import contextmanager",
+    "pipelining": "from torch.distributed import pipelining",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
 }
 TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
-STANDARD = {name: f"import {name}" for name in ("copy", "gc", "math", "tempfile", "zlib")}
+STANDARD = {name: f"import {name}" for name in ("copy", "gc", "math", "os", "random", "shutil", "tempfile", "zlib")}
 
 
 def namespace() -> dict[str, Any]:

@@ -245,7 +245,12 @@ def write_end_of_closure(pen: Pen, iteration: Iteration) -> None:
         pen(f"zeros_where_none({pen.owner})")
     if pen.ddp:
         pen("model.expose_grads()")
-    pen("return loss")
+    if not pen.searches:
+        pen("return loss")
+    elif pen.plain:
+        pen("return total")
+    else:
+        pen("dist.all_reduce(total)", "return total / size")
 
 
 def write_closure_step(pen: Pen) -> None:

@@ -94,6 +94,29 @@ class Twice(nn.Module):
         return self.unit(x + self.unit(x))
 
 
+class TiedExpert(nn.Module):
+    """One expert of three is a layer of its own as well, which the first of three microbatches uses alone.
+
+    In the second that expert has an accumulator and the others have none, and one product serves them all.
+    """
+
+    def __init__(self, fuse: bool) -> None:
+        super().__init__()
+        self.experts = make("GroupedLinear", fuse=fuse)
+        self.alone = nn.Linear(FEATURES, FEATURES)
+        self.alone.weight = self.experts.weight0
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        return self.alone(x) if self.num_forwards % 3 == 1 else self.experts(x)
+
+
+def tied_expert(fuse: bool) -> nn.Module:
+    """See above."""
+    return Unit(TiedExpert(fuse))
+
+
 def frozen(fuse: bool) -> nn.Module:
     """One of two weights is frozen, its bias is not."""
     module = make("LayerNormMLP", fuse=fuse)
@@ -122,7 +145,7 @@ def converted(fuse: bool) -> nn.Module:
 
 
 CORNERS = {"tied": (Tied, 4), "twice": (Twice, None), "frozen": (frozen, 2), "sliced": (sliced, 6)}
-CORNERS |= {"checkpointed": (checkpointed, 4), "converted": (converted, 4)}
+CORNERS |= {"checkpointed": (checkpointed, 4), "converted": (converted, 4), "a tied expert": (tied_expert, 2)}
 """How it is built, and how many fused products of a step of three microbatches add to something: those of the last two.
 Versions of torch differ in when they reduce a unit that runs twice: 6 or 8."""
 

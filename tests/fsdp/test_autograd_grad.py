@@ -1,0 +1,171 @@
+"""``torch.autograd.grad`` through a sharded model: it trains nothing, reduces nothing, and ends no iteration."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+RANKS = 2
+
+
+class Part(nn.Module):
+    """Two layers, of which each rank uses its own where ``branches``; or one whose forward runs again in backward."""
+
+    def __init__(self, *, branches: bool, recompute: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+        self.branches, self.recompute = branches, recompute
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        layer = self.layers[rank % 2 if self.branches else 0]
+        if self.recompute:
+            return checkpoint(lambda rows: layer(rows).tanh(), x, use_reentrant=False)
+        return layer(x).tanh()
+
+
+class Net(nn.Module):
+    """Three parts, the last of which is the outermost unit's own layer."""
+
+    def __init__(self, **how: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([Part(**{"branches": False, "recompute": False, **how}) for _ in range(2)])
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for part in self.parts:
+            x = part(x, rank)
+        return self.head(x)
+
+
+def shard(net: Net, **options: Any) -> Any:
+    for part in net.parts:
+        fully_shard(part, **options)
+    return fully_shard(net, **options)
+
+
+def batch(index: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def penalised(net: Any, index: int, rank: int) -> Tensor:
+    """The squared norm of the scores' slope, as in WGAN-GP, beside their mean."""
+    x = batch(index, rank)
+    scores = net(x, rank)
+    (slope,) = torch.autograd.grad(scores.square().sum(), x, create_graph=True)
+    return scores.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def attacked(net: Any, index: int, rank: int) -> Tensor:
+    """The loss of a batch that was made worse."""
+    x = batch(index, rank)
+    (slope,) = torch.autograd.grad(net(x, rank).square().mean(), x)
+    return net((x + 0.1 * slope.sign()).detach(), rank).square().mean()
+
+
+def of_the_scores(net: Any, index: int, rank: int) -> Tensor:
+    """What comes back to the model's own outputs, and to one in between, weighs the loss."""
+    scores = net(batch(index, rank), rank)
+    loss = scores.square().mean()
+    (weight,) = torch.autograd.grad(loss, scores, retain_graph=True)
+    return loss + (weight * scores).sum()
+
+
+def kept_for_the_input(net: Any, index: int, rank: int) -> Tensor:
+    """``backward(inputs=...)``, and the same graph again."""
+    x = batch(index, rank)
+    loss = net(x, rank).square().mean()
+    loss.backward(inputs=[x], retain_graph=True)
+    return loss + x.grad.square().sum()
+
+
+PROGRAMS: list[Callable[[Any, int, int], Tensor]] = [penalised, attacked, of_the_scores, kept_for_the_input]
+HOW: dict[str, dict[str, bool]] = {"": {}, "branches": {"branches": True}, "recomputed": {"recompute": True}}
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("placements", ["zero3", "zero2", "zero1"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_asks_for_gradients_in_an_iteration_is_no_part_of_it(
+    microbatches: int, how: str, placements: str, program: Callable[[Any, int, int], Tensor]
+) -> None:
+    """Gradients are those of plain PyTorch, and hooks of parameters are called once, with all of them."""
+
+    def train() -> list[dict[str, Tensor]]:
+        net = shard(Net(**HOW[how]).double(), placements=placements)
+        called: list[str] = []
+        found = []
+        for name, param in net.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+        for step in range(2):
+            for index in range(microbatches):
+                assert called == []
+                if index < microbatches - 1:
+                    with net.no_sync():
+                        program(net, 2 * step + index, dist.get_rank()).backward()
+                else:
+                    loss = program(net, 2 * step + index, dist.get_rank())
+                    assert called == []
+                    loss.backward()
+            assert sorted(called) == sorted(name for name, _ in net.named_parameters())
+            called.clear()
+            found.append({name: param.grad.full_tensor() for name, param in net.named_parameters()})
+            net.zero_grad()
+        return found
+
+    plain = Net(**HOW[how]).double()
+    expected = []
+    for step in range(2):
+        for index in range(microbatches):
+            (sum(program(plain, 2 * step + index, rank) for rank in range(RANKS)) / RANKS).backward()
+        expected.append({name: param.grad for name, param in plain.named_parameters()})
+        plain.zero_grad()
+    for rank in simulate(train, RANKS):
+        for found, step in zip(rank, expected, strict=True):
+            for name, grad in found.items():
+                torch.testing.assert_close(grad, torch.zeros_like(grad) if step[name] is None else step[name])
+
+
+def test_a_program_that_only_asks_reduces_nothing_and_leaves_no_parameter_whole() -> None:
+    def attack() -> list[Tensor]:
+        net = shard(Net().double())
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(lambda _: pytest.fail("nothing is trained"))
+        found = []
+        with net.record_timeline() as timeline:
+            for index in range(2):
+                x = batch(index, dist.get_rank())
+                found += torch.autograd.grad(net(x, 0).square().sum(), x)
+        assert all(param.grad is None for param in net.parameters())
+        assert timeline.gathers
+        assert not timeline.buckets
+        return found
+
+    plain = Net().double()
+    for rank, found in enumerate(simulate(attack, RANKS)):
+        for index, slope in enumerate(found):
+            x = batch(index, rank)
+            torch.testing.assert_close(slope, torch.autograd.grad(plain(x, 0).square().sum(), x)[0])
+
+
+def test_gradients_of_shards_cannot_be_asked_for() -> None:
+    def ask() -> None:
+        net = shard(Net().double())
+        loss = net(batch(0, dist.get_rank()), 0).sum()
+        refused = "uses the parameter 'head.weight' outside the forward of the outermost unit"
+        with pytest.raises(RuntimeError, match=refused):
+            torch.autograd.grad(loss, [net.head.weight])
+        with pytest.raises(RuntimeError, match=refused):
+            loss.backward(inputs=[net.head.weight])
+
+    simulate(ask, RANKS)
