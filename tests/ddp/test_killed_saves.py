@@ -254,7 +254,7 @@ def weights_alone(path: Path, kind: str) -> int:
 KILLS = [
     # (kind, ranks, victim, at which event, what can be loaded)
     ("ZeRO-1", 2, 0, (1, "all_gather_object"), 1),
-    ("ZeRO-1", 3, 1, (4, "all_gather_object"), 1),
+    ("ZeRO-1", 3, 1, (2, "all_gather_object"), 1),
     ("ZeRO-1", 3, 1, (1, "gather_object"), 1),
     ("ZeRO-1", 2, 1, (1, ".distcp"), 1),
     ("ZeRO-1", 2, 0, (1, ".metadata"), 1),
@@ -263,10 +263,10 @@ KILLS = [
     ("ZeRO-1", 2, 0, (1, "os.rename c"), 1),
     ("ZeRO-1", 3, 0, (1, "os.rename c.incomplete"), 2),
     ("ZeRO-1", 2, 0, (1, "os.remove maingrad.json"), 2),
-    ("ZeRO-1", 2, 1, (6, "all_gather_object"), 2),
+    ("ZeRO-1", 2, 1, (4, "all_gather_object"), 2),
     ("all-reduced", 2, 1, (2, "all_gather_object"), 1),
     ("hybrid", 4, 3, (1, ".distcp"), None),
-    ("hybrid", 4, 2, (5, "all_gather_object"), 1),
+    ("hybrid", 4, 2, (3, "all_gather_object"), 1),
     ("hybrid", 4, 0, (1, ".distcp"), 1),
     ("fully sharded", 3, 2, (1, "scatter_object_list"), 1),
     ("fully sharded", 3, 0, (1, "os.rename c.incomplete"), 2),
