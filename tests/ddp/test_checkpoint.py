@@ -364,6 +364,39 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.Mo
     assert dict(simulate(load_counting, 4, tmp_path / "c", ZERO1)) == nbytes
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
+    """Transposed, with steps, expanded, conjugated, negated: into plain memory, and into such, here and by torch."""
+    numbers = torch.arange(24.0).view(4, 6)
+    complexes = torch.complex(numbers, numbers + 1)
+    views = {
+        "transposed": numbers.t(),
+        "permuted": numbers.view(2, 3, 4).permute(2, 0, 1),
+        "steps": numbers[:, ::2],
+        "steps_of_one": torch.arange(10.0)[::3],
+        "expanded": numbers[:, :1].expand(4, 5),
+        "conjugated": complexes.conj(),
+        "negated": complexes.conj().imag,
+        "last": numbers.to(memory_format=torch.contiguous_format)[2:],
+    }
+    model, plain = nn.Module(), nn.Module()
+    for name, view in views.items():
+        model.register_buffer(name, view)
+        plain.register_buffer(name, torch.zeros(view.shape, dtype=view.dtype))
+    save_checkpoint(tmp_path / "c", model)
+    load_checkpoint(tmp_path / "c", plain)
+    assert_same(dict(plain.named_buffers()), views)
+    state = {name: torch.zeros_like(buffer) for name, buffer in plain.state_dict().items()}
+    torchs_load({"model": state}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert_same(state, views)
+    for name in ("transposed", "permuted", "steps", "steps_of_one"):
+        target = torch.zeros_like(views[name]) if "steps" not in name else torch.zeros(4, 12)[:, ::4]
+        setattr(plain, name, target if name != "steps_of_one" else torch.zeros(8)[::2])
+    load_checkpoint(tmp_path / "c", plain)
+    assert not plain.transposed.is_contiguous() and not plain.steps_of_one.is_contiguous()
+    assert_same(dict(plain.named_buffers()), views)
+
+
 def save_different_buffers(folder: Path) -> None:
     ddp, optimizer = build(**ZERO1)
     ddp.module.seen.fill_(10 + dist.get_rank())
