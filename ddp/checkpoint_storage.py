@@ -210,6 +210,8 @@ def _read_chunk(file: BinaryIO, chunk: Chunk, itemsize: int, parts: Sequence[_Pa
 
 def _memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, which must outlive the view. NumPy has no view of every dtype."""
+    if not tensor.is_cpu:
+        raise ValueError(f"memory of {tensor.device}")
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

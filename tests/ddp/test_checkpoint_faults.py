@@ -634,10 +634,13 @@ def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
-    """What is read beside its place is on the CPU: a chunk of which ranks have parts."""
+    """What is read beside its place is on the CPU: a chunk of which ranks have parts, a tensor that lies transposed."""
 
     def make() -> tuple[nn.Module, DistributedOptimizer]:
-        model = wrap(nn.Linear(64, 64).bfloat16(), use_distributed_optimizer=True)
+        inner = nn.Linear(64, 64).bfloat16()
+        inner.fixed = nn.Parameter(torch.arange(15.0).view(3, 5).t(), requires_grad=False)
+        model = wrap(inner, use_distributed_optimizer=True)
+        assert not inner.fixed.is_contiguous()
         return model, DistributedOptimizer(model)
 
     def save() -> None:

@@ -317,10 +317,10 @@ def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp
 @pytest.mark.parametrize(
     "kind, victim, at",
     [
-        ("ZeRO-1", 1, (2, "all_gather_object")),
-        ("ZeRO-1", 0, (4, "all_gather_object")),
-        ("ZeRO-1", 0, (1, "gather_object")),
-        ("fully sharded", 1, (1, "scatter_object_list")),
+        ("ZeRO-1", 1, (1, "all_gather_object")),
+        ("ZeRO-1", 0, (2, "all_gather_object")),
+        ("ZeRO-1", 0, (3, "all_gather_object")),
+        ("fully sharded", 1, (3, "all_gather_object")),
     ],
 )
 def test_a_rank_that_is_killed_in_a_load_is_named(kind: str, victim: int, at: tuple[int, str], tmp_path: Path) -> None:
