@@ -8,15 +8,16 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from .failure_report import CollectiveError, FailureReporter
 
-__all__ = ["alike", "compare_between_ranks", "gather", "saying"]
+__all__ = ["alike", "alike_telling", "compare_between_ranks", "gather", "saying"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _KINDS: tuple[type[Exception], ...] = (
     FileNotFoundError,
@@ -50,24 +51,40 @@ def alike(action: Callable[[], T], axes: Iterable[dist.ProcessGroup], failures: 
 
     what  the action, for the ``CollectiveError`` of ranks that hear nothing from another one; the rest as in ``gather``
     """
+    return alike_telling(action, lambda _: None, axes, failures, what)[0]
+
+
+def alike_telling(
+    action: Callable[[], T],
+    telling: Callable[[T], U],
+    axes: Iterable[dist.ProcessGroup],
+    failures: FailureReporter | None,
+    what: str,
+) -> tuple[T, list[U]]:
+    """As ``alike``; returns what every rank tells of its result, too, in one order everywhere.
+
+    telling  of ``action``'s result, what the others are to know
+    """
     axes = list(axes)
     if not axes:
-        return action()
-    result: Any = None
+        result = action()
+        return result, [telling(result)]
+    result, told = cast(T, None), cast(U, None)
     cause: Exception | None = None
     mine: tuple[int, str, int] | None = None
     try:
         result = action()
+        told = telling(result)
     except Exception as error:
         mine, cause = (_kind_of(error), str(error) or type(error).__name__, dist.get_rank()), error
-    answers = gather(mine, axes, failures, f"word from all ranks after {what}")
-    raised = [answer for answer in answers if answer is not None]
+    answers = gather((mine, told), axes, failures, f"word from all ranks after {what}")
+    raised = [failure for failure, _ in answers if failure is not None]
     if raised:
         kind, text, rank = raised[0]
-        if len({answer and answer[1] for answer in answers}) > 1:
+        if len({failure and failure[1] for failure, _ in answers}) > 1:
             text += f" (on rank {rank})"
         raise _KINDS[kind](text) from cause
-    return result  # type: ignore[no-any-return]
+    return result, [each for _, each in answers]
 
 
 def compare_between_ranks(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:

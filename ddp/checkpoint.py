@@ -3,16 +3,18 @@
     save_checkpoint("runs/step-100", model, optimizer, extra={"step": 100, "scheduler": scheduler.state_dict()})
     extra = load_checkpoint("runs/step-100", model, optimizer)
 
-Each rank writes and reads its own slices through torch.distributed.checkpoint (DCP), whose other tools read the folder
-too. Follow a save: the wrapper says what this rank holds (``checkpoint_source.py``); every rank offers `Piece`s of
-full-shape tensors (``checkpoint_contents.py``, ``checkpoint_optimizer.py``); the first rank deals out what several hold
-(``checkpoint_planner.py``); when all is written it adds the manifest (``checkpoint_manifest.py``) and moves the folder
-into its place (``checkpoint_folder.py``). A load goes backwards, and checks all it can before it touches the model.
+Each rank writes its own slices through torch.distributed.checkpoint (DCP), whose tools read the folder too. Follow a
+save: the wrapper says what this rank holds (``checkpoint_source.py``); every rank offers `Piece`s of full-shape tensors
+(``checkpoint_contents.py``, ``checkpoint_optimizer.py``); the first rank deals out what several hold
+(``checkpoint_planner.py``); when all is written (``checkpoint_writer.py``) it adds the manifest, with the index of
+where everything lies (``checkpoint_manifest.py``, ``checkpoint_index.py``), and moves the folder into its place
+(``checkpoint_folder.py``). A load goes backwards, and checks all it can before it touches the model; each rank reads
+its own slices by the index alone (``checkpoint_storage.py``).
 """
 
 import json
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,16 +25,13 @@ from .agreement import saying
 from .checkpoint_boxes import Piece
 from .checkpoint_contents import ModelLoad, Notes, StoredNames, check_model, make_manifest, pieces_of_model
 from .checkpoint_folder import Staging
+from .checkpoint_index import Index
 from .checkpoint_manifest import SavedOptimizer
 from .checkpoint_optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
-from .checkpoint_ranks import check_same_call, place_of_experts
+from .checkpoint_ranks import check_same_call
+from .checkpoint_storage import Stored, check_files, check_stored, open_checkpoint, read_pieces
 from .checkpoint_wrapper_source import check_saved_once, source_of
 from .failure_report import CollectiveError
-
-if TYPE_CHECKING:
-    from .checkpoint_storage import Stored
-
-# checkpoint_storage is imported where it is used: it needs a torch with torch.distributed, and importing this does not.
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -54,14 +53,14 @@ def save_checkpoint(
     already is replaced then; anything else at ``path``, and another save to it that is under way, is refused with
     ``FileExistsError``. All ranks raise alike.
     """
-    from .checkpoint_storage import check_written, write_pieces
+    from .checkpoint_writer import write_pieces  # here: it needs a torch with torch.distributed
 
     check_saved_once(model)
     source = source_of(model)
     ranks = source.ranks
-    target, save_id = check_same_call(path, optimizer, ranks, "save_checkpoint")
+    target, save_id, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "save_checkpoint")
     staging = Staging(target)
-    names = StoredNames(*place_of_experts(source.expert_axes, ranks))
+    names = StoredNames(*experts)
 
     def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
         holding = source.hold(optimizer, saving=True)
@@ -77,19 +76,23 @@ def save_checkpoint(
             _begin(staging, alone=ranks.failures is None)
         return parts, notes, saved
 
-    def finish(all_notes: list[Notes]) -> None:
+    def finish() -> None:
         if ranks.leads:
-            metadata_file = check_written(staging.folder, save_id)
-            make_manifest(all_notes, names, saved, extra, save_id, metadata_file).write(staging.folder)
+            check_files(staging.folder, index, save_id)  # another rank's may be elsewhere, or another job's
+            make_manifest(all_notes, names, saved, extra, save_id, index).write(staging.folder)
             staging.complete()
 
     with staging:
         pieces, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
-        all_notes = ranks.alike(
-            lambda: write_pieces(staging.folder, save_id, pieces, notes, ranks.group) if ranks.writes else [],
+        all_notes, index = ranks.alike(
+            lambda: (
+                write_pieces(staging.folder, save_id, pieces, notes, ranks.group)
+                if ranks.writes
+                else ([], Index({}, {}))
+            ),
             f"the writing of checkpoint '{target}'",
         )
-        ranks.alike(lambda: finish(all_notes), f"the completion of checkpoint '{target}'")
+        ranks.alike(finish, f"the completion of checkpoint '{target}'")
 
 
 @torch.no_grad()
@@ -106,14 +109,12 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     another shape or dtype, and another optimizer or none. Bytes that are damaged inside a file are found while reading:
     then the error says that the model is partly overwritten.
     """
-    from .checkpoint_storage import check_stored, open_checkpoint, read_pieces
-
     source = source_of(model)
     ranks = source.ranks
-    target, _ = check_same_call(path, optimizer, ranks, "load_checkpoint")
-    names = StoredNames(*place_of_experts(source.expert_axes, ranks))
+    target, _, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "load_checkpoint")
+    names = StoredNames(*experts)
 
-    def prepare() -> "_Load":
+    def prepare() -> _Load:
         holding = source.hold(optimizer, saving=False)
         stored = open_checkpoint(target, check_sizes=ranks.leads)
         manifest = stored.manifest
@@ -123,15 +124,16 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)
         values = ModelLoad.plan(manifest, holding, names)
         load = _Load(stored, values, state)
-        check_stored(stored.metadata, load.pieces)
+        check_stored(manifest.index, load.pieces)
         return load
 
-    load = ranks.alike(prepare, f"the opening of checkpoint '{target}'")
-    opened = ranks.gather(load.stored.manifest.save_id, "the comparison between ranks of what load_checkpoint opened")
+    load, opened = ranks.alike_telling(
+        prepare, lambda load: load.stored.manifest.save_id, f"the opening of checkpoint '{target}'"
+    )
     if len(set(opened)) > 1:
         raise ValueError(f"'{target}' was replaced while it was opened, and ranks have different ones: load it again")
     try:
-        ranks.alike(lambda: read_pieces(load.stored, load.pieces, ranks.group), f"the reading of checkpoint '{target}'")
+        ranks.alike(lambda: read_pieces(load.stored, load.pieces), f"the reading of checkpoint '{target}'")
     except Exception as error:
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
         raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
@@ -145,7 +147,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 class _Load(NamedTuple):
     """A load that was checked and waits for the tensors."""
 
-    stored: "Stored"
+    stored: Stored
     values: ModelLoad
     state: OptimizerLoad | None
 

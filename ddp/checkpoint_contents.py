@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint_boxes import Piece
-from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor, dtype_named
+from .checkpoint_index import Index
+from .checkpoint_json import dtype_name, dtype_named
+from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor
 from .checkpoint_source import HeldParam, Holding
 
 __all__ = [
@@ -179,7 +181,7 @@ def make_manifest(
     optimizer: SavedOptimizer | None,
     extra: Any,
     save_id: str,
-    metadata_file: tuple[int, int],
+    index: Index,
 ) -> Manifest:
     """The manifest of what all ranks have, in their order. Raises ``ValueError`` where they contradict each other."""
     parameters: dict[str, SavedTensor] = {}
@@ -196,13 +198,14 @@ def make_manifest(
             if (knows and entry != both) or (entry.kind, entry.group) != (both.kind, both.group):
                 raise ValueError(f"ranks disagree on parameter '{name}': one has {both}, another {entry}")
             parameters[name] = both
-    for index in range(names.num_expert_sets):
-        stored = (name.endswith(names.suffix(index)) for name in (*parameters, *buffers))
+    for expert_set in range(names.num_expert_sets):
+        stored = (name.endswith(names.suffix(expert_set)) for name in (*parameters, *buffers))
         if names.num_expert_sets > 1 and not any(stored):
             raise ValueError(
-                f"experts of set {index} are on no rank of the first instance, which writes: instances must hold all"
+                f"experts of set {expert_set} are on no rank of the first instance, which writes: instances must hold "
+                f"all"
             )
-    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra, metadata_file)
+    return Manifest(save_id, parameters, buffers, tied, names.num_expert_sets, optimizer, extra, index)
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
@@ -239,7 +242,7 @@ def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[st
 
 
 def _entry(shape: tuple[int, ...], dtype: torch.dtype, **fields: Any) -> SavedTensor:
-    return SavedTensor(shape, str(dtype).removeprefix("torch."), **fields)
+    return SavedTensor(shape, dtype_name(dtype), **fields)
 
 
 def _in_words(names: list[str]) -> str:

@@ -1,29 +1,32 @@
-"""The JSON file of a checkpoint: what was saved, in the names and shapes of the model, beside the tensors' own files.
+"""The JSON file of a checkpoint: what was saved, in the names and shapes of the model, and where in the files it lies.
 
 It is written last, so that a folder with it is complete, and read first, so that a model that does not fit is refused
-before any tensor has been touched. What is not a tensor is in it too: no data file holds a pickled object.
+before any tensor has been touched. What is not a tensor is in it too: no data file holds a pickled object. ``checksum``
+is the CRC-32 of all the rest, which a hand that changes something sets to null.
 
     version    what it added
     1
-    2          ``checksum``, CRC-32 of the manifest's own content, and ``metadata_file``, the size and the CRC-32 of the
-               file beside it; either may be null, which a hand that changed something writes there
+    2          checksums of the manifest and of torch's metadata
+    3          the index (``checkpoint_index.py``); torch's metadata is not read. The first that is read
 """
 
 import dataclasses
 import json
-import math
 import os
 import reprlib
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checkpoint_id import known_id
+from .checkpoint_id import is_id
+from .checkpoint_index import Index
+from .checkpoint_json import dtype_name, dtype_named, expect, from_json, shape_from_json
 
 __all__ = [
     "MANIFEST_FILE",
@@ -32,23 +35,17 @@ __all__ = [
     "Manifest",
     "SavedOptimizer",
     "SavedTensor",
-    "dtype_named",
-    "from_json",
-    "to_json",
 ]
 
 MANIFEST_FILE = "maingrad.json"
 MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
 """It is written here: where there is a manifest it is whole."""
 METADATA_FILE = ".metadata"
-"""Torch's own, beside it."""
+"""Torch's own index, beside it: for torch's tools."""
 FORMAT = "maingrad.checkpoint"
-VERSION = 2
-MOST_BYTES = 2**26
-"""Of the file."""
-_MOST_DIMS = 64
-
-T = TypeVar("T")
+VERSION = 3
+MOST_BYTES = 2**28
+"""Of the file: that is some million chunks."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class SavedTensor:
     @classmethod
     def of(cls, tensor: Tensor, **optimizer: Any) -> "SavedTensor":
         """The entry of ``tensor``."""
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), **optimizer)
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), **optimizer)
 
     @property
     def kind(self) -> str:
@@ -91,8 +88,8 @@ class SavedOptimizer:
 class Manifest:
     """Everything but the tensors."""
 
-    save_id: str | None
-    """That of the other files too. None: saved before there were ids."""
+    save_id: str
+    """That of the data files too."""
 
     parameters: Mapping[str, SavedTensor]
     buffers: Mapping[str, SavedTensor]
@@ -102,20 +99,22 @@ class Manifest:
     """Ranks with different experts name theirs apart: so many of them."""
     optimizer: SavedOptimizer | None
     extra: Any
-    metadata_file: tuple[int, int] | None
-    """Size in bytes and CRC-32 of the metadata; None: not known."""
+    index: Index
 
     def write(self, folder: Path) -> None:
         """Write the file, and have its bytes on the disk before it has its name."""
-        fields = {**dataclasses.asdict(dataclasses.replace(self, extra=None)), "extra": self.extra}
-        content = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, **fields}
-        staging = folder / MANIFEST_STAGING
+        fields = dataclasses.asdict(dataclasses.replace(self, extra=None, index=Index({}, {})))
+        del fields["index"]
+        about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
+        content = {**about, **fields, "extra": self.extra, **self.index.to_json()}
         content = json.loads(json.dumps(content))  # as it will be read
-        written = json.dumps({"checksum": _checksum(content), **content}, indent=1)
+        written = _laid_out({"checksum": _checksum(content), **content})
         if len(written) > MOST_BYTES:
             raise ValueError(
-                f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra"
+                f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra, "
+                f"or save from fewer ranks"
             )
+        staging = folder / MANIFEST_STAGING
         try:
             with staging.open("w") as file:
                 file.write(written)
@@ -127,12 +126,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Read the file. Raises ``ValueError`` where it is not ours, damaged, or of another version."""
+        """Read the file. Raises ``ValueError`` where it is not ours, damaged, or of a version that is not read."""
         path = folder / MANIFEST_FILE
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise ValueError(f"{path.stat().st_size} bytes are more than any manifest has")
-            content = json.loads(path.read_bytes())
+            content = json.loads(_bytes_of(path))
         except FileNotFoundError:
             raise ValueError(
                 f"'{folder}' is no complete checkpoint of maingrad: it has no {MANIFEST_FILE}, which is written last"
@@ -141,12 +138,7 @@ class Manifest:
             raise ValueError(f"'{path}' is truncated or damaged ({error})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
-        version = content.get("version")
-        if type(version) is not int or not 1 <= version <= VERSION:
-            raise ValueError(
-                f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads versions 1 to "
-                f"{VERSION}"
-            )
+        _check_version(path, content.get("version"))
         try:
             manifest = cls._parse(content)
             _check_sum(content)
@@ -158,28 +150,59 @@ class Manifest:
     def _parse(cls, content: Mapping[str, Any]) -> "Manifest":
         optimizer, num_groups = content["optimizer"], 0
         if optimizer is not None:
-            groups = tuple(_a(dict, group, "a parameter group") for group in _a(list, optimizer["groups"], "groups"))
+            all_groups = expect(list, optimizer["groups"], "groups")
+            groups = tuple(expect(dict, group, "a parameter group") for group in all_groups)
             for value in (value for group in groups for value in group.values()):
                 from_json(value)  # so that what cannot be read is found here
-            optimizer = SavedOptimizer(_a(str, optimizer["optimizer_class"], "optimizer_class"), groups)
+            optimizer = SavedOptimizer(expect(str, optimizer["optimizer_class"], "optimizer_class"), groups)
             num_groups = len(groups)
         parameters, buffers = (
-            {name: _parse_tensor(name, entry, num_groups) for name, entry in _a(dict, content[kind], kind).items()}
+            {name: _parse_tensor(name, entry, num_groups) for name, entry in expect(dict, content[kind], kind).items()}
             for kind in ("parameters", "buffers")
         )
-        num_expert_sets = _a(int, content["num_expert_sets"], "num_expert_sets")
-        tied = _a(dict, content["tied"], "tied")
+        num_expert_sets = expect(int, content["num_expert_sets"], "num_expert_sets")
+        tied = expect(dict, content["tied"], "tied")
         for alias, first in tied.items():
-            if _a(str, first, f"what '{alias}' is tied to") not in parameters:
+            if expect(str, first, f"what '{alias}' is tied to") not in parameters:
                 raise ValueError(f"'{alias}' is tied to {reprlib.repr(first)}, which is no parameter")
-        save_id = known_id(content["save_id"]) if "save_id" in content else None
-        if save_id is None and "save_id" in content:
-            raise ValueError(f"{reprlib.repr(content['save_id'])} is no id of a save")
-        metadata_file = content["metadata_file"] if content["version"] > 1 else None
-        if metadata_file is not None:
-            size, checksum = (_a(int, value, "metadata_file") for value in _a(list, metadata_file, "metadata_file"))
-            metadata_file = size, checksum
-        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"], metadata_file)
+        save_id = content["save_id"]
+        if not is_id(save_id):
+            raise ValueError(f"{reprlib.repr(save_id)} is no id of a save")
+        if content["byteorder"] != sys.byteorder:
+            raise ValueError(f"its tensors are {reprlib.repr(content['byteorder'])}-endian, which this machine is not")
+        index = Index.from_json(content)
+        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"], index)
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The file. Raises ``ValueError`` for one that is far too long, of which little is read."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - 1))
+        if size > MOST_BYTES or file.read() not in (b"}", b"\n"):
+            raise ValueError(f"of its {size} bytes the last is not a manifest's")
+        file.seek(0)
+        return file.read()
+
+
+def _check_version(path: Path, version: Any) -> None:
+    """Raise ``ValueError`` for a version that is not read here; it says what can be done about it."""
+    if type(version) is int and version == VERSION:
+        return
+    found = f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
+    if type(version) is int and 1 <= version < VERSION:
+        raise ValueError(
+            f"{found}: the maingrad that wrote it loads it, and torch.distributed.checkpoint.load reads its tensors "
+            f"(model.NAME, master.NAME, optimizer.state.NAME.KEY)"
+        )
+    raise ValueError(f"{found}: a newer maingrad has written it, or it is damaged")
+
+
+def _laid_out(content: Mapping[str, Any]) -> str:
+    """JSON for the eye: a line for each value, and one for each tensor of the index."""
+    rest = json.dumps({key: value for key, value in content.items() if key != "tensors"}, indent=1)
+    lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in content["tensors"].items())
+    return rest.removesuffix("\n}") + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
@@ -189,8 +212,8 @@ def _checksum(content: Mapping[str, Any]) -> int:
 
 
 def _check_sum(content: Mapping[str, Any]) -> None:
-    if content["version"] > 1 and content["checksum"] is not None:
-        written, found = _a(int, content["checksum"], "checksum"), _checksum(content)
+    if content["checksum"] is not None:
+        written, found = expect(int, content["checksum"], "checksum"), _checksum(content)
         if found != written:
             raise ValueError(
                 f"its content has checksum {found}, and had {written} when it was written; where you have changed it "
@@ -198,65 +221,22 @@ def _check_sum(content: Mapping[str, Any]) -> None:
             )
 
 
-def _a(kind: type[T], value: Any, what: str) -> T:
-    """``value``, of this very type: JSON's true is no number. Raises ``TypeError``."""
-    if type(value) is not kind:
-        raise TypeError(f"{reprlib.repr(value)} as {what}")
-    return value
-
-
 def _parse_tensor(name: str, entry: Mapping[str, Any], num_groups: int) -> SavedTensor:
-    shape = tuple(_a(int, size, f"a size of '{name}'") for size in _a(list, entry["shape"], f"the shape of '{name}'"))
-    if len(shape) > _MOST_DIMS or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= 2**62:
-        raise ValueError(f"'{name}' has shape {reprlib.repr(shape)}")
     group = entry["group"]
-    if group is not None and not 0 <= _a(int, group, f"the group of '{name}'") < num_groups:
+    if group is not None and not 0 <= expect(int, group, f"the group of '{name}'") < num_groups:
         raise ValueError(f"'{name}' is in group {reprlib.repr(group)} of {num_groups}")
-    scalars = _a(dict, entry["scalars"], f"the scalars of '{name}'")
+    scalars = expect(dict, entry["scalars"], f"the scalars of '{name}'")
     for value in scalars.values():
         from_json(value)
+    state = {
+        key: dtype_name(dtype_named(dtype))
+        for key, dtype in expect(dict, entry["state"], f"the state of '{name}'").items()
+    }
     return SavedTensor(
-        shape=shape,
-        dtype=_dtype_name(entry["dtype"]),
+        shape=shape_from_json(entry["shape"], name),
+        dtype=dtype_name(dtype_named(entry["dtype"])),
         group=group,
-        has_master=_a(bool, entry["has_master"], f"has_master of '{name}'"),
-        state={key: _dtype_name(dtype) for key, dtype in _a(dict, entry["state"], f"the state of '{name}'").items()},
+        has_master=expect(bool, entry["has_master"], f"has_master of '{name}'"),
+        state=state,
         scalars=scalars,
     )
-
-
-def _dtype_name(name: Any) -> str:
-    return str(dtype_named(_a(str, name, "a dtype"))).removeprefix("torch.")
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of this name; raises ``ValueError`` where there is none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{reprlib.repr(name)} is no dtype")
-    return dtype
-
-
-def to_json(value: Any, what: str) -> Any:
-    """A hyperparameter or scalar state as JSON holds it: a 0-dim tensor becomes its value and its dtype, exactly.
-
-    Raises ``ValueError`` that says ``what`` it is, for anything else than tensors, numbers, strings and sequences.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [to_json(each, what) for each in value]
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
-    raise ValueError(f"{what} is a {type(value).__name__}, which a checkpoint cannot hold as JSON")
-
-
-def from_json(value: Any) -> Any:
-    """What ``to_json`` was given, tensors on the CPU; sequences come back as tuples."""
-    if isinstance(value, list):
-        return tuple(from_json(each) for each in value)
-    if isinstance(value, dict):
-        if not isinstance(value["tensor"], bool | int | float):
-            raise TypeError(f"{reprlib.repr(value['tensor'])} as the value of a tensor")
-        return torch.tensor(value["tensor"], dtype=dtype_named(value["dtype"]), device="cpu")
-    return value

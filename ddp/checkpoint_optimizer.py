@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .checkpoint_boxes import Piece
 from .checkpoint_contents import StoredNames
-from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor, dtype_named, from_json, to_json
+from .checkpoint_json import dtype_name, dtype_named, from_json, to_json
+from .checkpoint_manifest import Manifest, SavedOptimizer, SavedTensor
 from .checkpoint_source import HeldOptimizer, HeldSlice, Holding
 
 __all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "pieces_of_optimizer"]
@@ -51,7 +52,7 @@ def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
         part.name: {
             "group": part.group,
             "has_master": part.master.dtype is not holding.params[part.name].dtype,
-            "state": {key: str(value.dtype).removeprefix("torch.") for key, value in part.state().items()},
+            "state": {key: dtype_name(value.dtype) for key, value in part.state().items()},
             "scalars": {
                 key: to_json(value, f"state '{key}' of parameter '{part.name}'")
                 for key, value in part.scalars().items()
@@ -206,7 +207,7 @@ def _place(group: int | None, verb: str) -> str:
 def _check_width(part: HeldSlice, entry: SavedTensor) -> None:
     """Raise ``ValueError`` unless the optimizer updates elements of the dtype that the saved one did."""
     there = "float32" if entry.has_master else entry.dtype
-    here = str(part.master.dtype).removeprefix("torch.")
+    here = dtype_name(part.master.dtype)
     if here != there:
         raise ValueError(
             f"the optimizer updates parameter '{part.name}' in {here}, and the saved one did in {there}: load the "

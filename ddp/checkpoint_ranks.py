@@ -7,14 +7,15 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from .agreement import alike, gather
+from .agreement import alike, alike_telling, gather
 from .checkpoint_id import new_id
 from .failure_report import FailureReporter
 from .rank_grid import RankGrid
 
-__all__ = ["CheckpointRanks", "SameCall", "check_same_call", "place_of_experts"]
+__all__ = ["CheckpointRanks", "SameCall", "check_same_call"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class CheckpointRanks(NamedTuple):
@@ -43,29 +44,13 @@ class CheckpointRanks(NamedTuple):
         first = grid.outer_rank == 0
         return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0, failures=failures)
 
-    def gather(self, value: T, what: str) -> list[T]:
-        """Every rank's value, in one order everywhere; see ``agreement.gather``."""
-        return gather(value, self.axes, self.failures, what)
-
     def alike(self, action: Callable[[], T], what: str) -> T:
         """Run ``action`` on every rank. Where it raises on any, all raise; see ``agreement.alike``."""
         return alike(action, self.axes, self.failures, what)
 
-
-def place_of_experts(expert_axes: Sequence[dist.ProcessGroup] | None, ranks: CheckpointRanks) -> tuple[int, int]:
-    """(index, count): which of so many sets of experts this rank holds, -1 for none; (0, 1) where all have the same.
-
-    expert_axes  groups that join the ranks with the same experts; None: this one has none of its own
-
-    Collective over ``ranks``.
-    """
-    what, first = "the comparison of experts between ranks", -1
-    if expert_axes is not None:  # the smallest rank that holds these experts stands for them
-        first = min(gather(dist.get_rank(), expert_axes, ranks.failures, what))
-    known = sorted(set(ranks.gather(first, what)) - {-1})
-    if len(known) <= 1:
-        return 0, 1
-    return known.index(first) if first >= 0 else -1, len(known)
+    def alike_telling(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
+        """The same, with what every rank tells of its result; see ``agreement.alike_telling``."""
+        return alike_telling(action, telling, self.axes, self.failures, what)
 
 
 class SameCall(NamedTuple):
@@ -75,32 +60,54 @@ class SameCall(NamedTuple):
     """Absolute."""
     id: str
     """Its own: no other call has it."""
+    expert_set: int
+    """Which set of experts this rank holds; -1: none. 0 where all have the same."""
+    num_expert_sets: int
 
 
-def check_same_call(path: str | os.PathLike[str], optimizer: object, ranks: CheckpointRanks, what: str) -> SameCall:
+class _Call(NamedTuple):
+    """What a rank tells the others of its own."""
+
+    path: str
+    has_optimizer: bool
+    id: str
+    experts: int
+    """The smallest rank that holds the same experts; -1: none."""
+
+
+def check_same_call(
+    path: str | os.PathLike[str],
+    optimizer: object,
+    ranks: CheckpointRanks,
+    expert_axes: Sequence[dist.ProcessGroup] | None,
+    what: str,
+) -> SameCall:
     """Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
 
-    what  the call, for errors
+    expert_axes  groups that join the ranks with the same experts; None: this one has none of its own
+    what         the call, for errors
 
-    Collective.
+    Collective over ``ranks``.
     """
+    experts = -1
+    if expert_axes is not None:
+        same = gather(dist.get_rank(), expert_axes, ranks.failures, "the comparison of experts between ranks")
+        experts = min(same)
 
-    def absolute() -> Path:
+    def call() -> _Call:
         if not os.fspath(path):
             raise ValueError(f"{what} was given '' as its path: name a folder")
-        return Path(os.path.realpath(path))
+        return _Call(os.path.realpath(path), optimizer is not None, new_id(), experts)
 
-    target = ranks.alike(absolute, f"the beginning of {what}")
-    said = ranks.gather(
-        ((str(target), optimizer is not None), new_id()), f"the comparison of calls of {what} between ranks"
-    )
-    calls = [call for call, _ in said]
-    other = next((call for call in calls if call[0] != calls[0][0]), None)
+    _, calls = ranks.alike_telling(call, lambda said: said, f"the beginning of {what}")
+    first = calls[0]
+    other = next((call for call in calls if call.path != first.path), None)
     if other is not None:
         raise ValueError(
-            f"all ranks save to and load from one folder; the first one has '{calls[0][0]}', another '{other[0]}'"
+            f"all ranks save to and load from one folder; the first one has '{first.path}', another '{other.path}'"
         )
-    if len(set(calls)) > 1:
+    if any(call.has_optimizer != first.has_optimizer for call in calls):
         raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
-    _, first_id = said[0]
-    return SameCall(target, first_id)
+    known = sorted({call.experts for call in calls} - {-1})
+    place = (known.index(experts) if experts >= 0 else -1, len(known)) if len(known) > 1 else (0, 1)
+    return SameCall(Path(first.path), first.id, *place)

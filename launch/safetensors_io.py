@@ -22,8 +22,9 @@ from ..ddp import DistributedOptimizer
 from ..ddp.checkpoint_boxes import Piece
 from ..ddp.checkpoint_contents import ModelTensors
 from ..ddp.checkpoint_folder import belongs_to_checkpoint
-from ..ddp.checkpoint_manifest import MANIFEST_FILE, dtype_named
-from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call, place_of_experts
+from ..ddp.checkpoint_json import dtype_named
+from ..ddp.checkpoint_manifest import MANIFEST_FILE
+from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call
 from ..ddp.checkpoint_storage import check_stored, open_checkpoint, read_pieces
 from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
 
@@ -69,8 +70,8 @@ def export_safetensors(
         data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype), device="cpu")
         pieces.append(Piece(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
         by_name[name] = data
-    check_stored(stored.metadata, pieces)
-    read_pieces(stored, pieces, None)
+    check_stored(manifest.index, pieces)
+    read_pieces(stored, pieces)
     for name in manifest.parameters:
         by_name[name] = _rounded(by_name[name], dtype)
     _write(Path(target), by_name, manifest.tied)
@@ -96,9 +97,8 @@ def save_safetensors(
     _check_dtype(dtype)
     source = _whole_source_of(model)
     ranks, tensors = source.ranks, source.tensors
-    path, _ = check_same_call(target, optimizer, ranks, "save_safetensors")
-    _, num_expert_sets = place_of_experts(source.expert_axes, ranks)
-    ranks.alike(lambda: _check_one_model(num_expert_sets), "the comparison of experts")
+    path, *_, num_expert_sets = check_same_call(target, optimizer, ranks, source.expert_axes, "save_safetensors")
+    _check_one_model(num_expert_sets)
     found: dict[str, Tensor] = {}
     if optimizer is not None:
         optimizer.settle()
@@ -133,7 +133,7 @@ def load_safetensors(
     """
     whole = _whole_source_of(model)
     ranks, tensors = whole.ranks, whole.tensors
-    path, _ = check_same_call(source, optimizer, ranks, "load_safetensors")
+    path, *_ = check_same_call(source, optimizer, ranks, None, "load_safetensors")
     present: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
     stored_as = ranks.alike(lambda: _match(path, tensors, present), f"the opening of '{path}'")
     if optimizer is not None:

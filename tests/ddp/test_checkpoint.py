@@ -1,6 +1,7 @@
 """A checkpoint is the model and its optimizer, bit for bit, whatever ranks, buckets, placement are on either side."""
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from gloo import run_ranks
 from loops import assert_same, weights, wrap
 from torch import Tensor, nn
 from torch.distributed.checkpoint import load as torchs_load
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 
@@ -22,11 +24,11 @@ from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    checkpoint_storage,
     load_checkpoint,
     save_checkpoint,
 )
-from maingrad.ddp.checkpoint_metadata import read_metadata
-from maingrad.ddp.checkpoint_planner import PieceReader
+from maingrad.ddp.checkpoint_manifest import Manifest
 from maingrad.launch import simulate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -311,7 +313,7 @@ def test_torchs_tools_read_the_files(tmp_path: Path) -> None:
         assert all(moment.shape == reference.get_parameter(name).shape for moment in moments.values())
         assert manifest["parameters"][name]["scalars"]["step"]["tensor"] == 3.0
     assert manifest["tied"] == {"head.weight": "embed.weight"}
-    stored = read_metadata(tmp_path / "c").state_dict_metadata.values()
+    stored = FileSystemReader(tmp_path / "c").read_metadata().state_dict_metadata.values()
     assert all(isinstance(each, TensorStorageMetadata) for each in stored), "there are no pickled objects"
 
     # And torch's own loader, into a module that knows nothing of this library.
@@ -324,16 +326,15 @@ def test_torchs_tools_read_the_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks, config", [(4, ZERO1), (3, ALL_REDUCE), (4, HYBRID)], ids=["zero1", "ddp", "hybrid"])
 def test_every_element_is_written_once_and_work_is_shared(tmp_path: Path, ranks: int, config: dict[str, Any]) -> None:
     simulate(train_and_save, ranks, tmp_path / "c", torch.bfloat16, config)
-    metadata = read_metadata(tmp_path / "c")  # this checks that chunks tile each tensor
+    tensors = Manifest.read(tmp_path / "c").index.tensors.values()  # this checks that chunks tile each tensor
     written: dict[str, int] = {}
-    for key, stored in metadata.state_dict_metadata.items():
+    for stored in tensors:
         for chunk in stored.chunks:
-            extent = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-            nbytes = chunk.sizes.numel() * stored.properties.dtype.itemsize
-            written[extent.relative_path] = written.get(extent.relative_path, 0) + nbytes
+            nbytes = (chunk.end - chunk.start) * stored.dtype.itemsize
+            written[chunk.file] = written.get(chunk.file, 0) + nbytes
     writers = 2 if config is HYBRID else ranks
     assert set(written) == {f"__{rank}_0.distcp" for rank in range(writers)}
-    total = sum(s.size.numel() * s.properties.dtype.itemsize for s in metadata.state_dict_metadata.values())
+    total = sum(math.prod(stored.shape) * stored.dtype.itemsize for stored in tensors)
     assert sum(written.values()) == total
     assert max(written.values()) < 1.6 * total / writers
 
@@ -350,16 +351,50 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.Mo
     simulate(train_and_save, 4, tmp_path / "c", torch.bfloat16, ZERO1)
     nbytes: dict[int, int] = {}
     seen = set()
-    original = PieceReader._read_chunk
+    original = checkpoint_storage._read_chunk
 
-    def counting(self: PieceReader, file: Any, index: Any, wanted: Any) -> None:
-        original(self, file, index, wanted)
-        nbytes[dist.get_rank()] = nbytes.get(dist.get_rank(), 0) + sum(target.nbytes for _, target in wanted)
-        assert (dist.get_rank(), index) not in seen
-        seen.add((dist.get_rank(), index))
+    def counting(file: Any, chunk: Any, itemsize: int, parts: Any, scratch: Any) -> None:
+        original(file, chunk, itemsize, parts, scratch)
+        wanted = sum(part.landing.nbytes for part in parts)
+        nbytes[dist.get_rank()] = nbytes.get(dist.get_rank(), 0) + wanted
+        assert (dist.get_rank(), chunk) not in seen
+        seen.add((dist.get_rank(), chunk))
 
-    monkeypatch.setattr(PieceReader, "_read_chunk", counting)
+    monkeypatch.setattr(checkpoint_storage, "_read_chunk", counting)
     assert dict(simulate(load_counting, 4, tmp_path / "c", ZERO1)) == nbytes
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
+    """Transposed, with steps, expanded, conjugated, negated: into plain memory, and into such, here and by torch."""
+    numbers = torch.arange(24.0).view(4, 6)
+    complexes = torch.complex(numbers, numbers + 1)
+    views = {
+        "transposed": numbers.t(),
+        "permuted": numbers.view(2, 3, 4).permute(2, 0, 1),
+        "steps": numbers[:, ::2],
+        "steps_of_one": torch.arange(10.0)[::3],
+        "expanded": numbers[:, :1].expand(4, 5),
+        "conjugated": complexes.conj(),
+        "negated": complexes.conj().imag,
+        "last": numbers.to(memory_format=torch.contiguous_format)[2:],
+    }
+    model, plain = nn.Module(), nn.Module()
+    for name, view in views.items():
+        model.register_buffer(name, view)
+        plain.register_buffer(name, torch.zeros(view.shape, dtype=view.dtype))
+    save_checkpoint(tmp_path / "c", model)
+    load_checkpoint(tmp_path / "c", plain)
+    assert_same(dict(plain.named_buffers()), views)
+    state = {name: torch.zeros_like(buffer) for name, buffer in plain.state_dict().items()}
+    torchs_load({"model": state}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert_same(state, views)
+    for name in ("transposed", "permuted", "steps", "steps_of_one"):
+        target = torch.zeros_like(views[name]) if "steps" not in name else torch.zeros(4, 12)[:, ::4]
+        setattr(plain, name, target if name != "steps_of_one" else torch.zeros(8)[::2])
+    load_checkpoint(tmp_path / "c", plain)
+    assert not plain.transposed.is_contiguous() and not plain.steps_of_one.is_contiguous()
+    assert_same(dict(plain.named_buffers()), views)
 
 
 def save_different_buffers(folder: Path) -> None:

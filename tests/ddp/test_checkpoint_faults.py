@@ -16,6 +16,7 @@ from checkpointed import Everything, build, model_state, take_steps
 from gloo import run_ranks
 from loops import assert_same, wrap
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import save as torchs_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -24,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from maingrad.ddp import DistributedOptimizer, checkpoint_folder, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint_boxes import Piece
 from maingrad.ddp.checkpoint_id import new_id
-from maingrad.ddp.checkpoint_metadata import read_metadata
-from maingrad.ddp.checkpoint_planner import PieceWriter
-from maingrad.ddp.checkpoint_storage import write_pieces
+from maingrad.ddp.checkpoint_writer import PieceWriter, write_pieces
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -64,20 +63,12 @@ def lose_data(folder: Path) -> None:
     (folder / "__2_0.distcp").unlink()
 
 
-def cut_metadata(folder: Path) -> None:
-    os.truncate(folder / ".metadata", 1000)
-
-
 def cut_manifest(folder: Path) -> None:
     os.truncate(folder / "maingrad.json", 100)
 
 
 def lose_manifest(folder: Path) -> None:
     (folder / "maingrad.json").unlink()
-
-
-def lose_metadata(folder: Path) -> None:
-    (folder / ".metadata").unlink()
 
 
 def edit_manifest(**changes: Any) -> Callable[[Path], None]:
@@ -116,12 +107,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         r"data file '.*/__1_0\.distcp' is truncated: \d+ of \d+ bytes, '\S+' is cut",
     ),
     "data missing": (lose_data, ValueError, r"data file '.*/__2_0\.distcp' is missing, with elements of"),
-    "metadata truncated": (cut_metadata, ValueError, r"\.metadata' is truncated or damaged"),
-    "metadata missing": (lose_metadata, ValueError, r"\.metadata' is missing"),
     "manifest truncated": (cut_manifest, ValueError, r"maingrad\.json' is truncated or damaged"),
     "manifest missing": (lose_manifest, ValueError, r"no complete checkpoint of maingrad: it has no maingrad\.json"),
     "manifest of another kind": (edit_manifest(format="x"), ValueError, "its format is not 'maingrad.checkpoint'"),
-    "manifest to come": (edit_manifest(version=3), ValueError, "has version 3 of the format, and .* 1 to 2"),
+    "manifest to come": (
+        edit_manifest(version=4),
+        ValueError,
+        "has version 4 of the format, and .* reads version 3: a newer",
+    ),
     "manifest without parameters": (edit_manifest(parameters=None), ValueError, r"maingrad\.json' is damaged"),
     "an option of no dtype": (
         edit_manifest(optimizer={"optimizer_class": "AdamW", "groups": [{"lr": {"tensor": 1.0, "dtype": "x"}}]}),
@@ -352,7 +345,7 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -
 
 
 STAGES = {
-    "tensors": "maingrad.ddp.checkpoint_planner.PieceWriter.finish",
+    "tensors": "maingrad.ddp.checkpoint_writer.PieceWriter.finish",
     "manifest": "maingrad.ddp.checkpoint_manifest.Manifest.write",
     "move": "maingrad.ddp.checkpoint_folder.Staging.complete",
 }
@@ -552,17 +545,21 @@ def test_a_save_whose_pieces_are_incomplete_is_refused_by_name(tmp_path: Path) -
 
 
 def test_a_chunk_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
-    """A whole tensor, as long in the file, with checksums of its own."""
+    """A whole tensor of as many bytes, as torch saves it; and an index that was changed to tell of it."""
     save_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
-    (info,) = read_metadata(tmp_path / "c").storage_data.values()
+    (place,) = FileSystemReader(tmp_path / "c").read_metadata().storage_data.values()
     other = io.BytesIO()
     torch.save(torch.ones(4, 4, dtype=torch.int32), other)
-    assert len(other.getvalue()) == info.length
-    with (tmp_path / "c" / info.relative_path).open("r+b") as file:
-        file.seek(info.offset)
+    assert len(other.getvalue()) == place.length
+    with (tmp_path / "c" / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
         file.write(other.getvalue())
+    with pytest.raises(ValueError, match=r"__0_0\.distcp' is damaged where 'model\.weight' lies .*have checksum"):
+        load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
+    path = tmp_path / "c" / "maingrad.json"
+    path.write_text(re.sub(r'"float32", "shape"', '"int32", "shape"', re.sub(r'm": \d+', 'm": null', path.read_text())))
     with pytest.raises(
-        ValueError, match=r"__0_0\.distcp' is damaged: it holds torch\.int32 \[4, 4\] of 'model\.weight'"
+        ValueError, match=r"'model\.weight' is int32 \[4, 4\] in the index of .* torch\.float32 \[4, 4\]"
     ):
         load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
 
@@ -637,10 +634,13 @@ def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
-    """What is read beside its place is on the CPU: a chunk of which ranks have parts."""
+    """What is read beside its place is on the CPU: a chunk of which ranks have parts, a tensor that lies transposed."""
 
     def make() -> tuple[nn.Module, DistributedOptimizer]:
-        model = wrap(nn.Linear(64, 64).bfloat16(), use_distributed_optimizer=True)
+        inner = nn.Linear(64, 64).bfloat16()
+        inner.fixed = nn.Parameter(torch.arange(15.0).view(3, 5).t(), requires_grad=False)
+        model = wrap(inner, use_distributed_optimizer=True)
+        assert not inner.fixed.is_contiguous()
         return model, DistributedOptimizer(model)
 
     def save() -> None:

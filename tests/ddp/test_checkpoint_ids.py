@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import shutil
 import threading
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from checkpointed import Everything, build, left_by_a_save, model_state, take_steps
 from loops import assert_same, weights
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import load as torchs_load
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.launch import simulate
@@ -39,13 +38,13 @@ def load_and_say(folder: Path) -> str:
     return str(error.value).removesuffix(" (on rank 0)")
 
 
-@pytest.mark.parametrize("name", ["maingrad.json", ".metadata", "__0_0.distcp", "__1_0.distcp"])
+@pytest.mark.parametrize("name", ["maingrad.json", "__0_0.distcp", "__1_0.distcp"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_file_of_another_step_is_refused_by_name(tmp_path: Path, name: str, ranks: int) -> None:
     simulate(two_steps, 2, tmp_path)
     shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-0" / name)
     errors = simulate(load_and_say, ranks, tmp_path / "step-0")
-    named = ".metadata" if name == "maingrad.json" else name
+    named = "__0_0.distcp" if name == "maingrad.json" else name
     for error in errors:
         assert re.search(rf"'{tmp_path}/step-0/{re.escape(named)}' is of another save", error), error
         assert "files of two checkpoints are mixed in this folder" in error
@@ -66,32 +65,40 @@ def test_a_copy_and_a_renamed_folder_are_the_same_checkpoint(tmp_path: Path) -> 
         assert_same(weights(model), weights(Everything(seed=1)))
 
 
-def without_ids(folder: Path) -> None:
-    """As saves of before left it: torch's own id in the metadata, none elsewhere."""
-    manifest = json.loads((folder / "maingrad.json").read_text())
-    for key in ("save_id", "checksum", "metadata_file"):
-        del manifest[key]
-    manifest["version"] = 1
-    (folder / "maingrad.json").write_text(json.dumps(manifest))
-    metadata = FileSystemReader(folder).read_metadata()
-    metadata.storage_meta.save_id = "5a5f7a3e-4ad2-4ce4-9b3c-2d9a2f2f6a11"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    for path in folder.glob("*.distcp"):
-        with path.open("r+b") as file:
-            file.write(bytes(64))
-
-
-def test_a_checkpoint_of_before_there_were_ids_loads(tmp_path: Path) -> None:
+def test_torchs_metadata_are_for_torchs_tools(tmp_path: Path) -> None:
+    """Of another save, damaged or gone: a load does not look there."""
     simulate(two_steps, 2, tmp_path)
     whole = Everything(torch.bfloat16)
     load_checkpoint(tmp_path / "step-1", whole)
-    without_ids(tmp_path / "step-1")
-    model = Everything(torch.bfloat16, seed=1)
-    assert load_checkpoint(tmp_path / "step-1", model) == 1
-    assert_same(weights(model), weights(whole))
-    shutil.copy(tmp_path / "step-0" / "__1_0.distcp", tmp_path / "step-1")
-    with pytest.raises(ValueError, match=r"__1_0\.distcp' is of another save"):
-        load_checkpoint(tmp_path / "step-1", model)
+    metadata = tmp_path / "step-1" / ".metadata"
+    for content in ((tmp_path / "step-0" / ".metadata").read_bytes(), b"cposix\nsystem\n(S'false'\ntR.", None):
+        metadata.unlink() if content is None else metadata.write_bytes(content)
+        model = Everything(torch.bfloat16, seed=1)
+        assert load_checkpoint(tmp_path / "step-1", model) == 1
+        assert_same(weights(model), weights(whole))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_version_of_before_the_index_is_refused_with_the_ways_out(tmp_path: Path, version: int) -> None:
+    save_checkpoint(tmp_path / "c", Everything(seed=1))
+    path = tmp_path / "c" / "maingrad.json"
+    manifest = json.loads(path.read_text())
+    for key in ("files", "tensors", "checksum", "save_id")[: 4 if version == 1 else 2]:
+        del manifest[key]
+    path.write_text(json.dumps({**manifest, "version": version}))
+    with pytest.raises(
+        ValueError, match=rf"maingrad\.json' has version {version} of .* reads version 3: the maingrad"
+    ) as error:
+        load_checkpoint(tmp_path / "c", Everything())
+    assert "torch.distributed.checkpoint.load reads its tensors" in str(error.value)
+    with pytest.raises(ValueError, match=f"has version {version} of the format"):
+        export_safetensors(tmp_path / "c", tmp_path / "weights")
+    # As the error says.
+    plain = torch.nn.Module()
+    plain.scale = torch.nn.Parameter(torch.zeros(()))
+    torchs_load({"model": plain.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert plain.scale == Everything(seed=1).scale
 
 
 # ---- Two jobs. ----

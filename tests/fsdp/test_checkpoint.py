@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint_metadata import read_metadata
+from maingrad.ddp.checkpoint_manifest import Manifest
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors, save_safetensors
@@ -207,8 +207,8 @@ def test_every_element_is_written_once_and_work_is_shared(
 ) -> None:
     """Under hsdp the first instance writes; where optimizer state is sharded across as well, all ranks do."""
     folder = saved(placement, BF16)
-    metadata = read_metadata(folder)  # this checks that chunks tile each tensor
-    writers = {extent.relative_path for extent in metadata.storage_data.values()}
+    index = Manifest.read(folder).index  # this checks that chunks tile each tensor
+    writers = {chunk.file for stored in index.tensors.values() for chunk in stored.chunks}
     assert writers == {f"__{rank}_0.distcp" for rank in range(2 if placement == "hsdp" else 4)}
     tensors, manifest = files_content(folder)
     assert manifest["tied"] == {"head.weight": "embed.weight"}

@@ -75,11 +75,11 @@ def left_by_a_save(folder: Path, name: str) -> Path:
 
 
 def files_content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All tensors, as torch's own converter reads them, and the manifest but for the save's id and checksums."""
+    """All tensors, as torch's own converter reads them, and the manifest but for the save's id and where things lie."""
     whole = folder.parent / f"{folder.name}.whole.pt"
     dcp_to_torch_save(folder, whole)
     manifest = json.loads((folder / "maingrad.json").read_text())
-    for key in ("save_id", "checksum", "metadata_file"):
+    for key in ("save_id", "checksum", "files", "tensors"):
         del manifest[key]
     return torch.load(whole), manifest
 

@@ -1,16 +1,20 @@
 """Damage to a file that is drawn from a seed: cut, flipped, swapped, repeated, overwritten, retyped, nested, huge.
 
 ``damage(path, seed)`` changes the file in place. What it does follows from the file's content and the seed alone.
+``exchange_chunks(folder, seed)`` does so to a checkpoint: each of its files is whole afterwards, and one is wrong.
 """
 
 import json
 import os
 import random
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["damage"]
+from torch.distributed.checkpoint import FileSystemReader
+
+__all__ = ["damage", "exchange_chunks"]
 
 
 def damage(path: Path, seed: int) -> str:
@@ -22,6 +26,24 @@ def damage(path: Path, seed: int) -> str:
     kind = draw.choice(_KINDS)
     path.write_bytes(kind(path.read_bytes(), draw))
     return kind.__name__.strip("_")
+
+
+def exchange_chunks(folder: Path, seed: int) -> str:
+    """Two archives of tensors of a data file in each other's place; returns the file, and the tensors."""
+    places = FileSystemReader(folder).read_metadata().storage_data.items()
+    pairs = []
+    for (one, here), (other, there) in combinations(places, 2):
+        if (here.relative_path, here.length) == (there.relative_path, there.length):
+            content = (folder / here.relative_path).read_bytes()
+            first, second = (content[info.offset : info.offset + info.length] for info in (here, there))
+            if first != second:
+                pairs.append((here, there, first, second, f"{here.relative_path} {one.fqn} {other.fqn}"))
+    here, there, first, second, said = random.Random(seed).choice(pairs)
+    with (folder / here.relative_path).open("r+b") as file:
+        for info, archive in ((here, second), (there, first)):
+            file.seek(info.offset)
+            file.write(archive)
+    return said
 
 
 def _cut(content: bytes, draw: random.Random) -> bytes:
