@@ -100,6 +100,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.sampled(3)
 def test_metadata_that_hurts_is_refused_by_name(checkpoint: Path, name: str) -> None:
     (checkpoint / ".metadata").write_bytes(HOSTILE[name])
     assert "/c/.metadata' is truncated or damaged (" in refusal(checkpoint)

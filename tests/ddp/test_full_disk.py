@@ -37,7 +37,7 @@ def run(path: Path, limit: int, what: str) -> str:
 
 
 @pytest.mark.parametrize("room", ROOM)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_a_full_disk_is_said_with_the_file_and_the_reason(tmp_path: Path, room: str) -> None:
     save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="before")
     said = run(tmp_path / "c", ROOM[room], "checkpoint")

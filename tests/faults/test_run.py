@@ -96,7 +96,7 @@ def test_a_fault_that_its_tests_notice_passes(tmp_path: Path) -> None:
         (patch("    return 3 * x", "test_double", number=2), "must begin with the fault's number, 02-"),
     ],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 def test_anything_else_is_reported(tmp_path: Path, text: str, complaint: str) -> None:
     done = run(tmp_path, fault=text)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -168,7 +168,6 @@ def glu_of(activation: str) -> Glu:
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(8)
 def test_against_fp64(device: str, config: GemmConfig, splits: list[int], form: str) -> None:
     glu = glu_of("swiglu")
     for dtype in DTYPES[device]:
@@ -188,7 +187,6 @@ def test_against_fp64(device: str, config: GemmConfig, splits: list[int], form: 
     ],
 )
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(8)
 def test_every_activation(device: str, activation: str, biased: bool, scaled: bool) -> None:
     splits, glu = SPLITS["uneven"], glu_of(activation)
     for dtype in DTYPES[device]:
@@ -204,7 +202,6 @@ def test_every_activation(device: str, activation: str, biased: bool, scaled: bo
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(6)
 def test_what_the_separate_kernels_give(device: str, config: GemmConfig, activation: str) -> None:
     """h and the activation bit for bit; gradients too, but for the order of the sums of dprobs."""
     splits, glu = SPLITS["uneven"], glu_of(activation)

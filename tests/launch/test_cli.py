@@ -135,6 +135,7 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["simulate", "CONFIG", "--ranks", "5"], 2, "must be a multiple of"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_mistakes_are_answered_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
 ):
@@ -181,7 +182,7 @@ def interrupt(command: list[str | Path], folder: Path, number: signal.Signals, *
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals):
     status, output = interrupt([*MAINGRAD, "train", tiny_toml(tmp_path), *LONG], tmp_path, number, group=False)
     assert status == 130
