@@ -222,6 +222,7 @@ def test_every_room_has_its_names_pinned() -> None:
     assert set(PUBLIC) == {f"maingrad.{room_of(path)}" for path in SOURCES}
 
 
+@pytest.mark.slow
 def test_the_library_loads_nothing_of_launch() -> None:
     """Not even where it is installed. torch loads numpy itself, so only what our own import adds is looked at."""
     rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")

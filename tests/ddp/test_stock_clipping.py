@@ -202,6 +202,7 @@ utils.clip_grad_norm_(ddp.parameters(), 1.0)
 """
 
 
+@pytest.mark.slow
 def test_clipping_that_somebody_has_replaced_is_replaced_in_turn() -> None:
     """In a process of its own: torch's functions are the process's."""
     done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True, check=True)

@@ -156,6 +156,7 @@ def losses_of_a_llama(compiled: str, *, fused: bool) -> list[list[float]]:
 
 @pytest.mark.filterwarnings("ignore")  # of transformers and dynamo, about each other
 @pytest.mark.parametrize("compiled", ["before fully_shard", pytest.param("after fully_shard", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_compiled_layers_of_hugging_face(compiled: str) -> None:
     plain = losses_of_a_llama("no", fused=False)
     found = losses_of_a_llama(compiled, fused=True)

@@ -69,6 +69,7 @@ def test_a_script_stands_alone(tmp_path: Path) -> None:
     assert "Differs: rank 0: weights 0: stem.weight: off by" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_of_a_pipeline_stands_alone(tmp_path: Path) -> None:
     block = Block("norm mlp", library=True)
     steps = (Step(evaluates=True), Step(1, rounds=2), Step(outcome="fails"), Step())

@@ -336,6 +336,7 @@ def test_all_reduce_sum_without_a_group_is_the_identity():
     assert Runtime(0, 1, torch.device("cpu")).all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
 
 
+@pytest.mark.slow
 def test_a_real_training_beats_the_bigram_model(tmp_path: Path):
     """The shipped configuration on the standard library's source, smaller and shorter: ten seconds of one core.
 
