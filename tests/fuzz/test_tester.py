@@ -47,6 +47,7 @@ def test_the_tester_imports_the_librarys_rooms_and_no_helpers(path: Path) -> Non
             assert not name.startswith("maingrad") or name in ("maingrad.ddp", "maingrad.fsdp", "maingrad.launch")
 
 
+@pytest.mark.slow
 def test_a_script_stands_alone(tmp_path: Path) -> None:
     """And does what the program did."""
     block = Block("norm mlp", library=True, delayed=True)

@@ -176,7 +176,7 @@ def test_an_accumulator_of_the_operands_dtype(device: str) -> None:
             )
 
 
-@settings(max_examples=max(15, settings.default.max_examples // 4))  # half a second each in the interpreter
+@settings(max_examples=max(6, settings.default.max_examples // 4))  # half a second each in the interpreter
 @given(
     splits=st.lists(st.integers(0, 50), min_size=1, max_size=5),
     n=st.integers(1, 50),
