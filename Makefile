@@ -1,7 +1,7 @@
 # maingrad: `make train` and `make test` need nothing but Python 3.11+ and a network for the first run.
 #
 #   make train      train a byte-level GPT on two CPU processes; pictures and metrics land in runs/
-#   make test       the tests (two workers, under ten minutes on two cores)
+#   make test       the tests (two workers, three minutes on two cores); samples of large matrices
 #   make test-all   slow tests too, and property tests at full counts
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
 #   make faults     apply each known fault to a copy; its test must notice
@@ -58,8 +58,11 @@ ONLY_ON_CPU := recomputes_itself_inside and not copies_and_materialised
 train: $(call installed,launch)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) -m maingrad train $(CONFIG) $(ARGS)
 
+# Rewriting all assertions takes each worker a tenth of the time: only what failed is run with them.
 test: $(call installed,test)
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" --assert=plain $(ARGS) || { \
+		echo "make test: once more what failed, with the values that were compared"; \
+		$(PY) -m pytest --last-failed --last-failed-no-failures none $(ARGS); exit 1; }
 
 test-all: $(call installed,test)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not gpu" --hypothesis-profile=full --timeout 1800 $(ARGS)

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from sampling import sample
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -21,13 +22,13 @@ if not torch.cuda.is_available():
 
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`
 # (make test-all) takes more of them, freshly drawn.
-hypothesis.settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("quick")
 
 
-MOST = 10
-"""Combinations of one matrix in ``make test``."""
+MOST = 6
+"""Combinations of one matrix in ``make test``; ``sampled`` says fewer where one takes long."""
 
 
 class MadeOn(TorchFunctionMode):
@@ -59,27 +60,25 @@ def made_on(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which combinations of a matrix without GPUs are for ``make test``; the others are slow.
-
-    ``sampled(k)``: every k-th. Of what is left, no more than ``MOST``, evenly spread.
-    """
+    """Of each matrix without GPUs, ``make test`` runs ``MOST`` combinations, or ``sampled(n)``; the others are slow."""
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu") is None:
+        if item.get_closest_marker("gpu") is None and item.get_closest_marker("slow") is None:
             matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for matrix in matrices.values():
         marker = matrix[0].get_closest_marker("sampled")
-        _leave_out(matrix, [index % marker.args[0] == 0 for index in range(len(matrix))] if marker else [])
-        quick = [item for item in matrix if item.get_closest_marker("slow") is None]
-        if len(quick) > MOST:
-            kept = {round(place * (len(quick) - 1) / (MOST - 1)) for place in range(MOST)}
-            _leave_out(quick, [index in kept for index in range(len(quick))])
+        most = marker.args[0] if marker else MOST
+        if len(matrix) > most:
+            kept = sample([dict(item.callspec.indices) for item in matrix], most)
+            for index in set(range(len(matrix))) - kept:
+                matrix[index].add_marker(pytest.mark.slow)
 
 
-def _leave_out(items: list[pytest.Item], kept: list[bool]) -> None:
-    for item, stays in zip(items, kept, strict=False):
-        if not stays:
-            item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Tests that collect garbage look at what they made, and not at thousands of collected tests and all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,6 +1,7 @@
 """What imports what, what stays in one file, and which names are public."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -121,6 +122,12 @@ def label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
+def trees() -> list[tuple[str, str, ast.Module]]:
+    """Room, label and syntax of each source file."""
+    return [(room_of(path), label(path), ast.parse(path.read_text())) for path in SOURCES]
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Every import as (level, dotted name): level 0 is absolute, 2 is ``from ..room``."""
     for node in ast.walk(tree):
@@ -162,44 +169,44 @@ def test_the_root_module_imports_nothing() -> None:
     assert not list(imports(tree))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_imports_follow_the_direction(path: Path) -> None:
-    room = room_of(path)
-    for level, name in imports(ast.parse(path.read_text())):
-        first = name.partition(".")[0]
-        if level == 0:
-            assert first != "maingrad", f"{name}: between folders of the library, import relatively"
-            assert room == "launch" or first in LIBRARY_MAY_IMPORT, f"{name} belongs in launch/"
-        else:
-            assert level <= 2, f"folders are flat: {name}"
-            assert level == 1 or first in {*MAY_IMPORT[room], "__version__"}, f"{room} must not import {first}"
+def test_imports_follow_the_direction() -> None:
+    for room, path, tree in trees():
+        for level, name in imports(tree):
+            first, where = name.partition(".")[0], f"{path}: {name}"
+            if level == 0:
+                assert first != "maingrad", f"{where}: between folders of the library, import relatively"
+                assert room == "launch" or first in LIBRARY_MAY_IMPORT, f"{where} belongs in launch/"
+            else:
+                assert level <= 2, f"{where}: folders are flat"
+                assert level == 1 or first in {*MAY_IMPORT[room], "__version__"}, f"{where}: not from {room}"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if label(path) != "ddp/main_grad.py"], ids=label)
-def test_the_contract_stays_in_one_file(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
-        assert name not in CONTRACT, f"line {node.lineno}: {name} is for ddp/main_grad.py; call what it offers"
+def test_the_contract_stays_in_one_file() -> None:
+    for _, path, tree in trees():
+        for node in ast.walk(tree) if path != "ddp/main_grad.py" else ():
+            if isinstance(node, ast.Attribute | ast.Constant):
+                name = node.attr if isinstance(node, ast.Attribute) else node.value
+                where = f"{path}, line {node.lineno}"
+                assert name not in CONTRACT, f"{where}: {name} is for ddp/main_grad.py; call what it offers"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=label)
-def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 400, "look for the second concept"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
-            assert length <= 80, f"{node.name} has {length} lines"
+def test_files_and_functions_stay_short() -> None:
+    for _, path, tree in trees():
+        assert (ROOT / path).read_text().count("\n") <= 400, f"{path}: look for the second concept"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                assert length <= 80, f"{path}: {node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if room_of(path) != "launch"], ids=label)
-def test_library_code_does_not_print_and_leaves_the_root_logger_alone(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            assert called != "print", f"line {node.lineno}"
-            assert called not in ("logging.basicConfig", "logging.info", "logging.warning"), f"line {node.lineno}"
-            assert called != "logging.getLogger" or node.args, f"line {node.lineno}: the root logger"
+def test_library_code_does_not_print_and_leaves_the_root_logger_alone() -> None:
+    for room, path, tree in trees():
+        for node in ast.walk(tree) if room != "launch" else ():
+            if isinstance(node, ast.Call):
+                called, where = ast.unparse(node.func), f"{path}, line {node.lineno}"
+                assert called != "print", where
+                assert called not in ("logging.basicConfig", "logging.info", "logging.warning"), where
+                assert called != "logging.getLogger" or node.args, f"{where}: the root logger"
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -213,6 +220,7 @@ def test_every_room_has_its_names_pinned() -> None:
     assert set(PUBLIC) == {f"maingrad.{room_of(path)}" for path in SOURCES}
 
 
+@pytest.mark.slow
 def test_the_library_loads_nothing_of_launch() -> None:
     """Not even where it is installed. torch loads numpy itself, so only what our own import adds is looked at."""
     rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")

@@ -78,7 +78,7 @@ def assert_bitwise_equal(first: Outcome, second: Outcome) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_two_simulated_ranks_are_two_gloo_processes(tmp_path: Path, form: str, dtype: str) -> None:
     job = config(tmp_path, 2, dtype=dtype, dropout=0.2, form=form)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def test_two_simulated_ranks_are_two_gloo_processes(tmp_path: Path, form: str, d
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_more_ranks_repeat_bitwise(tmp_path: Path, ranks: int) -> None:
     job = config(tmp_path, ranks, dtype="bfloat16", dropout=0.2, form="reduce-scatter, overlap", microbatches=1)
     runs = [simulate(run_on_each_rank, ranks, job, seed=seed) for seed in range(3)]
@@ -110,7 +110,7 @@ def test_more_gloo_processes_repeat_bitwise(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_ranks_train_like_one_process_with_the_same_global_batch(tmp_path: Path, ranks: int, form: str) -> None:
     assert not dist.is_initialized()
     job = config(tmp_path, ranks, dtype="float32", dropout=0.0, form=form, microbatches=1)

@@ -104,11 +104,13 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("program", "way"), TRAINED, ids=str)
+@pytest.mark.sampled(2)
 def test_trains_as_plain_pytorch_does(program: Program, way: str) -> None:
     assert_trained_alike(program, around(program, simulate, outcome, 2, program, way))
 
 
 @pytest.mark.parametrize(("program", "way"), REFUSED, ids=str)
+@pytest.mark.sampled(3)
 def test_is_refused_as_the_page_says(program: Program, way: str) -> None:
     with pytest.raises(SimulatedRankError) as raised:
         simulate(run, 2, program, way)
@@ -121,6 +123,7 @@ def outcome_in_fp64(program: Program, way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
+@pytest.mark.sampled(2)
 def test_trains_in_processes(way: str) -> None:
     assert_trained_alike(ACCUMULATION, run_ranks(outcome_in_fp64, 2, ACCUMULATION, way))
 

@@ -81,6 +81,7 @@ def run_alone(block: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", range(len(SHARDING)))
+@pytest.mark.sampled(3)
 def test_sharding_on_four_ranks(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Each block by itself, on the four ranks that its worked example speaks of."""
     names = simulate(run_alone, 4, SHARDING[number])
@@ -117,6 +118,7 @@ def run_sharded(block: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("number", range(len(FSDP)))
+@pytest.mark.sampled(2)
 def test_fsdp_on_four_ranks(number: int) -> None:
     for before, after in simulate(run_sharded, 4, FSDP[number]):
         if "for microbatches in data" in FSDP[number]:

@@ -45,6 +45,7 @@ def projected(losses: list[Tensor], params: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("how", CONFIGS)
+@pytest.mark.sampled(4)
 def test_projected_gradients_train_as_in_plain_pytorch(how: str, fused: bool) -> None:
     def train() -> dict[str, Tensor]:
         model = make_model(fused)

@@ -120,6 +120,7 @@ FAST = [
         for dtype in DTYPES
     ],
 )
+@pytest.mark.sampled(2)
 def test_there_and_back_changes_no_bit(
     tmp_path: Path, saved_by_four: Callable[[torch.dtype], Saved], middle: str, dtype: torch.dtype
 ) -> None:
@@ -215,6 +216,7 @@ FAST_OPTIMIZERS = ("adamw groups", "sgd momentum in one group", "nadam")
         for name, options in OPTIMIZERS.items()
     ],
 )
+@pytest.mark.sampled(2)
 def test_every_optimizer_resumes_with_its_groups_and_schedule(tmp_path: Path, options: dict[str, Any]) -> None:
     """Through a wrapper that cuts the model otherwise, on the way."""
     simulate(resume_scheduled, 2, tmp_path / "c", options, ZERO1, WHOLE)
@@ -446,6 +448,7 @@ def load_weights_only(folder: Path, when: str) -> tuple[dict[str, Tensor], dict[
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.sampled(3)
 def test_weights_alone_load_into_a_wrapped_model(tmp_path: Path, when: str, with_optimizer: bool) -> None:
     def save() -> dict[str, Tensor]:
         ddp, optimizer = build(torch.bfloat16, **ZERO1)

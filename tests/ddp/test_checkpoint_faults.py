@@ -149,6 +149,7 @@ def errors_of(fn: Callable[..., Any], *args: Any) -> str:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("damage, kind, message", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.sampled(3)
 def test_damage_is_one_error_before_anything_changes(
     checkpoint: Path, damage: Callable[[Path], None], kind: type[Exception], message: str
 ) -> None:
@@ -238,6 +239,7 @@ def load_misfit(folder: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.sampled(4)
 def test_what_does_not_fit_is_named(pristine: Path, name: str) -> None:
     with pytest.raises(ValueError, match=MISFITS[name][1]):
         load_checkpoint(pristine, *MISFITS[name][0]())
@@ -307,6 +309,7 @@ TROUBLE = {
         ),
     ],
 )
+@pytest.mark.sampled(4)
 def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..., list[str]], trouble: str) -> None:
     errors = run(save_with_trouble_on_rank_1, 2, tmp_path / "c", trouble)
     assert errors[0] == errors[1]

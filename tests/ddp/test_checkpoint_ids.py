@@ -40,6 +40,7 @@ def load_and_say(folder: Path) -> str:
 
 @pytest.mark.parametrize("name", ["maingrad.json", "__0_0.distcp", "__1_0.distcp"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.sampled(2)
 def test_a_file_of_another_step_is_refused_by_name(tmp_path: Path, name: str, ranks: int) -> None:
     simulate(two_steps, 2, tmp_path)
     shutil.copy(tmp_path / "step-1" / name, tmp_path / "step-0" / name)

@@ -80,6 +80,7 @@ def plainly_trained(make: Callable[[Any], torch.optim.Optimizer]) -> list[Tensor
 
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(4)
 def test_a_closure_that_exposes_trains_as_in_plain_pytorch(name: str, keyword: bool) -> None:
     def train() -> list[Tensor]:
         model = DistributedDataParallel(make_net())

@@ -90,6 +90,7 @@ WAYS = [around, inside, in_place, each_layer]
 
 @pytest.mark.parametrize("compile_model", WAYS)
 @pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.sampled(1)
 def test_gradients_are_eagers_and_each_fused_layer_is_one_graph_break(
     compile_model: Callable[[nn.Module], tuple[DistributedDataParallel, nn.Module]], fuse: bool
 ) -> None:

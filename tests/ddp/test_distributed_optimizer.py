@@ -50,6 +50,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], eps: fl
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bucket_size", [1, None])
+@pytest.mark.sampled(4)
 def test_one_rank_is_bitwise_adamw_on_fp32_masters(dtype: torch.dtype, sharded: bool, bucket_size: int | None) -> None:
     ddp = wrap(make_model(dtype), use_distributed_optimizer=sharded, bucket_size=bucket_size)
     reference = Reference(ddp)
@@ -246,6 +247,7 @@ def train(dtype: torch.dtype, sharded: bool, steps: int = 4, max_norm: float | N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.sampled(3)
 def test_sharded_equals_whole(ranks: int, dtype: torch.dtype) -> None:
     whole = simulate(train, ranks, dtype, False)
     sharded = simulate(train, ranks, dtype, True)
@@ -316,6 +318,7 @@ def resume(dtype: torch.dtype, sharded: bool, max_norm: float | None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sharded, ranks", [(False, 1), (False, 2), (True, 3)])
+@pytest.mark.sampled(3)
 def test_a_saved_and_loaded_run_continues_bitwise(dtype: torch.dtype, sharded: bool, ranks: int) -> None:
     simulate(resume, ranks, dtype, sharded, 0.2)
 

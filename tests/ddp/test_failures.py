@@ -145,6 +145,7 @@ ALL_DEATHS = [
     "world_size, config, victim, when, how, store",
     [*DEATHS, *(pytest.param(*death, marks=pytest.mark.slow) for death in ALL_DEATHS)],
 )
+@pytest.mark.sampled(1)
 def test_a_rank_that_dies_is_named_by_all_others(
     world_size: int, config: str, victim: int, when: str, how: str, store: Store
 ) -> None:
@@ -301,6 +302,7 @@ def other_number_of_steps(config: dict[str, Any], then: str, folder: str) -> Non
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_ranks_that_take_other_numbers_of_steps_end(config: str, then: str, tmp_path: Path) -> None:
     all_ended = run_to_the_end(
         other_number_of_steps, 4, CONFIGS[config], then, str(tmp_path), collective_timeout=3.0, limit=20.0
@@ -387,6 +389,7 @@ READERS = {
 
 @pytest.mark.parametrize("counts", [[3, 1], [2, 0, 1], [0, 0, 4]])
 @pytest.mark.parametrize("config", ["all-reduce", "ZeRO-1"])
+@pytest.mark.sampled(2)
 def test_ranks_may_have_different_numbers_of_microbatches(counts: list[int], config: str) -> None:
     steps = 2
     plain = make_whole(False)
@@ -444,6 +447,7 @@ def wrap_what_differs(difference: str) -> None:
         ("instances", r"the config .*: rank 0 has num_d.* = 1 where rank 2 has num_d.* = 3"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_models_that_differ_end_every_rank(difference: str, named: str) -> None:
     for rank, ended in enumerate(run_to_the_end(wrap_what_differs, 3, difference)):
         assert ended.exit_code == 1

@@ -1,10 +1,9 @@
 """A disk that is full while a checkpoint is written: the error says where and why, and nothing stays behind."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from python_processes import run_python
 from torch import nn
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
@@ -32,12 +31,13 @@ ROOM = {"none": 10, "for the head": 100, "for a part of a tensor": 100_000, "for
 
 
 def run(path: Path, limit: int, what: str) -> str:
-    program = [sys.executable, "-c", PROGRAM, str(path), str(limit), what]
-    return subprocess.run(program, check=True, capture_output=True, text=True).stdout
+    done = run_python("-c", PROGRAM, path, str(limit), what)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("room", ROOM)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_a_full_disk_is_said_with_the_file_and_the_reason(tmp_path: Path, room: str) -> None:
     save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra="before")
     said = run(tmp_path / "c", ROOM[room], "checkpoint")

@@ -286,13 +286,13 @@ def check(way: str, ranks: int, config: dict[str, Any]) -> None:
     assert all(waited), "or the test shows nothing"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(2)
 def test_new_weights_are_read_in_c(way: str) -> None:
     check(way, 2, {"overlap_param_gather": True})
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["its own weight", "a child's weight", "a list of all parameters", "a tied weight"])
+@pytest.mark.sampled(1)
 def test_hybrid(way: str) -> None:
     check(way, 4, {"overlap_param_gather": True, "num_distributed_optimizer_instances": 2})

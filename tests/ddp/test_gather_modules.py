@@ -259,6 +259,7 @@ def do(deed: str, overlap: bool) -> tuple[int, list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.sampled(3)
 def test_what_is_done_in_flight(deed: str) -> None:
     for (waiting, *late), (_, *early) in zip(
         simulate(do, RANKS, deed, True), simulate(do, RANKS, deed, False), strict=True
@@ -307,6 +308,7 @@ def read_the_dict(how: str) -> tuple[bool, bool, int]:
 
 
 @pytest.mark.parametrize("how", readings({}))
+@pytest.mark.sampled(4)
 def test_the_dict_waits_for_what_is_read(how: str) -> None:
     left = 2 if how.startswith("pop") else 3
     assert simulate(read_the_dict, RANKS, how) == [(True, True, left)] * RANKS

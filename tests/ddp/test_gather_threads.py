@@ -154,6 +154,7 @@ def train_under_readers(how: str | None) -> tuple[list[str], bool, list[Tensor]]
 
 
 @pytest.mark.parametrize("how", READS)
+@pytest.mark.sampled(1)
 def test_training_goes_on_as_if_nobody_read(how: str) -> None:
     undisturbed = run_ranks(train_under_readers, 2, None)
     for (errors, plain, values), (_, _, expected) in zip(

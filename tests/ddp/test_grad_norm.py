@@ -109,6 +109,7 @@ def check(ranks: int, variants: int, config: dict[str, Any]) -> None:
         (4, 4, "sharded"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_norm_is_that_of_the_model_on_one_machine(ranks: int, variants: int, placed: str) -> None:
     check(ranks, variants, PLACED[placed])
 
@@ -179,6 +180,7 @@ def test_the_coefficient_has_the_same_bits_under_every_placement(ranks: int) -> 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e6])
+@pytest.mark.sampled(3)
 def test_clipped_training_is_bitwise_the_same_sharded(sharded: bool, max_grad_norm: float) -> None:
     options = {"lr": 0.02, "max_grad_norm": max_grad_norm}
     expected, reference = simulate(train, 3, torch.bfloat16, range(4), {}, options)[0]
@@ -263,6 +265,7 @@ def norm_of(grads: list[Tensor], **config: Any) -> Tensor:
 
 @pytest.mark.parametrize("config", [{}, ZERO1], ids=["whole", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.sampled(3)
 def test_the_norm_is_as_wide_as_the_widest_gradient(ranks: int, config: dict[str, Any]) -> None:
     three, four = torch.tensor([3.0, 0.0]), torch.tensor([[0.0], [4.0]])
     for grads, dtype in (
@@ -317,6 +320,7 @@ def norms_around_nan(config: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("bucket_size", [1, None])
 @pytest.mark.parametrize("config", [{}, ZERO1, {**ZERO1, "keep_params_whole": True}], ids=str)
+@pytest.mark.sampled(3)
 def test_an_iteration_with_nan_leaves_nothing_behind(config: dict[str, Any], bucket_size: int | None) -> None:
     """Also in padding, which clipping multiplied by NaN."""
     for before, bad, after in simulate(norms_around_nan, 3, {**config, "bucket_size": bucket_size}):

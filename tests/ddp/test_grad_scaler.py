@@ -89,6 +89,7 @@ SHARDED: dict[str, Any] = {"use_distributed_optimizer": True, "bucket_size": 300
 
 @pytest.mark.parametrize("dtype", [FP16, FP32])
 @pytest.mark.parametrize(("ranks", "config"), [(1, {}), (3, SHARDED), (2, {**SHARDED, "overlap_param_gather": True})])
+@pytest.mark.sampled(2)
 def test_training_is_torchs_own_scaled_training(ranks: int, config: dict[str, Any], dtype: torch.dtype) -> None:
     """From a scale that overflows: skipped steps, the scale's way down, and up again where no Inf came."""
     expected = plain_fp16(dtype, ranks)
@@ -201,6 +202,7 @@ def inf_in_one_shard(
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(4)
 def test_inf_in_one_shard_skips_the_step_on_all_ranks(way: str) -> None:
     """Rank 2's gradient of the parameter that backward reaches first has the Inf: in rank 0's shard alone."""
     found = simulate(inf_in_one_shard, 3, WAYS[way], {"use_distributed_optimizer": True}, "3.bias", 2)
@@ -220,6 +222,7 @@ def test_processes_skip_alike_too(way: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(2)
 def test_training_goes_on_after_nan(way: str) -> None:
     """Clipping multiplies by a coefficient that is NaN, padding too, which nothing else would ever clear."""
     for _, steps in simulate(
@@ -234,6 +237,7 @@ def test_training_goes_on_after_nan(way: str) -> None:
     [{}, {**SHARDED, "num_distributed_optimizer_instances": 2}, {**SHARDED, "num_distributed_optimizer_instances": 4}],
     ids=["whole", "two instances", "four instances"],
 )
+@pytest.mark.sampled(2)
 def test_all_ranks_skip_alike_under_every_placement(config: dict[str, Any], place: str) -> None:
     for _, steps in simulate(inf_in_one_shard, 4, Way({}), config, place, 1):
         assert steps == 3
@@ -262,6 +266,7 @@ def with_and_without(way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(2)
 def test_scaled_training_is_bitwise_unscaled_training(way: str) -> None:
     simulate(with_and_without, 2, WAYS[way])
 
@@ -460,6 +465,7 @@ PLACED: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("how", ["plain", "clip", "scaler", "unscaled", "tokens"])
 @pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.sampled(3)
 def test_reduction_and_fused_step_read_nothing_back(placed: str, how: str) -> None:
     ranks, config = PLACED[placed]
     simulate(step_without_sync, ranks, config, {"max_grad_norm": 0.1}, how)

@@ -86,6 +86,7 @@ def test_hybrid_adds_inside_first_then_across_everywhere(
         ((2, 4), 1, True, False, (True, True), 2),
     ],
 )
+@pytest.mark.sampled(1)
 def test_hybrid_adds_inside_first_then_across(
     shape: tuple[int, int],
     microbatches: int,

@@ -165,6 +165,7 @@ def at_every_moment(folder: Path, before: str) -> list[tuple[int | None, int, li
     "before",
     [pytest.param(name, marks=() if name in ("one", "two between renames") else pytest.mark.slow) for name in BEFORE],
 )
+@pytest.mark.sampled(1)
 def test_whatever_the_moment_there_is_one_to_load(before: str, tmp_path: Path) -> None:
     (ended,) = run_to_the_end(at_every_moment, 1, tmp_path, before, limit=120.0)
     assert ended.exit_code == 0, ended.output
@@ -273,8 +274,8 @@ KILLS = [
 ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind, ranks, victim, at, there", KILLS)
+@pytest.mark.sampled(1)
 def test_a_rank_that_is_killed_in_a_save_is_named(
     kind: str, ranks: int, victim: int, at: tuple[int, str], there: int | None, tmp_path: Path
 ) -> None:
@@ -323,6 +324,7 @@ def test_whatever_the_moment_it_is_named(kind: str, ranks: int, victim: int, tmp
         ("fully sharded", 1, (3, "all_gather_object")),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_rank_that_is_killed_in_a_load_is_named(kind: str, victim: int, at: tuple[int, str], tmp_path: Path) -> None:
     all_ended = run_to_the_end(one_is_killed, 2, tmp_path, kind, "load", victim, *at, collective_timeout=60.0)
     assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output
@@ -352,6 +354,7 @@ def another_is_killed(folder: Path, victim: int) -> None:
 
 
 @pytest.mark.parametrize("ranks, victim", [(2, 1), (3, 2)])
+@pytest.mark.sampled(1)
 def test_another_rank_that_is_killed_between_the_renames_is_named(ranks: int, victim: int, tmp_path: Path) -> None:
     all_ended = run_to_the_end(another_is_killed, ranks, tmp_path, victim, collective_timeout=60.0)
     assert all_ended[victim].exit_code == -signal.SIGKILL, all_ended[victim].output

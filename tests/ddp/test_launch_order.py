@@ -75,6 +75,7 @@ def launch_order(sharded: bool) -> list[Order]:
 
 @COLLECTIVES
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.sampled(1)
 def test_all_ranks_launch_in_the_plans_order(sharded: bool, world_size: int) -> None:
     by_rank = run_ranks(launch_order, world_size, sharded)
     for orders in zip(*by_rank, strict=True):
@@ -108,6 +109,7 @@ def slow_collectives(sharded: bool) -> Waiting:
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_hooks_never_wait_for_a_collective(sharded: bool) -> None:
     """Eight collectives of 200 ms: the backward of 16 ms has called all of them before the first has ended."""
     for waiting in run_ranks(slow_collectives, 2, sharded):

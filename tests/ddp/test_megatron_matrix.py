@@ -83,7 +83,6 @@ def sync(**config: Any) -> Synced:
 @pytest.mark.parametrize("average_in_collective", [None, False])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.sampled(2)
 def test_grad_sync(
     sharded: bool, overlap: bool, average_in_collective: bool | None, instances: int, ranks: int
 ) -> None:
@@ -154,6 +153,7 @@ def sync_experts(ep: int, etp: int, **config: Any) -> tuple[list[tuple[str, Tens
 @pytest.mark.parametrize("average_in_collective", [None, False])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.sampled(4)
 def test_grad_sync_of_experts(
     sharded: bool, overlap: bool, average_in_collective: bool | None, ep: int, etp: int, instances: int
 ) -> None:
@@ -256,7 +256,7 @@ WHOLE: dict[str, Any] = {"use_distributed_optimizer": True, "keep_params_whole":
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_whole_parameters_step_as_all_reduce_does(ranks: int, name: str, dtype: torch.dtype) -> None:
     """Bitwise, on all ranks alike, and each parameter is updated by one rank; with eight ranks some update nothing."""
     whole = simulate(step_whole, ranks, name, dtype, None, False, **WHOLE)
@@ -315,6 +315,7 @@ def step_scaled(fused: bool, unscale: bool) -> tuple[list[float], Tensor, Tensor
 
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.sampled(3)
 def test_ranks_that_update_nothing_scale_and_clip_with_the_others(fused: bool, unscale: bool) -> None:
     results = simulate(step_scaled, 8, fused, unscale)
     for scales, weight, norm in results:

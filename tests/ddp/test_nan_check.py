@@ -140,6 +140,7 @@ ALL_CASES = [
     "dtype, config, victim, layer, value, at",
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_CASES)],
 )
+@pytest.mark.sampled(3)
 def test_bad_gradients_are_named_on_all_ranks_and_leave_no_trace(
     dtype: torch.dtype, config: str, victim: int, layer: str, value: float, at: int
 ) -> None:
@@ -168,6 +169,7 @@ def one_bad_iteration(layer: str, value: float, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("config", ["all-reduce under backward", "ZeRO-1"])
+@pytest.mark.sampled(1)
 def test_bad_gradients_end_every_process(config: str) -> None:
     for ended in run_to_the_end(one_bad_iteration, 3, "expert", math.nan, CONFIGS[config]):
         assert ended.exit_code == 1, ended.output

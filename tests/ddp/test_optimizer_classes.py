@@ -84,6 +84,7 @@ def check(index: int, dtype: torch.dtype, ranks: int, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
+@pytest.mark.sampled(3)
 def test_a_class_over_shards_is_the_class_itself(index: int) -> None:
     """bf16 parameters with fp32 masters on three ranks, in several buckets."""
     check(index, BF16, 3, use_distributed_optimizer=True, bucket_size=300)
@@ -216,6 +217,7 @@ WHOLE: dict[str, tuple[Callable[[torch.dtype], nn.Module], Case]] = {
 )
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.sampled(4)
 def test_whole_parameters_take_classes_of_matrices(name: str, dtype: torch.dtype, ranks: int) -> None:
     make, (cls, options) = WHOLE[name]
     expected = stock_whole(make, dtype, ranks, cls, options)

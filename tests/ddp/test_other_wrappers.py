@@ -179,6 +179,7 @@ def entered(wrap: Callable[[nn.Module], nn.Module], trains: bool) -> None:
 @pytest.mark.parametrize(
     ("wrap", "trains"), [(DistributedDataParallel, True), (fully_shard, True), (fully_shard, False)]
 )
+@pytest.mark.sampled(2)
 def test_the_first_forward_finds_what_construction_has_missed(
     wrap: Callable[[nn.Module], nn.Module], trains: bool
 ) -> None:

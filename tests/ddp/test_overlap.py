@@ -128,12 +128,13 @@ def _too_little_overlap(by_rank: list[list[Measured]], num_buckets: int) -> dict
 
 @COLLECTIVES
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_collectives_run_inside_the_backward_from_the_first_iteration(sharded: bool, num_microbatches: int) -> None:
     check_overlap(Case(sharded=sharded, num_microbatches=(num_microbatches,) * 2))
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_the_number_of_microbatches_may_change_between_iterations(sharded: bool) -> None:
     check_overlap(Case(sharded=sharded, num_microbatches=(2, 1, 3, 2)))
 
@@ -156,12 +157,13 @@ def test_gradients_from_autograd_overlap_like_fused_ones(sharded: bool) -> None:
     ],
     ids=["first_bucket", "middle_bucket", "last_bucket", "three_buckets", "whole_bucket"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_unused_parameters_hold_nothing_back(sharded: bool, unused: dict[str, Any]) -> None:
     check_overlap(Case(sharded=sharded, find_unused=True, num_microbatches=(1, 2), **unused))
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_iteration_is_finished(sharded: bool) -> None:
     """The bucket that misses a gradient, and those behind it, wait for finish_grad_sync: late, but right."""
     for unused_layer in (7, 3, 0):
@@ -179,12 +181,14 @@ def test_layers_registered_in_another_order_than_they_run(sharded: bool) -> None
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_the_measure_fails_without_overlap(sharded: bool) -> None:
     for iterations in run_ranks(measure, 2, Case(sharded=sharded, overlap=False)):
         assert all(measured.share < 0.01 for measured in iterations)
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_the_measure_fails_in_the_wrong_order(sharded: bool) -> None:
     """Registered backwards and not told so: the first bucket in the plan is the last to become ready."""
     backwards = tuple(reversed(range(8)))
@@ -240,5 +244,6 @@ def choose_by_data(sharded: bool, find_unused: bool) -> None:
 
 @COLLECTIVES
 @pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.sampled(1)
 def test_the_data_may_choose_what_is_unused(sharded: bool, find_unused: bool) -> None:
     run_ranks(choose_by_data, 2, sharded, find_unused)

@@ -94,15 +94,16 @@ def check(name: str, groups: str, before: str, after: str, folder: Path) -> None
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("after", ["ZeRO-1", "hybrid"])
 @pytest.mark.parametrize("name", ["SGD, momentum", "SGD, dampening"])
+@pytest.mark.sampled(1)
 def test_momentum_goes_on(name: str, after: str, groups: str, folder: Path) -> None:
     check(name, groups, "alone", after, folder)
 
 
-@pytest.mark.sampled(37)
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", ["alone", "ZeRO-1", "whole"])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sampled(1)
 def test_every_class_goes_on_everywhere(name: str, groups: str, before: str, after: str, folder: Path) -> None:
     check(name, groups, before, after, folder)
 

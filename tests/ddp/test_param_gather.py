@@ -78,6 +78,7 @@ def weights_after(steps: int, overlap: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.sampled(1)
 def test_training_is_bitwise_the_same_with_and_without_overlap(ranks: int) -> None:
     for seed in range(3):
         late = simulate(weights_after, ranks, 6, True, seed=seed)
@@ -127,6 +128,7 @@ def read_after_a_step(how: str, overlap: bool) -> tuple[list[str], list[Tensor],
 
 
 @pytest.mark.parametrize("how", READS)
+@pytest.mark.sampled(2)
 def test_every_way_to_read_a_parameter_sees_the_new_weights(how: str) -> None:
     late = simulate(read_after_a_step, RANKS, how, True)
     early = simulate(read_after_a_step, RANKS, how, False)
@@ -304,6 +306,7 @@ def compiled(what: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("what", ["a submodule", "a replaced submodule", "the model", "the wrapper"])
+@pytest.mark.sampled(1)
 def test_compiled_modules_see_the_new_weights(what: str) -> None:
     """One simulated rank at a time compiles: Dynamo's state is the process's."""
     for with_compile, without in simulate(compiled, RANKS, what):

@@ -75,6 +75,7 @@ def check(name: str, dtype: torch.dtype, ranks: int, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.sampled(2)
 def test_selections_are_the_stock_optimizers_groups(name: str) -> None:
     check(name, torch.bfloat16, 3, use_distributed_optimizer=True, bucket_size=300)
 
@@ -133,6 +134,7 @@ def runs_here(config: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize("bucket_size", [1, None])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.sampled(3)
 def test_runs_of_groups_follow_each_other_and_leave_no_padding_out(ranks: int, bucket_size: int | None) -> None:
     """Odd sizes, so that shards begin and end in the padding between parameters: on eight ranks after 80 elements."""
     for buckets in simulate(runs_here, ranks, {"bucket_size": bucket_size}):
@@ -156,6 +158,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.sampled(3)
 def test_schedulers_drive_each_group(name: str, sharded: bool) -> None:
     members = [["0.bias", "2.bias", "3.bias"], ["3.weight"], ["0.weight", "2.weight"]]
     schedule, ranks, steps = SCHEDULES[name], 2, 5
@@ -216,6 +219,7 @@ def saved_and_resumed(dtype: torch.dtype, sharded: bool) -> tuple[list[dict[str,
 
 @pytest.mark.parametrize(("sharded", "ranks"), [(False, 1), (True, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.sampled(2)
 def test_a_state_dict_has_the_groups_options_and_resumes_bitwise(dtype: torch.dtype, sharded: bool, ranks: int) -> None:
     for resumed, expected in simulate(saved_and_resumed, ranks, dtype, sharded):
         for ours, theirs in zip(resumed, expected, strict=True):
@@ -294,6 +298,7 @@ def test_further_groups_are_refused() -> None:
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True, "fused": False}], ids=str)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.sampled(3)
 def test_a_group_without_the_fused_kernel_takes_it_from_all(options: dict[str, Any], max_grad_norm: float) -> None:
     """Clipping divides gradients inside the fused kernel or before all of them, never before some."""
     groups = [{"params": "*.bias", **options}]

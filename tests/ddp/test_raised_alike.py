@@ -73,6 +73,7 @@ def load_rank_0s_everywhere(folder: Path, config: dict[str, Any]) -> tuple[str, 
 
 @pytest.mark.parametrize("run", [simulate, run_ranks])
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sampled(2)
 def test_the_state_of_rank_0_is_refused_on_all_ranks(run: Any, overlap: bool, tmp_path: Path) -> None:
     found = run(
         load_rank_0s_everywhere, 2, tmp_path, {"use_distributed_optimizer": True, "overlap_param_gather": overlap}

@@ -116,7 +116,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monkey
     fates = RankFates(store, 1, 2, "all_reduce of bucket 0", {})
     start = time.monotonic()
     fates.inquire()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 20.0, "it waits for PATIENCE, not for the store"
     store.over.set()
     assert fates.lines() == [
         "the store, through which ranks tell each other, is out of reach (it does not answer): "

@@ -218,6 +218,7 @@ def refused(make: Callable[[], dict[str, Any]], message: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.sampled(4)
 def test_wrong_ranks_are_refused_by_name(wrong: str) -> None:
     make, message = WRONG[wrong]
     simulate(refused, 4, make, message)
@@ -279,6 +280,7 @@ def train_on_part(members: Ranks, config: dict[str, Any], of_mesh: bool) -> dict
 
 
 @pytest.mark.parametrize(("instances", "of_mesh"), [(1, False), (2, False), (1, True)])
+@pytest.mark.sampled(2)
 def test_a_part_of_the_world_trains_as_a_world_of_its_own(instances: int, of_mesh: bool) -> None:
     config = {"use_distributed_optimizer": True, "bucket_size": 300, "overlap_param_gather": True}
     instanced = {**config, "num_distributed_optimizer_instances": instances}
@@ -331,6 +333,7 @@ SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
     "config", [{}, SHARDED, {**SHARDED, "num_distributed_optimizer_instances": 2}], ids=["whole", "sharded", "hybrid"]
 )
 @pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.sampled(4)
 def test_experts_are_divided_by_the_dense_ranks_or_by_all_tokens(config: dict[str, Any], per_token: bool) -> None:
     """Four ranks with gradients 1, 2, 3, 4; experts of ranks 0 and 2, of 1 and 3. Their tokens came from all four, so
     that Megatron-core divides by four as well. Per token: ranks have 10, 20, 30, 40 tokens."""

@@ -104,7 +104,7 @@ def wrap(model: nn.Module, config: DistributedDataParallelConfig) -> tuple[Distr
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("segment", SEGMENTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_gradients_are_the_plain_models_and_buckets_launch_once_and_last(
     segment: str, find_unused: bool, num_microbatches: int, fused: bool, reentrant: bool
 ) -> None:
@@ -158,7 +158,7 @@ def reduced_on_ranks(segment: str, reentrant: bool, sharded: bool) -> None:
 
 @RECOMPUTES
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_no_contribution_is_lost_on_two_ranks(reentrant: bool, sharded: bool) -> None:
     for segment in SEGMENTS:
         run_ranks(reduced_on_ranks, 2, segment, reentrant, sharded)

@@ -115,6 +115,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[int, dict[Launch, int]]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(1)
 def test_every_bucket_has_its_collectives_once_a_step(form: str) -> None:
     """However many microbatches a step has; across instances too."""
     config, expected = FORMS[form]
@@ -335,6 +336,7 @@ def wire_errors(microbatches: int, variants: int, **config: Any) -> list[tuple[s
         (8, 1, {"overlap_grad_reduce": True}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_bf16_on_the_wire_is_within_its_tolerance(ranks: int, microbatches: int, config: dict[str, Any]) -> None:
     rounded = 0
     for found in simulate(wire_errors, ranks, microbatches, 2 if ranks % 2 == 0 else 1, **config):

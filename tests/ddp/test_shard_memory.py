@@ -95,6 +95,7 @@ def check_bytes(placed: str, dtype: str, ranks: int) -> None:
         ("hybrid", "bf16", 4),
     ],
 )
+@pytest.mark.sampled(3)
 def test_bytes_at_rest_are_the_formulas(placed: str, dtype: str, ranks: int) -> None:
     """parameter + gradient + (master if half + 8) / ranks that share, times padded elements."""
     check_bytes(placed, dtype, ranks)
@@ -323,6 +324,7 @@ def live_and_let_go(
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("live", LIVES)
+@pytest.mark.sampled(3)
 def test_all_memory_goes_with_the_last_name(live: Callable[..., None], overlap: bool, dtype: torch.dtype) -> None:
     config = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
     assert simulate(live_and_let_go, 2, live, config, dtype) == [[], []]

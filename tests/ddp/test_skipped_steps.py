@@ -129,6 +129,7 @@ def check(options: dict[str, Any], config: dict[str, Any], skipped: Iterable[int
     ],
 )
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sampled(3)
 def test_a_skipped_step_leaves_no_trace(name: str, skipped: tuple[int, ...]) -> None:
     with stale_empty():
         simulate(check, 2, OPTIONS[name], {"use_distributed_optimizer": True}, skipped)
@@ -136,6 +137,7 @@ def test_a_skipped_step_leaves_no_trace(name: str, skipped: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["SGD, momentum", "SGD, dampening", "SGD, dampening in one group"])
+@pytest.mark.sampled(2)
 def test_under_every_placement(name: str, place: str) -> None:
     ranks, config = PLACES[place]
     with stale_empty():
@@ -175,6 +177,7 @@ def skip_without_sync(options: dict[str, Any], steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD, momentum", "SGD, Nesterov", "SGD, dampening", "AdamW"])
+@pytest.mark.sampled(2)
 def test_fused_classes_skip_their_first_step_without_a_read(name: str) -> None:
     simulate(skip_without_sync, 2, OPTIONS[name], 3)
 
@@ -227,6 +230,7 @@ def go_on(how: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["a state dict", "another state", "a checkpoint", "no fused kernel", "no scaler"])
+@pytest.mark.sampled(2)
 def test_the_next_step_is_the_first(how: str, tmp_path: Path) -> None:
     """Dampening spares the first gradient, and the host does not know yet whether there was one."""
     with stale_empty():
@@ -276,6 +280,7 @@ def check_stock(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
+@pytest.mark.sampled(3)
 def test_a_stock_optimizers_first_step_is_skipped_without_a_trace(dampening: float, fused: bool) -> None:
     with stale_empty():
         simulate(check_stock, 2, {"momentum": 0.9, "dampening": dampening, "fused": fused})

@@ -39,6 +39,7 @@ def run(finish: bool, config: dict[str, object], max_norm: float | None) -> list
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize(("sharded", "gathers"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.sampled(2)
 def test_start_and_step_is_finish_and_step(ranks: int, sharded: bool, gathers: bool, max_norm: float | None) -> None:
     config: dict[str, object] = {"use_distributed_optimizer": sharded, "overlap_param_gather": gathers}
     for seed in range(2):

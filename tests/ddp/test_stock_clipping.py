@@ -111,6 +111,7 @@ def test_where_there_is_no_gradient_nothing_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.sampled(4)
 def test_other_models_and_those_whose_wrapper_is_gone_are_left_alone(name: str) -> None:
     ours = make_model(fuse=False)
     ddp = wrap(ours)
@@ -201,6 +202,7 @@ utils.clip_grad_norm_(ddp.parameters(), 1.0)
 """
 
 
+@pytest.mark.slow
 def test_clipping_that_somebody_has_replaced_is_replaced_in_turn() -> None:
     """In a process of its own: torch's functions are the process's."""
     done = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True, check=True)

@@ -56,6 +56,7 @@ def both(dtype: torch.dtype, name: str, first: str, order: str) -> None:
 @pytest.mark.parametrize("first", ["stock", "ours"])
 @pytest.mark.parametrize("name", STOCK)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sampled(4)
 def test_a_stock_optimizer_beside_ours_is_refused(dtype: torch.dtype, name: str, first: str, order: str) -> None:
     simulate(both, 2, dtype, name, first, order)
 
@@ -158,6 +159,7 @@ def replaced(verb: str, config: dict[str, Any], folder: Path) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": True}], ids=["all-reduced", "ZeRO-1"])
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.sampled(2)
 def test_an_optimizer_that_was_replaced_does_nothing_more(verb: str, config: dict[str, Any], tmp_path: Path) -> None:
     """It would update, save and load memory that no parameter lies in any more."""
     simulate(replaced, 2, verb, config, tmp_path)

@@ -91,6 +91,7 @@ WRITES = (no_grad, through_data, data_set, all_at_once)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("write", WRITES)
+@pytest.mark.sampled(4)
 def test_what_is_written_to_masters_reaches_all_ranks_or_is_refused(
     write: Callable[[Job], None], dtype: torch.dtype, overlap: bool
 ) -> None:

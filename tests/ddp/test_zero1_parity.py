@@ -107,6 +107,7 @@ def check(case: Case, *, fused_step: bool = True, steps: int = STEPS, **config: 
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
+@pytest.mark.sampled(1)
 def test_zero1_is_bitwise_all_reduce(case: Case) -> None:
     """Every number of ranks, and every value of the other axes at least once."""
     check(case)
@@ -136,6 +137,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.sampled(2)
 def test_no_layout_changes_a_bit(layout: dict[str, Any]) -> None:
     check(Case(microbatches=1, fused=True, delayed=False, overlap=(True, True), ranks=3), steps=5, **layout)
 

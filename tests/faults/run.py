@@ -10,6 +10,7 @@ apply, breaks an import, or makes the test hang or crash is an error of the patc
 
 import argparse
 import compileall
+import gc
 import json
 import multiprocessing
 import os
@@ -121,12 +122,15 @@ def apply_patch(copy: Path, patch: Path, *, reverse: bool = False) -> None:
         raise HarnessError(f"{patch.name} does not apply to the library as it is:\n{done.stderr.strip()}")
 
 
-def run_tests(copy: Path, tests: Sequence[str], timeout: float) -> list[Case]:
-    """Run ``tests`` in a process of their own that imports ``maingrad`` from ``copy``."""
+def run_tests(copy: Path, tests: Sequence[str], timeout: float, *, all_cases: bool) -> list[Case]:
+    """Run ``tests`` in a process of their own that imports ``maingrad`` from ``copy``.
+
+    Without ``all_cases``, those of a test end with the first that fails.
+    """
     results, output = copy.parent / "results.json", copy.parent / "output.txt"
     results.unlink(missing_ok=True)
     output.write_text("")
-    process = WARM.Process(target=run_here, args=(copy, results, output, timeout, tests))
+    process = WARM.Process(target=run_here, args=(copy, results, output, timeout, tests, all_cases))
     process.start()
     process.join(timeout * 1.5 + 30)
     if process.is_alive():
@@ -143,12 +147,14 @@ def run_tests(copy: Path, tests: Sequence[str], timeout: float) -> list[Case]:
     return cases
 
 
+NEEDLESS = "another case of this test has failed"
+
 WARM = multiprocessing.get_context("forkserver")
 """Makes processes that have imported what takes seconds, and nothing of the library."""
-PRELOADED = ("torch", "torch._dynamo", "pytest", "hypothesis")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "triton", "numpy", "pytest", "hypothesis")
 
 
-def run_here(copy: Path, results: Path, output: Path, timeout: float, tests: Sequence[str]) -> None:
+def run_here(copy: Path, results: Path, output: Path, timeout: float, tests: Sequence[str], all_cases: bool) -> None:
     """In such a process: make it one that was started in ``copy``, and run the tests."""
     os.setsid()  # a session of its own, so that a test's own ranks end with it
     for path, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (str(output), os.O_WRONLY, (1, 2))):
@@ -165,16 +171,20 @@ def run_here(copy: Path, results: Path, output: Path, timeout: float, tests: Seq
     )
     sys.dont_write_bytecode = True
     sys.path[:] = [str(copy.parent), *(each for each in sys.path if each not in ("", str(HERE), *inherited))]
-    report_tests(results, timeout, tests)
+    report_tests(results, timeout, tests, all_cases)
 
 
 def tail(output: str, lines: int = 30) -> str:
     return "\n".join(output.splitlines()[-lines:])
 
 
+def is_case(nodeid: str, test: str) -> bool:
+    return nodeid == test or nodeid.startswith((f"{test}[", f"{test}::"))
+
+
 def cases_of(test: str, cases: Iterable[Case]) -> list[Case]:
     """The cases of one named test: itself, its parameters, or the tests of a class."""
-    mine = [case for case in cases if case.nodeid == test or case.nodeid.startswith((f"{test}[", f"{test}::"))]
+    mine = [case for case in cases if is_case(case.nodeid, test)]
     if not mine:
         others = [f"{case.nodeid}: {case.exception}" for case in cases if case.outcome == "error"]
         raise HarnessError("; ".join([f"{test} did not run", *others]))
@@ -202,7 +212,7 @@ def judge(fault: Fault, copy: Path, timeout: float) -> Verdict:
     try:
         apply_patch(copy, fault.path)
         try:
-            cases = run_tests(copy, fault.tests, timeout)
+            cases = run_tests(copy, fault.tests, timeout, all_cases=False)
         finally:
             apply_patch(copy, fault.path, reverse=True)
         complaints = [complaint_patched(test, cases) for test in fault.tests]
@@ -218,7 +228,7 @@ def check_unpatched(faults: Sequence[Fault], copies: Sequence[Path], timeout: fl
 
     def complaints(share: Sequence[str], copy: Path) -> list[str]:
         try:
-            cases = run_tests(copy, share, timeout)
+            cases = run_tests(copy, share, timeout, all_cases=True)
             return [complaint for test in share if (complaint := complaint_unpatched(test, cases))]
         except HarnessError as error:
             return [str(error)]
@@ -259,13 +269,14 @@ def select(paths: Iterable[Path], only: Sequence[str], required: Iterable[int]) 
     return faults
 
 
-def report_tests(results: Path, timeout: float, tests: Sequence[str]) -> None:
+def report_tests(results: Path, timeout: float, tests: Sequence[str], all_cases: bool) -> None:
     """The child's side: run ``tests`` here and write what became of each to ``results``."""
     import pytest
 
     class Recorder:
         def __init__(self) -> None:
             self.cases: list[dict[str, str]] = []
+            self.noticed: set[str] = set()
 
         def record(self, nodeid: str, outcome: str, exception: str) -> None:
             self.cases.append({"nodeid": nodeid, "outcome": outcome, "exception": exception})
@@ -274,20 +285,33 @@ def report_tests(results: Path, timeout: float, tests: Sequence[str]) -> None:
             if report.failed:
                 self.record(report.nodeid, "error", report.longreprtext.splitlines()[-1])
 
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_runtest_setup(self, item: pytest.Item) -> None:
+            if not all_cases and any(is_case(item.nodeid, test) for test in self.noticed):
+                pytest.skip(NEEDLESS)
+
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
             report = yield
+            if call.excinfo is not None and NEEDLESS in str(call.excinfo.value):
+                return report
             exception = "" if call.excinfo is None else call.excinfo.exconly().splitlines()[0]
             if report.when == "call":
                 outcome = "timeout" if exception.startswith("Failed: Timeout") else report.outcome
                 self.record(item.nodeid, outcome, exception)
+                if outcome == "failed":
+                    self.noticed |= {test for test in tests if is_case(item.nodeid, test)}
             elif not report.passed:
                 self.record(item.nodeid, "skipped" if report.skipped else "error", f"{report.when}: {exception}")
             return report
 
     recorder = Recorder()
     # The signal method fails the one test that hangs; the default would end this process without a report.
-    options = ["-p", "no:cacheprovider", "-p", "no:randomly", "--timeout", str(timeout), "--timeout-method", "signal"]
+    options = ["-p", "pytest_timeout", "--timeout", str(timeout), "--timeout-method", "signal"]
+    # Nobody reads more than a failure's first line.
+    options += ["--assert=plain", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    gc.freeze()  # what was there before
     pytest.main([*options, "-q", *tests], plugins=[recorder])
     results.write_text(json.dumps(recorder.cases))
 

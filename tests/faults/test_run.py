@@ -66,56 +66,66 @@ def run(tmp_path: Path, *arguments: str, **patches: str) -> subprocess.Completed
     for name, text in patches.items():
         (folder / f"01-{name}.patch").write_text(text)
     command = [sys.executable, HARNESS, "--root", project(tmp_path / "a-b.c"), "--patches", folder, "--require", "1"]
-    return subprocess.run([*command, "--preload", "--timeout", "3", *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [*command, "--preload", "pytest", "--timeout", "2", *arguments], capture_output=True, text=True
+    )
 
 
 def test_a_fault_that_its_tests_notice_passes(tmp_path: Path) -> None:
     done = run(
         tmp_path,
+        "--only",
+        "01-tripled",
+        "--only",
+        "01-squared",
         tripled=patch("    return 3 * x", "test_double"),
         squared=patch("    return x * x", "test_double", "test_parameters"),
+        not_chosen=patch("", "test_double"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 patches, all noticed" in done.stdout
 
 
+WRONG = {
+    "missed": (patch("    return x + x", "test_double"), "NOT NOTICED: tests/test_maths.py::test_double"),
+    "half_missed": (
+        patch("    return 3 * x", "test_double", "test_sign"),
+        "NOT NOTICED: tests/test_maths.py::test_sign",
+    ),
+    "other_line": (patch("    return 3 * x", "test_double", old="    return x"), "does not apply"),
+    "no_python": (patch("    return 3 *", "test_double"), "did not run"),
+    "no_name": (patch("    return missing", "test_double"), "broke the code: NameError"),
+    "raises": (patch("    raise ValueError", "test_fixture"), "error instead of a failure"),
+    "hangs": (patch("    return 3 * x", "test_patient"), "timeout instead of a failure"),
+    "no_test": (patch("    return 3 * x", "test_nowhere"), "no test ran"),
+}
+
+
+def test_anything_else_is_reported(tmp_path: Path) -> None:
+    done = run(tmp_path, "--patched-only", **{name: text for name, (text, _) in WRONG.items()})
+    assert done.returncode == 1, done.stdout + done.stderr
+    for name, (_, complaint) in WRONG.items():
+        said = done.stdout.partition(f"\n01-{name}.patch: ")[2].partition("\n\n")[0]
+        assert complaint in said, done.stdout
+
+
+def test_a_test_must_pass_unpatched(tmp_path: Path) -> None:
+    names = {"wrong": "failed", "skipped": "skipped"}
+    done = run(tmp_path, **{name: patch("    return 3 * x", f"test_{name}") for name in names})
+    assert done.returncode == 1, done.stdout + done.stderr
+    for name, outcome in names.items():
+        assert f"test_{name} must pass without the patch: {outcome}" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (patch("    return x + x", "test_double"), "NOT NOTICED: tests/test_maths.py::test_double"),
-        (patch("    return 3 * x", "test_double", "test_sign"), "NOT NOTICED: tests/test_maths.py::test_sign"),
-        (patch("    return 3 * x", "test_double", old="    return x"), "does not apply"),
-        (patch("    return 3 *", "test_double"), "did not run"),
-        (patch("    return missing", "test_double"), "broke the code: NameError"),
-        (patch("    raise ValueError", "test_fixture"), "error instead of a failure"),
-        (patch("    return 3 * x", "test_patient"), "timeout instead of a failure"),
-        (patch("    return 3 * x", "test_wrong"), "must pass without the patch: failed"),
-        (patch("    return 3 * x", "test_skipped"), "must pass without the patch: skipped"),
-        (patch("    return 3 * x", "test_nowhere"), "no test ran"),
         (patch("    return 3 * x"), "at least one 'Test:' line"),
         (patch("    return 3 * x", "test_double", number=2), "must begin with the fault's number, 02-"),
+        (patch("    return 3 * x", "test_double"), "no patch for fault 7"),
     ],
 )
-@pytest.mark.sampled(5)
-def test_anything_else_is_reported(tmp_path: Path, text: str, complaint: str) -> None:
-    done = run(tmp_path, fault=text)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert complaint in done.stdout
-
-
-def test_a_required_fault_without_a_patch_is_reported(tmp_path: Path) -> None:
-    done = run(tmp_path, "--require", "1", "7", tripled=patch("    return 3 * x", "test_double"))
+def test_headers_are_read_first(tmp_path: Path, text: str, complaint: str) -> None:
+    done = run(tmp_path, "--require", "1", "7", fault=text)
     assert done.returncode == 1
-    assert "no patch for fault 7" in done.stdout
-
-
-def test_one_patch_can_be_chosen(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        "--only",
-        "01-tripled",
-        tripled=patch("    return 3 * x", "test_double"),
-        broken=patch("", "test_double"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 patch, all noticed" in done.stdout
+    assert complaint in done.stdout

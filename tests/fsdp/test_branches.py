@@ -50,6 +50,7 @@ def one_backward(model: nn.Module, batches: Any) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 0, 0), (0, 2, 1), (0, 2, 0), (2, 0)], ids=str)
 @pytest.mark.parametrize("kind", ["zero3", "zero2", "zero1", "hsdp", "zero3, once"])
+@pytest.mark.sampled(2)
 def test_a_branch_to_what_is_frozen_on_some_ranks(kind: str, order: tuple[int, ...]) -> None:
     def on_each_rank() -> None:
         rank, size = dist.get_rank(), dist.get_world_size()

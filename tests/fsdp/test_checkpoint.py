@@ -125,6 +125,7 @@ PLACEMENTS = ["zero1", "zero2", "zero3", "hybrid", "hsdp", "hsdp_zero1"]
 @pytest.mark.parametrize(
     "placement", [p if p in ("zero3", "hsdp_zero1") else pytest.param(p, marks=pytest.mark.slow) for p in PLACEMENTS]
 )
+@pytest.mark.sampled(1)
 def test_through_zero1_and_ddp_and_back_no_bit_changes(
     tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path], placement: str
 ) -> None:
@@ -202,6 +203,7 @@ def test_real_ranks_save_what_simulated_ones_save(
 
 
 @pytest.mark.parametrize("placement", ["zero3", "hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(1)
 def test_every_element_is_written_once_and_work_is_shared(
     saved: Callable[[str, torch.dtype | None], Path], placement: str
 ) -> None:
@@ -275,6 +277,7 @@ def local_values(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "kind", [k if k in ("fused", "nadam") else pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS]
 )
+@pytest.mark.sampled(1)
 def test_every_optimizer_resumes_with_its_groups_known_by_name(tmp_path: Path, kind: str) -> None:
     """In another order than they were saved in."""
     simulate(resume_with, 3, tmp_path / "c", kind)

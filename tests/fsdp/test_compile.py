@@ -51,6 +51,7 @@ def compiled_as_a_whole(model: nn.Module, **options: Any) -> None:
     "shard", [compiled_before, pytest.param(compiled_after, marks=pytest.mark.slow), compiled_as_a_whole]
 )
 @pytest.mark.parametrize("kind", ["zero3", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
 def test_compiled_modules(kind: str, shard: Any) -> None:
     train_beside(kind, shard=shard, ranks=0, steps=3)
 
@@ -70,6 +71,7 @@ def all_in_one_autocast(model: nn.Module, batches: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize(("run", "tolerance"), [(each_in_autocast, 1e-6), (all_in_one_autocast, 2**-7)])
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1"])
+@pytest.mark.sampled(1)
 def test_autocast(kind: str, run: Any, tolerance: float) -> None:
     train_beside(kind, run=run, dtype=torch.float32, tolerance=tolerance, steps=3)
 
@@ -154,6 +156,7 @@ def losses_of_a_llama(compiled: str, *, fused: bool) -> list[list[float]]:
 
 @pytest.mark.filterwarnings("ignore")  # of transformers and dynamo, about each other
 @pytest.mark.parametrize("compiled", ["before fully_shard", pytest.param("after fully_shard", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_compiled_layers_of_hugging_face(compiled: str) -> None:
     plain = losses_of_a_llama("no", fused=False)
     found = losses_of_a_llama(compiled, fused=True)

@@ -75,10 +75,10 @@ def queue_run(model: nn.Module, batches: Sequence[Tensor]) -> None:
         model.finish_grad_sync()
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["now", "modules", "queue"])
 @pytest.mark.parametrize("name", ALL_FACTORIES)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero2"])
+@pytest.mark.sampled(2)
 def test_our_modules(kind: str, name: str, how: str) -> None:
     train_beside(
         kind,
@@ -119,8 +119,8 @@ def plain_stack() -> nn.Module:
     return foreign_stack(lambda features, out: nn.Linear(features, out, bias=False))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero2", "alone"])
+@pytest.mark.sampled(2)
 def test_foreign_modules_that_accumulate_themselves(kind: str) -> None:
     make_model = first_then_plain(
         lambda: foreign_stack(lambda features, out: ForeignLinear(features, out, bias=False)), plain_stack
@@ -128,9 +128,9 @@ def test_foreign_modules_that_accumulate_themselves(kind: str) -> None:
     train_beside(kind, make_model, shard_children, microbatches=3)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", DELAYED_FORMS)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "alone"])
+@pytest.mark.sampled(2)
 def test_foreign_modules_that_delay(kind: str, form: str) -> None:
     options = DELAYED_FORMS[form]
 

@@ -25,7 +25,7 @@ from maingrad.launch.simulate import SimulatedRankError
 from maingrad.te_integration import Linear, WgradQueue, delayed_wgrad
 from maingrad.te_integration.wgrad_queue import drain_modules
 
-pytestmark = pytest.mark.sampled(5)
+pytestmark = pytest.mark.sampled(3)
 
 HIDDEN = 8
 PLACEMENTS = {"zero3": 1, "hsdp": 2, "zero1": 1, "zero2": 1, "hybrid": 2, "hsdp_zero1": 2}
@@ -158,6 +158,7 @@ SECOND: dict[str, Callable[[], nn.Module]] = {
 
 @every_placement
 @pytest.mark.parametrize("second", SECOND)
+@pytest.mark.sampled(3)
 def test_03_every_use_of_a_tied_weight_counts(placements: str, second: str) -> None:
     check(placements, lambda: Tied(linear(), SECOND[second]()))
 
@@ -183,6 +184,7 @@ class Group(nn.Module):
 
 @every_placement
 @pytest.mark.parametrize("packed", [False, True], ids=["discrete", "packed"])
+@pytest.mark.sampled(1)
 def test_05_delayed_and_unfused_experts_return_nothing_before_their_turn(placements: str, packed: bool) -> None:
     options = {"single_grouped_weight": packed, "single_grouped_bias": packed}
     check(placements, lambda: Group(fuse_wgrad_accumulation=False, delay_wgrad_compute=True, **options))
@@ -190,6 +192,7 @@ def test_05_delayed_and_unfused_experts_return_nothing_before_their_turn(placeme
 
 @every_placement
 @pytest.mark.parametrize("packed", [False, True], ids=["discrete", "packed"])
+@pytest.mark.sampled(2)
 def test_09_an_expert_without_tokens_has_zeros(placements: str, packed: bool) -> None:
     options = {"single_grouped_weight": packed, "single_grouped_bias": packed}
     check(placements, lambda: Group(fuse_wgrad_accumulation=True, **options))
@@ -322,6 +325,7 @@ class DelayedPair(nn.Module):
 
 @every_placement
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.sampled(2)
 def test_13_no_reduction_comes_before_a_delayed_gradient(placements: str, fused: bool) -> None:
     check(placements, lambda: DelayedPair(fused))
 
@@ -369,6 +373,7 @@ def sums_of_bf16(placements: str, fused: bool, low: bool) -> tuple[torch.dtype, 
 @every_placement
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("low", [True, False], ids=["fp32 masters", "bf16"])
+@pytest.mark.sampled(3)
 def test_18_small_bf16_gradients_survive_between_large_ones(placements: str, fused: bool, low: bool) -> None:
     found = simulate(sums_of_bf16, 2 * PLACEMENTS[placements], placements, fused, low)
     assert {dtype for dtype, _ in found} == {torch.float32 if low else torch.bfloat16}
@@ -437,6 +442,7 @@ def split_by_hand(placements: str, fused: bool) -> tuple[Tensor, Tensor, str]:
 
 @every_placement
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.sampled(1)
 def test_19_gradients_that_are_asked_for_one_after_the_other(placements: str, fused: bool) -> None:
     for missing, dx, message in simulate(split_by_hand, 2 * PLACEMENTS[placements], placements, fused):
         assert missing.norm() < 1e-5
@@ -466,6 +472,7 @@ class Recomputed(nn.Module):
 
 @every_placement
 @pytest.mark.parametrize("outside", ["before", "after", "not at all"])
+@pytest.mark.sampled(2)
 def test_21_reentrant_recompute_inside_a_unit_loses_nothing(placements: str, outside: str) -> None:
     check(placements, lambda: Recomputed(outside != "after", outside))
 
@@ -514,6 +521,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 @every_placement
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sampled(2)
 def test_23_a_step_is_seen_by_the_next_forward(placements: str, optimizer: str) -> None:
     """Whole parameters that stay are gathered anew, whoever changed the shards, and whatever ran since backward."""
 

@@ -33,6 +33,7 @@ class Delaying(nn.Module):
 
 @pytest.mark.parametrize("earlier", ["nothing", "a microbatch"])
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(2)
 def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind: str, earlier: str) -> None:
     """What backward has computed of it, biases here, stays out of the next one."""
 
@@ -136,6 +137,7 @@ def used(rank: int, index: int) -> list[bool]:
 
 @pytest.mark.parametrize("who", ["modules", "queue"])
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(2)
 def test_some_ranks_alone_use_what_delays(kind: str, who: str) -> None:
     """Others in every microbatch; who has delayed something computes it one microbatch later."""
 
@@ -209,6 +211,7 @@ CROSSING: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("finishes", [False, True])
 @pytest.mark.parametrize("what", CROSSING)
 @pytest.mark.parametrize("kind", ["zero3", "zero1"])
+@pytest.mark.sampled(4)
 def test_24_what_would_cross_with_delayed_gradients_is_refused_on_all_ranks(
     kind: str, what: str, finishes: bool
 ) -> None:

@@ -55,12 +55,12 @@ def expert_mesh(size: int, num_variants: int, instances: int) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner", "variant"))["outer", "inner"]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("size", "num_variants", "instances", "row"),
     [(4, 2, 1, "zero3"), (4, 4, 1, "zero3"), (4, 2, 1, "zero2"), (8, 2, 2, "hsdp"), (8, 2, 2, "hsdp_zero1")],
 )
 @pytest.mark.parametrize("kind", ["plain", "GroupedLinear", "packed GroupedMLP"])
+@pytest.mark.sampled(1)
 def test_experts_have_seen_all_ranks_tokens(kind: str, size: int, num_variants: int, instances: int, row: str) -> None:
     def on_each_rank() -> None:
         rank = dist.get_rank()
@@ -125,6 +125,7 @@ def average_grads(twins: list[Mixture], step: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 @pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.sampled(2)
 def test_clipping_is_by_one_norm_over_all_experts(instances: int, norm_type: float) -> None:
     def on_each_rank() -> tuple[float, dict[str, Tensor]]:
         rank = dist.get_rank()

@@ -134,6 +134,7 @@ ORDERS = (before, between_microbatches, between_forward_and_backward, after, in_
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once"])
 @pytest.mark.parametrize("run", [*ORDERS, unfrozen_before_its_backward, evaluated])
+@pytest.mark.sampled(2)
 def test_the_models_own_iteration_goes_on(run: Callable[..., None], kind: str) -> None:
     train_beside(kind, run=run, ranks=2)
 
@@ -145,6 +146,7 @@ def test_over_instances(run: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "kept"])
 @pytest.mark.parametrize("run", [between_microbatches, between_forward_and_backward])
+@pytest.mark.sampled(2)
 def test_recompute_is_frozen_as_its_forward_was(run: Callable[..., None], model: str) -> None:
     train_beside("zero3", MODELS[model], run=run, ranks=2)
 

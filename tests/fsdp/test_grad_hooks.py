@@ -43,6 +43,7 @@ def whole(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("placements", ["zero3", "zero2", "zero1"])
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.sampled(3)
 def test_an_optimizer_in_backward_trains_as_in_plain_pytorch(placements: str, microbatches: int) -> None:
     def train() -> dict[str, Tensor]:
         model = make_model()

@@ -110,6 +110,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", READS)
+@pytest.mark.sampled(3)
 def test_a_read_is_that_of_the_whole_gradient(name: str) -> None:
     reference = {key: READS[name](param.grad) for key, param in plain().named_parameters()}
 
@@ -188,6 +189,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.sampled(4)
 def test_what_shards_cannot_answer_is_refused_by_name(name: str) -> None:
     def check(model: Any) -> None:
         param = model.wide.weight
@@ -262,6 +264,7 @@ MADE = (halved, cloned, plain_of_this_rank, through_data, noisy, masked)
 
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("made", MADE)
+@pytest.mark.sampled(3)
 def test_what_is_put_into_grad_is_clipped_and_stepped_as_the_whole(made: Callable[[Any], None], foreach: Any) -> None:
     def train(model: Any) -> tuple[list[float], list[Tensor]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -33,7 +33,7 @@ from maingrad.launch import simulate
 def some_kinds(test: Callable[..., None]) -> Callable[..., None]:
     """A matrix of which ``make test`` takes a part."""
     kinds = pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
-    return pytest.mark.sampled(4)(kinds(test))
+    return pytest.mark.sampled(3)(kinds(test))
 
 
 @dataclass
@@ -103,6 +103,7 @@ def talk(model: nn.Module, batches: Any) -> None:
 
 @some_kinds
 @pytest.mark.parametrize("form", ["dict", "dataclass", "tuple", "namedtuple"])
+@pytest.mark.sampled(1)
 def test_inputs_and_outputs_in_any_form(kind: str, form: str) -> None:
     def shard(model: nn.Module, **options: Any) -> None:
         for block in model.blocks:
@@ -127,6 +128,7 @@ class Quiet(nn.Module):
 
 @some_kinds
 @pytest.mark.parametrize("returns", ["none", "detached", "indices", "same"])
+@pytest.mark.sampled(2)
 def test_units_that_leave_no_graph(kind: str, returns: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -181,6 +183,7 @@ class Passing(nn.Module):
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "recomputed", "recomputed, reentrant"])
 @pytest.mark.parametrize("pairs", [False, True], ids=["", "pairs"])
 @pytest.mark.parametrize("kind", ["zero3", "zero2"])
+@pytest.mark.sampled(2)
 def test_units_that_hand_their_input_on_are_reduced_in_their_turn(
     kind: str, pairs: bool, reentrant: bool | None
 ) -> None:

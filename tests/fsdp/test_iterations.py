@@ -175,14 +175,15 @@ ORDERS = [
 ]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "alone", "zero2", "zero3, once", "hsdp, once"])
+@pytest.mark.sampled(2)
 def test_orders_of_forward_and_backward(kind: str, order: Callable[[nn.Module, Batches], None]) -> None:
     train_beside(kind, run=order)
 
 
 @pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.sampled(1)
 def test_resharding_every_unit_or_none(reshard: bool) -> None:
     for order in (one_backward, second_then_first, twice_over_one_graph):
 
@@ -268,6 +269,7 @@ class Branches(Net):
 @pytest.mark.parametrize(
     "kind", ["zero3", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("hsdp_zero1", "zero1", "zero3, once")]]
 )
+@pytest.mark.sampled(2)
 def test_models_that_go_their_own_ways(kind: str, make: Callable[[], nn.Module]) -> None:
     train_beside(kind, make, steps=2, microbatches=3)
 
@@ -306,10 +308,10 @@ class Recomputes(Net):
         return self.head(x * self.scale)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("what", ["blocks", "pairs", "inside", "all"])
 @pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1", "zero3, once"])
+@pytest.mark.sampled(2)
 def test_recompute(kind: str, what: str, reentrant: bool) -> None:
     train_beside(kind, lambda: Recomputes(what, reentrant))
 
@@ -399,10 +401,10 @@ BREAKS = [
 ]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("first", ["nothing", "a microbatch", "an iteration"])
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once", "hsdp, once"])
+@pytest.mark.sampled(2)
 def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[Any, Tensor], None]) -> None:
     """After ``optimizer.zero_grad()`` the next iteration knows nothing of it."""
 
@@ -430,6 +432,7 @@ def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[A
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp", "hsdp_zero1", "hsdp_zero1, once"])
+@pytest.mark.sampled(2)
 def test_what_is_abandoned_in_a_unit_stays_out_of_later_iterations_that_do_not_use_it(kind: str) -> None:
     def on_each_rank() -> None:
         rank, size = rank_and_size()
@@ -460,6 +463,7 @@ def zero_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Ten
 
 
 @pytest.mark.parametrize("kind", ["zero3", "zero2", "zero1", "hsdp", "zero3, once"])
+@pytest.mark.sampled(2)
 def test_what_users_do_to_gradients_between_microbatches_comes_after_what_is_under_way(kind: str) -> None:
     """Reductions of the first microbatch are, when its backward returns. Where ``.grad`` is not all that there is, a
     change is refused."""
@@ -490,6 +494,7 @@ def test_what_users_do_to_gradients_between_microbatches_comes_after_what_is_und
 
 @pytest.mark.parametrize("model", [Half, Detaches], ids=["never run", "never reached"])
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp"])
+@pytest.mark.sampled(2)
 def test_a_unit_that_no_backward_reaches_has_zeros(kind: str, model: type[Net]) -> None:
     """As under DistributedDataParallel: an optimizer treats it alike, whichever wrapper there is."""
 

@@ -151,9 +151,9 @@ def make_sharded(kind: str) -> Any:
     return model
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("live", LIVES)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once"])
+@pytest.mark.sampled(3)
 def test_everything_goes_with_the_last_name(kind: str, live: Callable[[Any], None]) -> None:
     def on_each_rank() -> list[str]:
         model = make_sharded(kind)
@@ -178,6 +178,7 @@ def test_a_profiler_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["zero3", "zero1"])
 @pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.sampled(3)
 def test_a_model_and_its_optimizer_in_either_order(kind: str, first: str) -> None:
     def on_each_rank() -> None:
         model = make_sharded(kind)

@@ -167,11 +167,11 @@ def peaks(
     return found
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(("placements", "instances"), [("zero3", 1), ("hsdp", 2), ("hsdp_zero1", 2)])
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.sampled(1)
 def test_at_most_three_units_of_parameters_and_two_of_gradients(
     run: str, placements: str, instances: int, microbatches: int, unused: bool
 ) -> None:
@@ -245,6 +245,7 @@ def test_delayed_gradients_take_memory_when_they_are_computed(microbatches: int)
 
 @pytest.mark.parametrize(("how", "options"), [("queue", {"queued": True}), ("side by side", {})])
 @pytest.mark.parametrize(("placements", "size"), [("zero2", None), ("zero3", None), ("zero3", ONE_MATRIX)])
+@pytest.mark.sampled(2)
 def test_the_pool_grows_where_no_unit_can_be_reduced(
     how: str, options: dict[str, Any], placements: str, size: int | None
 ) -> None:
@@ -327,11 +328,11 @@ def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **h
     return Watched(limit, sum(sizes), most, events, found[-NUM_BLOCKS:], root.grads.meter.held_nbytes)
 
 
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize("run", [plainly, recomputed], ids=["", "recomputed"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("size", [1, ONE_MATRIX, ONE_MATRIX + WIDTH])
 @pytest.mark.parametrize("placements", ["zero2", "zero3", "hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(1)
 def test_several_buckets_take_one_and_a_half_units(placements: str, size: int, microbatches: int, run: Run) -> None:
     """To the byte: a unit's, and its largest bucket's or half of it for what is being reduced."""
     for found in simulate(watch, 4 if placements.startswith("h") else 2, placements, size, microbatches, run):
@@ -409,9 +410,9 @@ RESTS = [
 ]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16 over fp32 masters"])
 @pytest.mark.parametrize(("placements", "instances", "inner"), RESTS)
+@pytest.mark.sampled(1)
 def test_bytes_at_rest(placements: str, instances: int, inner: int, low: bool) -> None:
     """P parameters of b bytes as they are computed with, fp32 shards and gradients, over i ranks of an instance, d in
     all that hold different shards::

@@ -35,6 +35,7 @@ def ones(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(3)
 def test_parameters_are_those_of_init_fn(kind: str) -> None:
     def on_each_rank() -> None:
         twin = Net()
@@ -151,6 +152,7 @@ def test_frozen_parameters_stay_frozen_and_dtypes_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "packed GroupedMLP"])
+@pytest.mark.sampled(4)
 def test_our_modules(name: str) -> None:
     """Delays survive: the marks on parameters are made again."""
 

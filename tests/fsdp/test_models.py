@@ -33,10 +33,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def some_kinds(test: Callable[..., None]) -> Callable[..., None]:
     """A matrix of which ``make test`` takes a part."""
     kinds = pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
-    return pytest.mark.sampled(4)(kinds(test))
+    return pytest.mark.sampled(3)(kinds(test))
 
 
 @every_kind
+@pytest.mark.sampled(2)
 def test_a_model_of_blocks(kind: str) -> None:
     train_beside(kind, microbatches=3)
 
@@ -81,8 +82,8 @@ def shard_inner(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "zero2", "hsdp_zero1", "hsdp"])
+@pytest.mark.sampled(2)
 def test_more_ranks_than_elements(kind: str) -> None:
     train_beside(kind, Tiny, shard_inner, ranks=8)
 
@@ -109,6 +110,7 @@ def frozen(choose: Callable[[str], bool]) -> Callable[[], nn.Module]:
     ],
     ids=["every bias", "a unit", "the outermost unit", "the first layers", "all but a scalar"],
 )
+@pytest.mark.sampled(2)
 def test_frozen_parameters(kind: str, choose: Callable[[str], bool]) -> None:
     train_beside(kind, frozen(choose))
 
@@ -201,8 +203,8 @@ class Tied(nn.Module):
         return self.block(self.wide(x))
 
 
-@pytest.mark.sampled(2)
 @every_kind
+@pytest.mark.sampled(3)
 def test_tied_parameters_within_a_unit(kind: str) -> None:
     train_beside(kind, Tied)
 
@@ -226,8 +228,8 @@ def shard_nested(model: nn.Module, **options: Any) -> None:
         fully_shard(module, **options)
 
 
-@pytest.mark.sampled(2)
 @every_kind
+@pytest.mark.sampled(3)
 def test_nested_units_some_of_them_without_parameters(kind: str) -> None:
     train_beside(kind, Nested, shard_nested)
 

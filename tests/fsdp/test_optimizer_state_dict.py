@@ -81,6 +81,7 @@ def load(folder: Path, ours: bool, placement: str) -> dict[str, Tensor]:
         pytest.param((True, "hsdp", 4), (True, "zero2", 3), id="ours-hsdp-4-ours-3", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_torchs_functions_save_for_any_ranks_and_fsdp2(
     tmp_path: Path, run: Any, saving: tuple[bool, str, int], loading: tuple[bool, str, int]
 ) -> None:
@@ -119,6 +120,7 @@ CASES += [("hsdp_zero1", 4, kind, "torch") for kind in OPTIMIZERS]
 
 
 @pytest.mark.parametrize("placement, ranks, kind, how", CASES)
+@pytest.mark.sampled(2)
 def test_what_is_loaded_goes_on_bit_for_bit(placement: str, ranks: int, kind: str, how: str) -> None:
     simulate(resume, ranks, placement, kind, how)
 

@@ -112,13 +112,14 @@ def check_skips(name: str, place: str, skipped: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", [f"SGD, {name}, fused" for name in MOMENTA])
+@pytest.mark.sampled(2)
 def test_a_first_step_that_is_skipped_leaves_no_trace(name: str, place: str) -> None:
     with stale_empty():
         simulate(check_skips, PLACES[place][0], name, place, (0, 1))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in OPTIONS if not name.endswith(", fused")])
+@pytest.mark.sampled(2)
 def test_nor_does_any_other_class(name: str) -> None:
     with stale_empty():
         simulate(check_skips, 5, name, "zero3", (0,))
@@ -145,6 +146,7 @@ def saved_after_a_skip(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["save_checkpoint", "state_dict"])
+@pytest.mark.sampled(1)
 def test_a_run_that_was_saved_after_a_skipped_step_goes_on(how: str, tmp_path: Path) -> None:
     with stale_empty():
         simulate(saved_after_a_skip, 5, tmp_path / "c", how)
@@ -198,16 +200,17 @@ def check_resumes(name: str, before: str, after: str, groups: bool, how: str, fo
 @pytest.mark.parametrize(
     "name", ["SGD, momentum, fused", "SGD, dampening, fused", "Adagrad, by default", "Adagrad, fused"]
 )
+@pytest.mark.sampled(2)
 def test_empty_shards_go_on(name: str, how: str, folder: Path) -> None:
     check_resumes(name, "alone", "zero3", False, how, folder)
 
 
-@pytest.mark.sampled(67)
 @pytest.mark.parametrize("how", ["save_checkpoint", "get_state_dict"])
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", ["zero3", "hsdp_zero1"])
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.sampled(1)
 def test_every_class_goes_on_everywhere(
     name: str, before: str, after: str, groups: bool, how: str, folder: Path
 ) -> None:

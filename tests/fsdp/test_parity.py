@@ -105,6 +105,7 @@ def hybrid(case: Sequence[Any], steps: int) -> Job:
 
 
 @pytest.mark.parametrize("case", SAMPLES["flat"], ids=str)
+@pytest.mark.sampled(2)
 def test_shards_agree_to_the_bit(case: Sequence[Any]) -> None:
     check(flat(case, QUICK))
 
@@ -116,6 +117,7 @@ def test_shards_agree_to_the_bit_everywhere(case: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("case", SAMPLES["hybrid"], ids=str)
+@pytest.mark.sampled(1)
 def test_hybrids_add_microbatches_inside_first_and_then_across(case: Sequence[Any]) -> None:
     check(hybrid(case, QUICK))
 
@@ -150,6 +152,7 @@ def test_a_width_of_2880(ranks: int, placements: str, low: bool) -> None:
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"])
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.sampled(2)
 def test_bf16_over_fp32_masters(placements: str, fused: bool) -> None:
     instances, inner = (2, 2) if placements.startswith("hsdp") else (1, 3)
     job = Job("shapes", ("odd", "prime"), placements, instances, inner, fused=fused, microbatches=3, low=True)
@@ -178,6 +181,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 
 @pytest.mark.parametrize("placements", [pytest.param("zero2", marks=pytest.mark.slow), "zero3", "hsdp", "hsdp_zero1"])
 @pytest.mark.parametrize("model", ["shapes", pytest.param("wide", marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
 def test_plain_data_parallelism_is_near(placements: str, model: str) -> None:
     """Microbatches are summed before the reduction there, over all ranks at once."""
     instances, inner = (2, 2) if placements.startswith("hsdp") else (1, 3)

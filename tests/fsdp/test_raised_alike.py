@@ -140,6 +140,7 @@ STATES: dict[str, tuple[Callable[[], str], str, bool]] = {
 
 
 @pytest.mark.parametrize("what", STATES)
+@pytest.mark.sampled(3)
 def test_state_dicts_that_differ_between_ranks_are_refused_on_all(what: str) -> None:
     case, message, one = STATES[what]
     check(simulate(case, 3), message, one=one)

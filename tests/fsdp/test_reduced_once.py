@@ -67,24 +67,24 @@ KINDS: dict[str, tuple[str, bool | None]] = {
 }
 
 
-@pytest.mark.sampled(41)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("microbatches", [3, 1])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_shards_agree_to_the_bit(kind: str, microbatches: int, fused: bool, delay: str, ranks: int) -> None:
     placements, reshard = KINDS[kind]
     options = {"fused": fused, "delay": delay, "microbatches": microbatches, "reshard": reshard}
     check(Job("everything", UNITS, placements, inner=ranks, steps=STEPS, holding=ALL, **options))
 
 
-@pytest.mark.sampled(27)
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("inner", [2, 4])
 @pytest.mark.parametrize("microbatches", [3, 1])
 @pytest.mark.parametrize("placements", ["hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(1)
 def test_hybrids_agree_to_the_bit(placements: str, microbatches: int, inner: int, fused: bool, delay: str) -> None:
     options = {"fused": fused, "delay": delay, "microbatches": microbatches}
     check(Job("everything", UNITS, placements, instances=2, inner=inner, steps=STEPS, holding=ALL, **options))
@@ -109,17 +109,17 @@ def test_bf16_over_fp32_masters(placements: str) -> None:
 # ---- Some units hold, and others reduce every microbatch. ----
 
 
-@pytest.mark.sampled(7)
 @pytest.mark.parametrize("delay", ["none", "modules, lagging", "queue"])
 @pytest.mark.parametrize("holding", [("",), UNITS, ("odd", "frozen_weight", "unused_layer")], ids=str)
 @pytest.mark.parametrize(("placements", "instances"), [("zero3", 1), ("hsdp", 2), ("zero2", 1)])
+@pytest.mark.sampled(2)
 def test_each_unit_as_it_was_told(placements: str, instances: int, holding: tuple[str, ...], delay: str) -> None:
     job = Job("everything", UNITS, placements, instances, 2, delay=delay, microbatches=3, steps=STEPS)
     check(job._replace(holding=holding))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("holding", [("experts.1",), ("",), ("experts.0", "experts.1", "")], ids=str)
+@pytest.mark.sampled(1)
 def test_experts_on_a_mesh_of_their_own(holding: tuple[str, ...]) -> None:
     """Ranks 0 and 2 share experts, and 1 and 3 others; both have seen the tokens of all four ranks."""
     job = Job(inner=4, microbatches=3, variants=2, steps=STEPS, holding=holding)
@@ -206,6 +206,7 @@ NONE: tuple[list[str], list[str]] = ([], [])
 
 
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
+@pytest.mark.sampled(1)
 def test_each_unit_is_reduced_once_in_the_last_microbatch(placements: str) -> None:
     once = (["reduce_scatter"] * 4, [])
     assert reductions(placements, 1) == [NONE, NONE, once, NONE]

@@ -65,6 +65,7 @@ def on_each(kind: str, check: Callable[[Any, nn.Module, Batches, list[Batches]],
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_it_is_zeros_until_the_last_microbatch(kind: str) -> None:
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         assert all(param.grad is None for param in model.parameters())
@@ -151,9 +152,9 @@ CHANGES: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["zero3, once", "hsdp, once"])
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sampled(3)
 def test_a_change_in_place_is_refused_and_does_no_harm(change: str, kind: str) -> None:
     """What clips or scales between microbatches would clip or scale nothing; the iteration goes on."""
 
@@ -183,6 +184,7 @@ BEHIND: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", ["alone, once"])
 @pytest.mark.parametrize("change", BEHIND)
+@pytest.mark.sampled(4)
 def test_what_cannot_be_refused_is_noticed_by_the_last_microbatch(change: str, kind: str) -> None:
     """And the next iteration knows nothing of it."""
 
@@ -200,6 +202,7 @@ def test_what_cannot_be_refused_is_noticed_by_the_last_microbatch(change: str, k
 
 
 @pytest.mark.parametrize("change", BEHIND)
+@pytest.mark.sampled(4)
 def test_finish_grad_sync_notices_it_as_well(change: str) -> None:
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         a_microbatch(model, batches[0])
@@ -219,6 +222,7 @@ def test_finish_grad_sync_notices_it_as_well(change: str) -> None:
 
 @pytest.mark.parametrize("next_one", ["two microbatches", "the last one"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
 def test_clearing_all_gives_the_iteration_up(kind: str, next_one: str) -> None:
     run = two if next_one == "two microbatches" else (lambda model, batches: the_last(model, batches[1]))
 
@@ -345,10 +349,10 @@ USED: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("finish", [False, True], ids=["", "finished by hand"])
 @pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("kind", ["zero3, once", "zero2, once", "hsdp_zero1, once"])
+@pytest.mark.sampled(2)
 def test_units_that_some_microbatches_leave_out(kind: str, used: str, finish: bool) -> None:
     def run(model: Any, batches: Batches) -> None:
         for index, (batch, blocks) in enumerate(zip(batches, USED[used], strict=True)):

@@ -123,12 +123,12 @@ HEAD = 4 * WIDTH * WIDTH
 ALL = NUM_BLOCKS * BLOCK + HEAD
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("finish", [False, True], ids=["", "finished by hand"])
 @pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
 @pytest.mark.parametrize(
     ("placements", "instances", "inner"), [("zero3", 1, 2), ("zero2", 1, 4), ("hsdp", 2, 2), ("hsdp_zero1", 2, 2)]
 )
+@pytest.mark.sampled(1)
 def test_whole_gradients_are_held_once_and_sums_come_with_the_last(
     placements: str, instances: int, inner: int, delayed: bool, finish: bool
 ) -> None:
@@ -197,10 +197,10 @@ def test_what_was_given_up_has_no_memory_when_the_next_backward_begins() -> None
 # ---- Stale memory. ----
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("delay", ["none", "modules", "queue, lagging"])
 @pytest.mark.parametrize("holding", [(*UNITS, ""), ("odd", "unused_layer")], ids=["all", "some"])
 @pytest.mark.parametrize(("placements", "instances"), [("zero2", 1), ("zero3", 1), ("hsdp", 2), ("hsdp_zero1", 2)])
+@pytest.mark.sampled(2)
 def test_stale_memory_never_leaks(placements: str, instances: int, holding: tuple[str, ...], delay: str) -> None:
     """The pool's memory and every ``torch.empty`` hold NaN: sums that are written once, held gradients, unused ones."""
     job = Job("everything", UNITS, placements, instances, 2, delay=delay, microbatches=3, steps=2, holding=holding)

@@ -387,6 +387,7 @@ def norms_on(ranks: Ranks, tensors: Sequence[Tensor]) -> dict[tuple[str, float],
 
 
 @every_layout
+@pytest.mark.sampled(2)
 def test_norms_are_those_of_whole_gradients(ranks: Ranks) -> None:
     tensors = wholes(0.01)
     by_rank = simulate(norms_on, ranks.size, ranks, tensors)
@@ -494,6 +495,7 @@ def clipped(
 
 @every_layout
 @pytest.mark.parametrize("norm_type", [1, 2, 3, INF])
+@pytest.mark.sampled(4)
 def test_clipping_is_that_of_one_process(ranks: Ranks, norm_type: float) -> None:
     for foreach, apart, max_norm in ((None, False, 0.5), (True, True, 0.5), (False, False, 1e6)):
         reference = plain_params(wholes(), wholes())
@@ -548,6 +550,7 @@ def clipped_with_nan(bad: float) -> tuple[float, float, float]:
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF])
+@pytest.mark.sampled(1)
 def test_real_ranks_clip_and_find_nan_as_one_process(bad: float) -> None:
     expected = get_total_norm(wholes()).item()
     for total, largest, found_inf in run_ranks(clipped_with_nan, 2, bad):
@@ -582,6 +585,7 @@ def scaled_steps(ranks: Ranks, options: dict[str, Any], bad_rank: int) -> tuple[
 
 @pytest.mark.parametrize("name", ["1", "3", "2x2", "2x2 replicas"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
+@pytest.mark.sampled(4)
 def test_every_rank_skips_the_step_of_an_inf(name: str, options: dict[str, Any]) -> None:
     reference = plain_params(wholes(), wholes())
     optimizer = torch.optim.AdamW(reference, lr=0.1, **options)

@@ -86,10 +86,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 # ---- Two programs that everybody writes. ----
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("who", ["nobody", "rank 0", "everybody"])
 @pytest.mark.parametrize("what", ["loss", "output", "output of an extra forward", "loss that is never used"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(3)
 def test_kept_on_some_ranks(kind: str, what: str, who: str) -> None:
     """``losses.append(loss)`` under ``if rank == 0``; a metric's forward, in grad mode, whose result is kept."""
 
@@ -125,6 +125,7 @@ def test_kept_on_some_ranks(kind: str, what: str, who: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(3)
 def test_an_exception_is_stored_on_rank_0(kind: str) -> None:
     """With its traceback, and with that the frames, their tensors and their graphs."""
 
@@ -236,7 +237,7 @@ def one_microbatch(model: Any, x: Tensor, what: str, size: int, keep: Callable[.
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 75))])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_any_program(seed: int, kind: str) -> None:
     with the_collector(enabled=seed % 3 > 0):
         compare(kind, lambda *where: drawn_program(seed, *where))

@@ -14,6 +14,7 @@ SHARES = 2
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.sampled(1)
 def test_programs_agree_with_plain_pytorch(share: int) -> None:
     """Few are refused: what is refused proves nothing."""
     size = PROGRAMS // SHARES

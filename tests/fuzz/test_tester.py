@@ -62,6 +62,7 @@ def test_the_tester_imports_the_librarys_rooms_and_no_helpers(path: Path) -> Non
             assert not name.startswith("maingrad") or name in ("maingrad.ddp", "maingrad.fsdp", "maingrad.launch")
 
 
+@pytest.mark.slow
 def test_a_script_stands_alone(tmp_path: Path) -> None:
     """And does what the program did."""
     block = Block("norm mlp", library=True, delayed=True)
@@ -85,6 +86,7 @@ def test_a_script_stands_alone(tmp_path: Path) -> None:
     assert "Differs: rank 0: weights 0: stem.weight: off by" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_of_a_pipeline_stands_alone(tmp_path: Path) -> None:
     block = Block("norm mlp", library=True)
     steps = (Step(evaluates=True), Step(1, rounds=2), Step(outcome="fails"), Step())

@@ -127,6 +127,7 @@ def one_expert_forgotten(dy: Any, x: Any, main_grads: Any, offsets: Any, *, over
         ("unpermute_rows", "unpermute_rows", lambda rows, places: rows.view(-1, 8, rows.shape[1]).sum(1)),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_wrong_kernel_has_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, name: str, broken: Any
 ) -> None:
@@ -179,6 +180,7 @@ def test_ours_failing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["tune", "--shapes", "1x64x32x16", "--ops", "grouped_dgrad"], "leave nothing to tune"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_mistakes_are_answered_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:

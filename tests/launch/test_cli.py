@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from python_processes import python_process, run_python
 from safetensors.torch import load_file
 from tiny_run import tiny_toml
 
@@ -20,13 +19,9 @@ from maingrad.launch.metrics import read_metrics
 from maingrad.launch.model import build_model
 from maingrad.launch.signals import stop_on_signals
 
-MAINGRAD = [sys.executable, "-m", "maingrad"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maingrad"]
+MAINGRAD = ["-m", "maingrad"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maingrad"]
 LONG = ["--train.steps", "1000000"]
-
-
-def run(*command: str | Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=timeout)
 
 
 def records(folder: Path) -> dict[str, Any]:
@@ -35,7 +30,7 @@ def records(folder: Path) -> dict[str, Any]:
 
 
 def test_train_alone(tmp_path: Path):
-    done = run(*MAINGRAD, "train", tiny_toml(tmp_path), "--train.steps", "4")
+    done = run_python(*MAINGRAD, "train", tiny_toml(tmp_path), "--train.steps", "4")
     assert done.returncode == 0, done.stderr
     assert "the byte-bigram model's" in done.stdout
     found = records(tmp_path)
@@ -53,7 +48,7 @@ def test_train_alone(tmp_path: Path):
 @pytest.mark.slow
 def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     path = tiny_toml(tmp_path, model={"param_dtype": "bfloat16", "dropout": 0.1}, train={"num_microbatches": 4})
-    done = run(*TORCHRUN, "train", path)
+    done = run_python(*TORCHRUN, "train", path)
     assert done.returncode == 0, done.stderr
     found = records(tmp_path)
     observed = found["observed"]
@@ -65,7 +60,9 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
     assert found["timeline"]["buckets"][0]["finished"] >= found["timeline"]["buckets"][0]["launched"]
     assert done.stdout.count("validation loss") == 3, "rank 0 alone speaks"
 
-    simulated = run(*MAINGRAD, "simulate", path, "--ranks", "2", "--train.out-dir", tmp_path / "simulated" / "run")
+    simulated = run_python(
+        *MAINGRAD, "simulate", path, "--ranks", "2", "--train.out-dir", tmp_path / "simulated" / "run"
+    )
     assert simulated.returncode == 0, simulated.stderr
     assert records(tmp_path / "simulated")["final"]["weights_sha256"] == found["final"]["weights_sha256"]
 
@@ -135,6 +132,7 @@ def test_plan_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         (["simulate", "CONFIG", "--ranks", "5"], 2, "must be a multiple of"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_mistakes_are_answered_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, said: str
 ):
@@ -155,33 +153,24 @@ def test_mistakes_are_answered_in_a_line(
 
 def interrupt(command: list[str | Path], folder: Path, number: signal.Signals, *, group: bool) -> tuple[int, str]:
     """Start a long run, send it a signal once it trains, and return its exit status and output."""
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        metrics = folder / "run" / "metrics.jsonl"
+    with python_process(*command) as started:
+        metrics, pid = folder / "run" / "metrics.jsonl", started.process.pid
+        assert pid is not None
         deadline = time.monotonic() + 60
         while not metrics.exists() or '"step"' not in metrics.read_text():
-            assert process.poll() is None, process.communicate()[0]
+            assert started.process.is_alive(), started.ended(0)
             assert time.monotonic() < deadline, "the run never began"
             time.sleep(0.05)
         if group:  # what a terminal does: every process of the group gets the signal
-            os.killpg(process.pid, number)
+            os.killpg(pid, number)
         else:
-            process.send_signal(number)
-        output, _ = process.communicate(timeout=20)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, output
+            os.kill(pid, number)
+        ended = started.ended(20)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals):
     status, output = interrupt([*MAINGRAD, "train", tiny_toml(tmp_path), *LONG], tmp_path, number, group=False)
     assert status == 130

@@ -384,6 +384,7 @@ def test_a_dense_run_records_no_routers(tmp_path: Path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"delay_wgrad_layers": 2}, {"single_grouped_weight": False}], ids=str)
+@pytest.mark.sampled(1)
 def test_two_ranks_train_and_agree(tmp_path: Path, changes: dict[str, Any]):
     settings = tiny_config(tmp_path, model={**EXPERTS, "param_dtype": "bfloat16", **changes})
     first, second = simulate(train, 2, settings)

@@ -81,6 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("parallel, ddp, ranks", CASES)
+@pytest.mark.sampled(3)
 def test_plan_is_what_training_allocates(
     tmp_path: Path, param_dtype: str, parallel: str, ddp: dict[str, Any], ranks: int
 ):
@@ -106,6 +107,7 @@ def test_plan_is_what_training_allocates(
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid"])
+@pytest.mark.sampled(2)
 def test_every_kind_of_parallelism_is_planned_beside_the_chosen_one(tmp_path: Path, parallel: str):
     config = tiny_config(tmp_path, parallel=parallel)
     others = {name: plan_run(tiny_config(tmp_path, parallel=name), 4).rank_bytes for name in ("ddp", "zero1", "hybrid")}

@@ -83,6 +83,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("parallel, fsdp, model, ranks", CASES)
+@pytest.mark.sampled(1)
 def test_plan_is_what_training_holds_and_sends(
     tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
 ):
@@ -111,6 +112,7 @@ def test_plan_is_what_training_holds_and_sends(
         ("hsdp", "hsdp_zero1", 2 / 4, 4 / 4 + 4 / 8, 1 / 8),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_formulas_of_the_docs(
     tmp_path: Path, parallel: str, placements: str, whole: float, grads: float, shards: float
 ):
@@ -159,6 +161,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "b
         pytest.param({}, EXPERTS | {"router_dtype": "bfloat16"}, 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_the_peak_of_gradients_is_what_a_run_s_meter_shows(
     tmp_path: Path, fsdp: dict[str, Any], model: dict[str, Any], num_microbatches: int
 ):

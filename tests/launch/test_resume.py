@@ -65,6 +65,7 @@ def steps_of(folder: Path, out: str) -> list[int]:
     "before, after, ranks",
     [("zero1", "zero1", 2), ("zero1", "ddp", 2), pytest.param("ddp", "hybrid", 4, marks=pytest.mark.slow)],
 )
+@pytest.mark.sampled(1)
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, before: str, after: str, ranks: int):
     whole = simulate(outcome, ranks, config_of(tmp_path, "whole", before))[0]
     saved = simulate(outcome, ranks, config_of(tmp_path, "saved", before, save_every=2))[0]
@@ -134,6 +135,7 @@ def records_of_the_run(folder: Path, out: str) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("at", [3, 4, 6])
+@pytest.mark.sampled(1)
 def test_wherever_it_was_interrupted_no_validation_is_lost(tmp_path: Path, at: int):
     """After an evaluation's step, after the last step, and after neither; and not twice."""
     whole = train(config_of(tmp_path, "whole", eval_every=2))
@@ -149,6 +151,7 @@ def test_wherever_it_was_interrupted_no_validation_is_lost(tmp_path: Path, at: i
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
+@pytest.mark.sampled(1)
 def test_a_last_line_that_was_cut_does_not_stop_a_resume(tmp_path: Path, cut: int):
     train(config_of(tmp_path, "run", save_every=2))
     before = records_of_the_run(tmp_path, "run")
@@ -240,6 +243,7 @@ def test_a_checkpoint_that_a_save_left_beside_its_place_is_gone_on_from(tmp_path
         ("data", {"max_tokens": 1000}, "data.max_tokens = 1000: the run in '.*' had None"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_another_run_is_refused(tmp_path: Path, section: str, changed: dict[str, Any], message: str):
     train(config_of(tmp_path, "run", save_every=6))
     config = config_of(tmp_path, "rest", resume=checkpoint(tmp_path, "run", 6))
@@ -249,6 +253,7 @@ def test_another_run_is_refused(tmp_path: Path, section: str, changed: dict[str,
 
 
 @pytest.mark.parametrize("part, at", [("training", 10), ("validation", -10)])
+@pytest.mark.sampled(1)
 def test_other_data_are_refused_by_name(tmp_path: Path, part: str, at: int):
     config = config_of(tmp_path, "run", save_every=6)
     text = Path(config.data.paths[0])

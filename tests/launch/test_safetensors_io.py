@@ -43,6 +43,7 @@ def save_both_ways(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "wrapper", [pytest.param(n, marks=pytest.mark.slow if n in ("overlapping", "whole") else ()) for n in WRAPPERS]
 )
+@pytest.mark.sampled(1)
 def test_from_a_checkpoint_and_from_a_model_it_is_one_file(tmp_path: Path, wrapper: str) -> None:
     ranks, config = WRAPPERS[wrapper]
     state = simulate(save_both_ways, ranks, tmp_path, config)[0]
@@ -92,6 +93,7 @@ def load_and_step(source: Path, config: dict[str, Any], with_optimizer: bool) ->
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize("wrapper", ["zero1", "all-reduce", "overlapping"])
+@pytest.mark.sampled(1)
 def test_masters_come_in_as_they_went_out(tmp_path: Path, wrapper: str, with_optimizer: bool) -> None:
     state = simulate(save_both_ways, 3, tmp_path, ZERO1)[0]
     ranks, config = WRAPPERS[wrapper]
@@ -155,6 +157,7 @@ def load_and_say(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.sampled(3)
 def test_a_file_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path, name: str) -> None:
     change, message = MISFITS[name]
     path = tmp_path / "model.safetensors"

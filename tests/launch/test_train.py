@@ -135,6 +135,7 @@ def test_same_seed_same_run_other_seed_another(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.sampled(1)
 def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: int):
     """The last layer's, and all of them: bit for bit, and recorded after each backward.
 
@@ -226,6 +227,7 @@ def test_all_gather_is_not_recorded_where_nothing_is_sharded(tmp_path: Path):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.sampled(2)
 def test_short_runs_are_recorded_too(tmp_path: Path, steps: int):
     """One step has the validation's forward after it."""
     config = tiny_config(tmp_path, train={"steps": steps}, optimizer={"warmup_steps": 0})
@@ -334,6 +336,7 @@ def test_all_reduce_sum_without_a_group_is_the_identity():
     assert Runtime(0, 1, torch.device("cpu")).all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
 
 
+@pytest.mark.slow
 def test_a_real_training_beats_the_bigram_model(tmp_path: Path):
     """The shipped configuration on the standard library's source, smaller and shorter: ten seconds of one core.
 
@@ -359,6 +362,7 @@ ENVIRONMENTS = {
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.parametrize("said", ENVIRONMENTS)
+@pytest.mark.sampled(2)
 def test_what_a_launcher_says_of_ranks_is_heard(
     said: str, parallel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def records(config: Config, kind: str) -> list[dict[str, Any]]:
         pytest.param("hsdp", {"num_instances": 4}, {}, 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_trains_what_zero1_trains(tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict, ranks: int):
     """Bit for bit, with one microbatch and unclipped: then all sums have one order. Half of the ranks are an instance,
     whose sums are those of pairs, as simulated ranks form them anyway."""

@@ -3,7 +3,6 @@
 The processes are forked from one that has imported torch already: a run takes about half a second.
 """
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -18,11 +17,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from gloo import load_module
+from gloo import forkserver, load_module
 
 __all__ = ["Ended", "assert_gone", "run_to_the_end", "the_report"]
-
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "maingrad.ddp", "maingrad.te_integration"]
 
 Store = Literal["launcher", "rank 0", "file"]
 
@@ -57,8 +54,7 @@ def run_to_the_end(
     backend             what ``init_process_group`` is given; None: torch chooses
     """
     folder = Path(tempfile.mkdtemp(prefix="ending-ranks-"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = forkserver()
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if store == "launcher" else None
     port = None if server is None else server.port
     job = (fn.__module__, fn.__code__.co_filename, fn.__name__, pickle.dumps(args))

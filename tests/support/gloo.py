@@ -1,7 +1,8 @@
 """Runs functions on real ranks: processes that hold a gloo group, started once and handed one job after another.
 
-Importing torch takes seconds, a job milliseconds, so the processes of each world size stay until the test session ends.
-A job that fails may leave collectives half done: its processes are ended, and the next job gets fresh ones.
+Importing torch takes seconds, a job milliseconds, so processes are forked from one that has imported it, and those of
+each world size stay until the test session ends. A job that fails may leave collectives half done: its processes are
+ended, and the next job gets fresh ones.
 """
 
 import atexit
@@ -21,17 +22,32 @@ import types
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["load_module", "run_ranks"]
+__all__ = ["forkserver", "load_module", "run_ranks"]
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 START_TIMEOUT = 60.0
 GRACE = 3.0  # seconds in which the other ranks of a failed job may tell their side
+PRELOADED = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "maingrad.ddp",
+    "maingrad.fsdp",
+    "maingrad.te_integration",
+)
+
+
+def forkserver() -> ForkServerContext:
+    """Makes processes that have imported what takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 45.0) -> list[Any]:
@@ -70,7 +86,7 @@ class _Pool:
         self._folder = Path(tempfile.mkdtemp(prefix="gloo-ranks-"))
         self._connections: list[Connection] = []
         self._processes = []
-        context = multiprocessing.get_context("spawn")
+        context = forkserver()
         for rank in range(world_size):
             mine, theirs = context.Pipe()
             process = context.Process(
@@ -121,7 +137,7 @@ class _Pool:
             return pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
-            process.join(GRACE)
+            process.join(START_TIMEOUT)  # its end is told by the process that forked it
             text = f"rank {rank} ended with exit code {process.exitcode} in the middle of its job"
             return _Failure(RuntimeError(text), text)
 

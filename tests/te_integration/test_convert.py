@@ -537,7 +537,7 @@ def _fresh_compiler():
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 @pytest.mark.parametrize("order", ["convert, compile, wrap", "compile, run, convert, wrap", "convert, wrap, compile"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_a_compiled_model_has_eagers_gradients(order: str, backend: str) -> None:
     torch.manual_seed(0)
     model = Waves()
@@ -575,6 +575,7 @@ def test_each_fused_layer_is_one_graph_break() -> None:
 
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("adapt", ["subclass", "parametrized", "hooked"])
+@pytest.mark.sampled(1)
 def test_what_wraps_a_fused_layer_is_compiled_once(adapt: str) -> None:
     class Doubled(Linear):
         def forward(self, input: Tensor) -> Tensor:

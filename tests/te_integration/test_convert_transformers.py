@@ -112,6 +112,7 @@ def test_tied_embeddings_get_the_heads_gemm_and_the_lookups_gradient(family: str
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.sampled(3)
 def test_gradient_checkpointing(family: str, reentrant: bool, tied: bool) -> None:
     """The recomputed forward has its own weight references, and its gradients are the same, to the bit where untied."""
     model = llama(tied=tied) if family == "llama" else gpt2(tied=tied)

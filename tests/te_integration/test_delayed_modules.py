@@ -21,7 +21,7 @@ VARIANTS = [
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 3])  # one is within three
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 def test_delayed_is_bitwise_undelayed(kind: str, microbatches: int, fuse: bool, variant: dict[str, bool]) -> None:
     """Every weight frozen leaves nothing to delay: the queue is checked to be used in the other cases."""
     all_frozen = variant["tied"] and variant["frozen"] and kind != "LayerNormMLP"
@@ -57,6 +57,7 @@ def test_what_waits_is_not_read_after_it_was_overwritten(kind: str, shape: tuple
 
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.sampled(1)
 def test_a_compiled_forward_notices_the_block_it_runs_in(kind: str, fuse: bool) -> None:
     torch.compiler.reset()
     module = make(kind, fuse=fuse)

@@ -111,12 +111,13 @@ def check_share(delayed: int, sharded: bool, microbatches: int) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_each_bucket_reduces_under_the_weight_gradients_of_the_next(sharded: bool, microbatches: int) -> None:
     check_share(LAYERS, sharded, microbatches)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
+@pytest.mark.sampled(1)
 def test_half_delayed_reduces_under_both(sharded: bool) -> None:
     """The first layers' buckets become ready as backward ends, and have the delayed products to run under."""
     check_share(LAYERS // 2, sharded, 1)
@@ -149,7 +150,7 @@ def lagging(lag: int) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.parametrize("lag", [0, 2, 4])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_no_bucket_launches_before_its_last_weight_gradient(lag: int) -> None:
     """From records, with each weight gradient delayed: W may lag B by any number of microbatches."""
     for ranks in run_ranks(lagging, 2, lag):

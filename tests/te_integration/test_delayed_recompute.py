@@ -61,7 +61,6 @@ def check_like_plain(model: nn.Module, x: Tensor, plain: nn.Module, times: int =
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("blocks", ["forward", "backward", "both", "neither"])
 @pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.sampled(3)
 def test_a_block_around_either_pass(kind: str, blocks: str, shape: tuple[int, ...]) -> None:
     model, x, queue = make(kind), input_of(shape), WgradQueue()
     plain = copy.deepcopy(model)
@@ -84,6 +83,7 @@ def test_a_block_around_either_pass(kind: str, blocks: str, shape: tuple[int, ..
 
 @pytest.mark.parametrize("backward_in_block", [False, True])
 @pytest.mark.parametrize("delays", [(0,), (3,), (0, 3)], ids=str)
+@pytest.mark.sampled(4)
 def test_a_block_inside_the_region(delays: tuple[int, ...], backward_in_block: bool) -> None:
     """Some layers in a block, others not; the backward perhaps in another queue's block."""
     model, x, queue, other = make("linear"), input_of((WIDTH, WIDTH)), WgradQueue(), WgradQueue()

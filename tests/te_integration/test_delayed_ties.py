@@ -117,11 +117,11 @@ def train(kind: str, grouped: bool, fused: tuple[bool, bool], drain: str, lag: b
                 param.grad = None
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("drain", DRAINS)
 @pytest.mark.parametrize("fused", [(True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("grouped", [False, True], ids=["linear", "expert"])
 @pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+@pytest.mark.sampled(2)
 def test_all_of_a_tied_weights_gradient_arrives(kind: str, grouped: bool, fused: tuple[bool, bool], drain: str) -> None:
     for lag, num_microbatches in ((False, 1), (False, 2), (True, 2)):
         simulate(train, 2, kind, grouped, fused, drain, lag, num_microbatches)

@@ -108,6 +108,7 @@ def by_param(model: nn.Module, microbatches: int, how: str) -> dict[str, torch.T
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("how", ["module", "modules", "queue", "lag"])
 @pytest.mark.parametrize("variant", [{}, {"bias": False}, {"tied": True}, {"frozen": True}], ids=str)
+@pytest.mark.sampled(4)
 def test_delayed_is_bitwise_undelayed(fused: bool, microbatches: int, how: str, variant: dict[str, bool]) -> None:
     if how == "lag" and microbatches > 1 and variant.get("tied"):
         how = "queue"  # across microbatches the two uses of a tied weight would be added in another order
@@ -121,6 +122,7 @@ def test_delayed_is_bitwise_undelayed(fused: bool, microbatches: int, how: str, 
 @pytest.mark.parametrize("config", [{"overlap_grad_reduce": True}, {"use_distributed_optimizer": True}], ids=str)
 @pytest.mark.parametrize("how", ["module", "queue", "lag"])
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.sampled(3)
 def test_delayed_is_bitwise_undelayed_on_simulated_ranks(config: dict[str, object], how: str, ranks: int) -> None:
     plain = simulate(lambda: train(lambda: Net(fused=True, delay=False), 2, "now", config), ranks)
     delayed = simulate(lambda: train(lambda: Net(fused=True, delay=how == "module"), 2, how, config), ranks)

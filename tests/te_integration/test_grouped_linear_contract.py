@@ -421,7 +421,7 @@ def test_19_a_backward_that_is_split_for_inputs_and_weights_is_refused(packed: b
 @FUSED_OR_NOT
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("scale_bias", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_22_derivatives_of_derivatives_are_right_and_write_nothing(
     packed: bool, scale_bias: bool, fuse: bool, delay: bool
 ) -> None:

@@ -86,7 +86,6 @@ def assert_fp64s(module: GroupedMLP, batches: list[Batch], fuse: bool, **options
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.sampled(2)
 def test_every_layout_and_split_is_fp64s(device: str, layout: str, splits: str, delay: bool, fuse: bool) -> None:
     options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, **LAYOUTS[layout]}
     module = make_experts(device=device, **options)
@@ -182,7 +181,6 @@ def as_sequential(mlp: GroupedMLP, activation: torch.nn.Module, **options: Any) 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
-@pytest.mark.sampled(2)
 def test_three_modules_give_the_same_bits(device: str, layout: str, fuse: bool, delay: bool, activation: str) -> None:
     options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": delay, "device": device, **LAYOUTS[layout]}
     params = {"limit": 0.3} if activation == "clamped_swiglu" else {}

@@ -61,6 +61,7 @@ def weights_of(module: GroupedMLP) -> list[str]:
 @FUSED_OR_NOT
 @pytest.mark.parametrize("frozen", [("fc1_weight",), ("fc2_weight",), ("fc1_weight", "fc2_weight"), ("bias",), ()])
 @pytest.mark.parametrize("input_needs_it", [False, True])
+@pytest.mark.sampled(4)
 def test_07_what_is_frozen_takes_nothing_along(
     layout: str, delay: bool, fuse: bool, frozen: tuple[str, ...], input_needs_it: bool
 ) -> None:
@@ -123,6 +124,7 @@ class TiedBefore(nn.Module):
     ("layout", "name"),
     [("discrete", "fc1_weight2"), ("discrete", "fc2_weight0"), ("packed", "fc1_weight"), ("packed", "fc2_weight")],
 )
+@pytest.mark.sampled(4)
 def test_15_what_was_written_already_is_added_to_and_nothing_else(layout: str, name: str, delay: bool) -> None:
     """Everything else starts as NaN, and is overwritten: the bit of one weight is not another's."""
     module = make_experts(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, **LAYOUTS[layout])

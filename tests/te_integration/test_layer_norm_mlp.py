@@ -71,6 +71,7 @@ def test_every_activation_is_fp64s(activation: str, fuse: bool, dtype: torch.dty
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.sampled(4)
 def test_every_norm_is_fp64s(
     delay: bool, checkpoint: bool, normalization: str, zero_centered_gamma: bool, bias: bool
 ) -> None:
@@ -213,6 +214,7 @@ def _sorted_grads(plain: nn.Module, mlp: LayerNormMLP) -> list[Tensor]:
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("delay", [True, False])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.sampled(3)
 def test_recompute_is_bitwise_and_keeps_the_input_alone(fuse: bool, delay: bool, activation: str) -> None:
     def run(checkpoint: bool) -> tuple[Any, int, int]:
         mlp = make("LayerNormMLP", fuse=fuse, delay=delay, activation=activation, checkpoint=checkpoint)

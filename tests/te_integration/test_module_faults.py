@@ -62,6 +62,7 @@ def test_01_a_plain_microbatch_between_fused_ones_counts(kind: str, name: str, d
 
 @EVERY_WEIGHT
 @DELAYED_OR_NOT
+@pytest.mark.sampled(4)
 def test_02_every_microbatch_of_every_iteration_counts(kind: str, name: str, delay: bool) -> None:
     module = make(kind, delay=delay)
     ddp = wrap(module)
@@ -170,6 +171,7 @@ def test_14_a_main_grad_that_does_not_fit_is_refused(
 @pytest.mark.parametrize("kind", FACTORIES)
 @DELAYED_OR_NOT
 @pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.sampled(4)
 def test_18_small_bf16_gradients_survive_between_large_ones(kind: str, fuse: bool, delay: bool) -> None:
     """Gradients of one microbatch, 256, 1 and -256 times: exactly one of them is left in fp32, none in bf16."""
     module = make(kind, fuse=fuse, delay=delay, params_dtype=torch.bfloat16)

@@ -85,7 +85,7 @@ def check_numbers(
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", ON_GLOO)
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 8)])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: int, fused: bool) -> None:
     outcomes = run_ranks(pipelined, ranks, kind, 1, microbatches, fused, {})
     check_slots(outcomes, microbatches, 1, splits=kind != "1F1B")
@@ -96,7 +96,7 @@ def test_a_pipeline_is_the_unpipelined_run(kind: str, ranks: int, microbatches: 
     "config", [{}, OVERLAP, {**OVERLAP, "bucket_size": 1, "find_unused_parameters": True}], ids=str
 )
 @pytest.mark.parametrize("kind", ON_GLOO)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, config: dict[str, object]) -> None:
     outcomes = run_ranks(pipelined, 4, kind, 2, 4, True, config)
     check_slots(outcomes, 4, 2, splits=kind != "1F1B")
@@ -107,7 +107,7 @@ def test_two_replicas_of_a_pipeline_are_the_unpipelined_replicas(kind: str, conf
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [*KINDS, "GPipe", "LoopedBFS", "Interleaved1F1B", "DualPipeV"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_ranks_that_go_on_in_any_order_get_the_same(kind: str, seed: int) -> None:
     config = {"overlap_grad_reduce": True, "use_distributed_optimizer": True, "find_unused_parameters": True}
     outcomes = simulate(pipelined, 4, kind, 2, 4, True, config, seed=seed)
@@ -141,6 +141,7 @@ def two_steps(kind: str, accumulate: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(1)
 def test_steps_under_no_sync_accumulate(kind: str) -> None:
     together, apart = simulate(two_steps, 2, kind, True), simulate(two_steps, 2, kind, False)
     for mine, expected in zip(together, apart, strict=True):
@@ -149,6 +150,7 @@ def test_steps_under_no_sync_accumulate(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.sampled(1)
 def test_recomputed_blocks_keep_their_slots(fused: bool) -> None:
     outcomes = simulate(pipelined, 4, "ZBV", 2, 4, fused, OVERLAP, recompute=True)
     check_slots(outcomes, 4, 2, splits=True)
@@ -240,6 +242,7 @@ def split_by_torch(kind: str) -> str:
     ],
     ids=["ours", "foreign", "plain"],
 )
+@pytest.mark.sampled(2)
 def test_19_a_backward_split_by_torch_is_refused(kind: str, named: str) -> None:
     (message,) = simulate(split_by_torch, 1, kind)
     if OLD_TORCH and kind != "plain":

@@ -151,7 +151,7 @@ FAILURES = [("forward", 0), ("forward", 3), ("backward", 0), ("backward", 2), ("
 @pytest.mark.parametrize("stage", range(STAGES))
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_an_abandoned_step_leaves_nothing(kind: str, options: str, stage: int, at: tuple[str, int]) -> None:
     ranks = 1 if options == "unwrapped" else 2
     expected = simulate(undisturbed, ranks, kind, OPTIONS[options])
@@ -178,6 +178,7 @@ def on_one_rank_only(kind: str, at: tuple[str, int]) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("at", FAILURES, ids=str)
 @pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.sampled(2)
 def test_replicas_abandon_a_step_that_failed_on_one_of_them(kind: str, at: tuple[str, int]) -> None:
     expected = simulate(undisturbed, 2, kind, {**OPTIONS["overlap"], "stages": 1})
     for mine, plain in zip(simulate(on_one_rank_only, 2, kind, at), expected, strict=True):
@@ -207,6 +208,7 @@ def not_abandoned(kind: str, options: dict[str, Any], at: tuple[str, int]) -> tu
 @pytest.mark.parametrize("at", [("backward", 2), ("forward", 3)], ids=str)
 @pytest.mark.parametrize("options", ["plain", "unwrapped"])
 @pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.sampled(3)
 def test_the_step_after_one_that_failed_is_refused_until_gradients_are_cleared(
     kind: str, options: str, at: tuple[str, int]
 ) -> None:

@@ -160,13 +160,14 @@ def check(outcomes: list[tuple[list[float], dict[str, Tensor]]], max_norm: float
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_stages_of_sharded_parameters_train_as_one_model(kind: str, placements: str) -> None:
     check(simulate(train_sharded, 2 * PIPES.get(kind, 1), kind, placements, 0.5), 0.5)
 
 
 @pytest.mark.parametrize("placements", ["zero1", "zero3"])
 @pytest.mark.parametrize("kind", ["Interleaved1F1B", "ZeroBubble"])
+@pytest.mark.sampled(1)
 def test_a_step_of_sharded_stages_that_failed_is_abandoned(kind: str, placements: str) -> None:
     check(simulate(train_sharded, 2, kind, placements, 0.5, fails=3 * STAGES), 0.5)
 
@@ -192,6 +193,7 @@ def train_wrapped(kind: str, max_norm: float, sharded: bool) -> tuple[list[float
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-reduce", "ZeRO-1"])
 @pytest.mark.parametrize("kind", ["ZeroBubble", "ZBV", "one stage, Interleaved1F1B"])
+@pytest.mark.sampled(1)
 def test_clipping_goes_by_the_norm_of_all_stages(kind: str, sharded: bool) -> None:
     check(simulate(train_wrapped, 2 * PIPES.get(kind, 1), kind, 0.5, sharded), 0.5)
 

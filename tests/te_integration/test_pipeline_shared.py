@@ -133,6 +133,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind, pipes", [("Interleaved1F1B", 1), ("LoopedBFS", 1), ("ZeroBubble", 1), ("ZBV", 2)])
+@pytest.mark.sampled(2)
 def test_a_tied_embedding_has_the_gradient_of_both_ends(kind: str, pipes: int, config: str) -> None:
     outcomes = simulate(run, 2 * pipes, kind, pipes, CONFIGS[config])
     for step, expected in enumerate(plain(2, steps=2)):
@@ -264,6 +265,7 @@ def failing(kind: str, at: int | str) -> list[dict[str, Tensor]]:
         ("ZeroBubble", "weight slot"),
     ],
 )
+@pytest.mark.sampled(2)
 def test_stages_of_one_wrapper_abandon_a_step_together(kind: str, at: int | str) -> None:
     expected = plain(2, steps=2)
     for grads in simulate(failing, 2, kind, at):

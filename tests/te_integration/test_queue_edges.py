@@ -31,6 +31,7 @@ def make_layers(**options: bool) -> nn.Sequential:
 
 @pytest.mark.parametrize("verb", ["drain", "drain_oldest_microbatch", "drain_module", "drain_modules"])
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.sampled(3)
 def test_threads_that_drain_together_compute_each_gradient_once(verb: str, fused: bool) -> None:
     options = {"delay_wgrad_compute": verb == "drain_modules", "fuse_wgrad_accumulation": fused}
     grads = []
@@ -62,6 +63,7 @@ def test_threads_that_drain_together_compute_each_gradient_once(verb: str, fused
 
 
 @pytest.mark.parametrize("verb", ["drain", "drain_oldest_microbatch", "drain_module"])
+@pytest.mark.sampled(1)
 def test_a_module_that_is_gone_is_named_once_and_blocks_nobody(verb: str) -> None:
     gone, layer, queue = Linear(8, 8, name="gone"), Linear(8, 8), WgradQueue()
     queue.log = []

@@ -32,7 +32,7 @@ CASES = [
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize(("fuse", "how", "around"), CASES)
 @pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_training_is_bitwise_the_plain_one(kind: str, fuse: bool, how: str, around: str, microbatches: int) -> None:
     twice = "reentrant" not in around  # a nested backward adds the two uses in another order
     plain = train(Stack(kind, fuse=fuse, twice=twice), microbatches, "now")
@@ -43,7 +43,7 @@ def test_training_is_bitwise_the_plain_one(kind: str, fuse: bool, how: str, arou
 @pytest.mark.parametrize("around", [each for each in AROUND if "reentrant" not in each])
 @pytest.mark.parametrize("variant", [{"tied": True}, {"frozen": True}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("how", ["now", "module"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_ties_and_frozen_weights_too(around: str, variant: dict[str, bool], how: str) -> None:
     for kind in ALL_FACTORIES:
         plain = train(Stack(kind, **variant), 2, "now")
@@ -64,7 +64,7 @@ def test_an_mlp_that_recomputes_itself_inside_all_of_them(around: str, how: str,
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: bool, tied: bool) -> None:
     """Its nested backward belongs to the microbatch around it: ``train`` calls ``backward_dw()`` once for each.
 
@@ -83,7 +83,6 @@ def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: 
 @pytest.mark.parametrize("around", ["save_on_cpu", "fresh tensors"])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("provider", [ForeignProvider, LazyForeignProvider])
-@pytest.mark.sampled(3)
 def test_20_flag_and_overwrite_bit_are_the_weights_own(
     kind: str, name: str, around: str, delay: bool, provider: type[ForeignProvider]
 ) -> None:

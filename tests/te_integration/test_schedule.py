@@ -333,6 +333,7 @@ def test_every_single_entry_change_is_valid_or_refused_where_it_is_wrong(rules, 
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.sampled(1)
 def test_single_entry_changes_of_the_real_order(strict):
     order = orders.INTERLEAVED_3_CHUNKS_8_MICROBATCHES
     changes = orders.single_entry_changes(order, [*ALPHABET, *MEANINGLESS], random.Random(0), each=400)
@@ -361,6 +362,7 @@ def test_the_entry_at_fault_ends_the_first_prefix_that_nothing_can_finish(rules,
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("num_chunks, longest", [(1, 7), (2, 5)])
+@pytest.mark.sampled(1)
 def test_all_short_orders_against_the_rules_by_brute_force(num_chunks, longest, strict):
     alphabet = ALPHABET[: 3 * num_chunks]
     accepted = 0

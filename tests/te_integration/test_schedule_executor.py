@@ -82,6 +82,7 @@ def test_the_documentations_code_runs_and_its_pictures_are_right(capsys):
 
 @pytest.mark.parametrize("make_linear", [stand_in, unfused, fused])
 @given(scheduled())
+@pytest.mark.sampled(1)
 def test_every_order_gives_bitwise_the_gradients_of_the_plain_order(make_linear, drawn):
     order, delays = drawn
     compare(parse_order(order), make_linear, delays)
@@ -95,6 +96,7 @@ def test_the_real_interleaved_order(make_linear):
 
 @pytest.mark.parametrize("make_linear", [stand_in, unfused, fused])
 @pytest.mark.parametrize("lag", range(5))
+@pytest.mark.sampled(4)
 def test_wgrads_may_lag_any_number_of_dgrads_behind(make_linear, lag):
     order = [1] * 6 + [-1] * lag + [-1, -1.5] * (6 - lag) + [-1.5] * lag
     compare(parse_order(order), make_linear, [[True, True]])
@@ -104,6 +106,7 @@ def test_wgrads_may_lag_any_number_of_dgrads_behind(make_linear, lag):
 @pytest.mark.parametrize("fuse", [False, True])
 @given(st.integers(0, 2**32))
 @settings(max_examples=10)
+@pytest.mark.sampled(1)
 def test_every_module_and_its_container(fuse, recompute, seed):
     rules = orders.Rules(2, 3, frozenset({1, 2}), connected=True)
     schedule = parse_order(orders.draw_order(rules, random.Random(seed)), num_layers_per_chunk=[2, 2])
@@ -134,6 +137,7 @@ def test_every_module_and_its_container(fuse, recompute, seed):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("make_linear", [stand_in, unfused, fused])
+@pytest.mark.sampled(4)
 def test_recomputed_chunks(make_linear, use_reentrant):
     class Recomputed(nn.Module):
         def __init__(self, inner):

@@ -123,12 +123,13 @@ def check_share(order: list[float], how: str, last: int) -> None:
 
 @pytest.mark.parametrize("how", ["all-reduce", "ZeRO-1"])
 @pytest.mark.parametrize("order", [LAGGING, UNDELAYED, ONE_CHUNK], ids=["lagging", "undelayed", "one chunk"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_each_bucket_reduces_under_what_comes_after(order: list[float], how: str) -> None:
     check_share(order, how, last=1)
 
 
 @pytest.mark.parametrize("how", ["each", "sharded"])
+@pytest.mark.sampled(1)
 def test_a_chunk_with_a_wrapper_or_root_of_its_own_reduces_under_the_other(how: str) -> None:
     check_share(LAGGING, how, last=LAYERS)
 
@@ -179,6 +180,7 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("order, how", SEQUENCES, ids="-".join)
+@pytest.mark.sampled(4)
 def test_a_chunk_launches_when_it_is_complete(order: str, how: str) -> None:
     numbers, expected = SEQUENCES[order, how]
     assert simulate(launched_by_then, 2, numbers, how) == [expected, expected]

@@ -54,9 +54,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sampled(29)
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: "-".join(map(str, setting)))
+@pytest.mark.sampled(1)
 def test_gradients_are_those_of_plain_pytorch(kind: str, setting: Setting):
     for worst, writes in run_ranks(train_beside_twin, RANKS, kind, setting):
         assert worst < (0.03 if setting.bf16 else 1e-6)
@@ -171,6 +171,7 @@ def train_corner(name: str, bf16: bool, mesh_shape: tuple[int, ...] = (RANKS,)) 
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("name", CORNERS)
+@pytest.mark.sampled(2)
 def test_gradients_of_irregular_models(name: str, bf16: bool):
     for worst, writes in run_ranks(train_corner, RANKS, name, bf16):
         assert worst < (0.03 if bf16 else 1e-6)
@@ -179,8 +180,8 @@ def test_gradients_of_irregular_models(name: str, bf16: bool):
         assert not any(writes), "each of them adds"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CORNERS)
+@pytest.mark.sampled(1)
 def test_replicas_of_shards(name: str):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of FSDP2, of units that return views

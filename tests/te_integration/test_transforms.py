@@ -56,6 +56,7 @@ def same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
 @pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.sampled(3)
 def test_linear_modules(kind: Any, asked: str, delay: bool) -> None:
     torch.manual_seed(0)
     plain = kind(8, 8)
