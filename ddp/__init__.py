@@ -1,16 +1,16 @@
 """Data parallelism over contiguous gradient buckets, and the main_grad contract that everything here meets at."""
 
-from .backward_order import recorded_backward_order as recorded_backward_order
-from .checkpoint import load_checkpoint as load_checkpoint
-from .checkpoint import save_checkpoint as save_checkpoint
+from .checkpoint.checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint.checkpoint import save_checkpoint as save_checkpoint
+from .collectives.failure_report import CollectiveError as CollectiveError
+from .collectives.world import WORLD_OF_ONE as WORLD_OF_ONE
 from .config import DistributedDataParallelConfig as DistributedDataParallelConfig
-from .data_parallel import DistributedDataParallel as DistributedDataParallel
-from .distributed_optimizer import DistributedOptimizer as DistributedOptimizer
-from .failure_report import CollectiveError as CollectiveError
-from .grad_norm import clip_grad_norm as clip_grad_norm
-from .grad_scaler import GradScaler as GradScaler
-from .main_grad import add_grad as add_grad
-from .world import WORLD_OF_ONE as WORLD_OF_ONE
+from .contract.main_grad import add_grad as add_grad
+from .optimizer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
+from .optimizer.grad_norm import clip_grad_norm as clip_grad_norm
+from .optimizer.grad_scaler import GradScaler as GradScaler
+from .wrapper.backward_order import recorded_backward_order as recorded_backward_order
+from .wrapper.data_parallel import DistributedDataParallel as DistributedDataParallel
 
 __all__ = [
     "WORLD_OF_ONE",

@@ -1,9 +1,9 @@
 """Parameters that are sharded at rest: ZeRO-1 to 3 and hybrids, on the buckets and collectives of ``ddp``."""
 
-from ..ddp.placements import PLACEMENTS, AxisPlacement, Placement, Placements
+from ..ddp.collectives.placements import PLACEMENTS, AxisPlacement, Placement, Placements
 from .fully_shard import fully_shard
-from .mixed_precision import MixedPrecisionPolicy
 from .module import FSDPModule
+from .unit.mixed_precision import MixedPrecisionPolicy
 
 __all__ = [
     "PLACEMENTS",

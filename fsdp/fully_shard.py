@@ -7,26 +7,27 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ddp.agreement import alike
-from ..ddp.dropped import forget_dropped
-from ..ddp.failure_report import FailureReporter
-from ..ddp.init_sync import check_same_experts
-from ..ddp.layout import BucketLayout
-from ..ddp.mapped_memory import check_copy_engines
-from ..ddp.owned_params import OwnedParam
-from ..ddp.placements import Placements
-from ..ddp.rank_grid import RankGrid, make_grid
-from ..ddp.reduction import GradReduction
-from ..ddp.stock_clipping import guard_stock_clipping
-from ..ddp.wgrad_module import note_shard
-from ..ddp.world import Ranks
-from .materialize import materialize, synchronize
-from .mixed_precision import MixedPrecisionPolicy
+from ..ddp.collectives.agreement import alike
+from ..ddp.collectives.failure_report import FailureReporter
+from ..ddp.collectives.mapped_memory import check_copy_engines
+from ..ddp.collectives.placements import Placements
+from ..ddp.collectives.rank_grid import RankGrid, make_grid
+from ..ddp.collectives.reduction import GradReduction
+from ..ddp.collectives.world import Ranks
+from ..ddp.contract.module import note_shard
+from ..ddp.plan.layout import BucketLayout
+from ..ddp.plan.owned_params import OwnedParam
+from ..ddp.stock.clipping import guard_stock_clipping
+from ..ddp.wrapper.dropped import forget_dropped
+from ..ddp.wrapper.init_sync import check_same_experts
 from .module import make_unit
-from .optimizer_watch import mark_replaced, watch_steps
-from .sharded_bucket import ShardedBucket
-from .state_dict import install_state_dict_hooks
-from .unit import Unit
+from .state.optimizer_watch import mark_replaced, watch_steps
+from .state.state_dict import install_state_dict_hooks
+from .unit.bucket import ShardedBucket
+from .unit.materialize import materialize, synchronize
+from .unit.mixed_precision import MixedPrecisionPolicy
+from .unit.plan import ShardAtoms, plan_unit, shard_degree
+from .unit.unit import Unit
 from .unit_checks import (
     check_module,
     check_offload,
@@ -37,7 +38,6 @@ from .unit_checks import (
     own_params,
     row_of,
 )
-from .unit_plan import ShardAtoms, plan_unit, shard_degree
 
 __all__ = ["fully_shard"]
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ddp.timeline import Timeline, recorded_on
-from .checkpoint_source import ShardedSource
+from ..ddp.collectives.timeline import Timeline, recorded_on
+from .iteration.parts import RootParts
+from .iteration.root import Root
 from .norm_ranks import ranks_of_norms
-from .parts import RootParts
-from .root import Root
-from .surroundings import refuse_torch_ddp
-from .unit import Unit
-from .uses import Passage
+from .state.checkpoint_source import ShardedSource
+from .unit.surroundings import refuse_torch_ddp
+from .unit.unit import Unit
+from .unit.uses import Passage
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
 

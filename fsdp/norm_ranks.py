@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..ddp.rank_grid import RankGrid
-from .unit import Unit
+from ..ddp.collectives.rank_grid import RankGrid
+from .unit.unit import Unit
 
 __all__ = ["ranks_of_norms"]
 

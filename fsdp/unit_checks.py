@@ -8,17 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ..ddp.agreement import compare_between_ranks
-from ..ddp.collectives import device_types_of
-from ..ddp.layout import BucketLayout
-from ..ddp.main_grad import check_unattached
-from ..ddp.owned_params import OwnedParam, find_owned_params
-from ..ddp.placements import PLACEMENTS, Placement, Placements
-from ..ddp.rank_grid import RankGrid
-from ..ddp.world import Ranks
+from ..ddp.collectives.agreement import compare_between_ranks
+from ..ddp.collectives.in_flight import device_types_of
+from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
+from ..ddp.collectives.rank_grid import RankGrid
+from ..ddp.collectives.world import Ranks
+from ..ddp.contract.main_grad import check_unattached
+from ..ddp.plan.layout import BucketLayout
+from ..ddp.plan.owned_params import OwnedParam, find_owned_params
 from .module import FSDPModule, unit_of
-from .optimizer_watch import replaced_in
-from .sharded_param import ShardedParameter
+from .state.optimizer_watch import replaced_in
+from .tensors.parameter import ShardedParameter
 
 __all__ = [
     "check_module",

@@ -3,17 +3,17 @@
 Nothing here knows parameters, modules or process groups.
 """
 
-from .grouped import PerExpert as PerExpert
-from .grouped import group_offsets as group_offsets
-from .grouped import grouped_bias_grad as grouped_bias_grad
-from .grouped import grouped_dgrad as grouped_dgrad
-from .grouped import grouped_linear as grouped_linear
-from .grouped import grouped_scale_grad as grouped_scale_grad
-from .grouped import grouped_wgrad_accumulate as grouped_wgrad_accumulate
-from .moe_permutation import permute_rows as permute_rows
-from .moe_permutation import unpermute_rows as unpermute_rows
-from .scaled_glu import scaled_glu as scaled_glu
-from .scaled_glu import scaled_glu_backward as scaled_glu_backward
+from .glu.scaled_glu import scaled_glu as scaled_glu
+from .glu.scaled_glu import scaled_glu_backward as scaled_glu_backward
+from .grouped.products import PerExpert as PerExpert
+from .grouped.products import group_offsets as group_offsets
+from .grouped.products import grouped_bias_grad as grouped_bias_grad
+from .grouped.products import grouped_dgrad as grouped_dgrad
+from .grouped.products import grouped_linear as grouped_linear
+from .grouped.products import grouped_scale_grad as grouped_scale_grad
+from .grouped.products import grouped_wgrad_accumulate as grouped_wgrad_accumulate
+from .permutation.permute import permute_rows as permute_rows
+from .permutation.permute import unpermute_rows as unpermute_rows
 from .wgrad import wgrad_accumulate as wgrad_accumulate
 
 __all__ = [

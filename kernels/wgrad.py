@@ -13,7 +13,7 @@ from .reference import wgrad_accumulate_reference
 from .tuning import Problem, gpu_name, tuned_config
 
 if HAS_TRITON:
-    from .grouped_wgrad_triton import grouped_wgrad_triton
+    from .grouped.wgrad_triton import grouped_wgrad_triton
     from .wgrad_config import WgradConfig
 
 __all__ = ["cublas_wgrad", "wgrad_accumulate"]

@@ -1,5 +1,5 @@
 """Running things: simulated ranks here, the training command in the modules that need its extra dependencies."""
 
-from .simulate import simulate
+from .simulation.simulate import simulate
 
 __all__ = ["simulate"]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
+from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 __all__ = ["main"]
 
@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refusing(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
     """Run the command; what the user can mend is said in a line, without a traceback."""
     from ..ddp import CollectiveError
-    from .config import ConfigError
-    from .data import DataError
-    from .simulate import SimulatedRankError
+    from .config.run import ConfigError
+    from .data.batches import DataError
+    from .simulation.simulate import SimulatedRankError
 
     try:
         try:
@@ -98,9 +98,9 @@ def _refusing(known: argparse.Namespace, overrides: list[str], stop: StopRequest
 
 
 def _train(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
-    from .config_file import load_config
-    from .runtime import process_group_from_env
-    from .train import train
+    from .config.file import load_config
+    from .training.runtime import process_group_from_env
+    from .training.train import train
 
     config = load_config(known.config, overrides)
     with process_group_from_env(config.train.device):
@@ -109,9 +109,9 @@ def _train(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
 
 
 def _simulate(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
-    from .config_file import load_config
-    from .simulate import simulate
-    from .train import train
+    from .config.file import load_config
+    from .simulation.simulate import simulate
+    from .training.train import train
 
     config = load_config(known.config, overrides)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
@@ -122,9 +122,9 @@ def _simulate(known: argparse.Namespace, overrides: list[str], stop: StopRequest
 def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
     from rich.console import Console
 
-    from .config_file import load_config
-    from .plan import plan_run, plan_units
-    from .plan_tables import plan_tables
+    from .config.file import load_config
+    from .plan.plan import plan_run, plan_units
+    from .plan.tables import plan_tables
 
     config = load_config(known.config, overrides)
     plan = plan_units(config, known.ranks) if config.fully_sharded else plan_run(config, known.ranks)
@@ -137,8 +137,8 @@ def _plan(known: argparse.Namespace, overrides: list[str], stop: StopRequest) ->
 
 
 def _report(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
-    from .compare import compare_runs
-    from .config import ConfigError
+    from .config.run import ConfigError
+    from .report.compare import compare_runs
 
     if overrides or not (known.runs or known.compare):
         raise ConfigError(
@@ -157,7 +157,7 @@ def _report(known: argparse.Namespace, overrides: list[str], stop: StopRequest) 
 def _export(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
     import torch
 
-    from .config import ConfigError
+    from .config.run import ConfigError
     from .safetensors_io import export_safetensors
 
     if overrides:
@@ -174,9 +174,9 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
     import torch
     import tyro
 
-    from .bench_accumulation import AccumulationBench, bench_accumulation, write_accumulation_report
-    from .config import ConfigError
-    from .runtime import process_group_from_env
+    from .bench.accumulation import AccumulationBench, bench_accumulation, write_accumulation_report
+    from .config.run import ConfigError
+    from .training.runtime import process_group_from_env
 
     is_main = int(os.environ.get("RANK", "0")) == 0
 
@@ -188,10 +188,10 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
     if known.what == "host":
         if overrides:
             raise ConfigError(f"bench host takes --out-dir alone; got {' '.join(overrides)}")
-        from .bench_gathers import bench_gathers
-        from .bench_hooks import bench_hooks
-        from .bench_host import bench_host, write_host_report
-        from .bench_units import bench_units
+        from .bench.gathers import bench_gathers
+        from .bench.hooks import bench_hooks
+        from .bench.host import bench_host, write_host_report
+        from .bench.units import bench_units
 
         here = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         tables = bench_host(here), bench_hooks(here), bench_gathers(here), bench_units(here)
@@ -202,7 +202,7 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
     if known.what == "data-parallel":
         return _bench_data_parallel(known, overrides, log)
     if known.what == "moe":
-        from .bench_moe import MoEBench, bench_moe, write_moe_report
+        from .bench.moe import MoEBench, bench_moe, write_moe_report
 
         few = MoEBench(dim=64, num_layers=1, num_heads=2, num_experts=4, top_k=2, expert_ffn_dim=32, num_tokens=64)
         sizes = tyro.cli(MoEBench, args=overrides, default=MoEBench() if on_cuda else few, prog="maingrad bench moe")
@@ -210,7 +210,7 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
         print(write_moe_report(bench_moe(sizes, device, log), sizes, known.out_dir))
         return 0
     if known.what == "checkpoint":
-        from .bench_checkpoint import CheckpointBench, bench_checkpoint, write_checkpoint_report
+        from .bench.checkpoint import CheckpointBench, bench_checkpoint, write_checkpoint_report
 
         saved = tyro.cli(CheckpointBench, args=overrides, prog="maingrad bench checkpoint")
         with process_group_from_env("cpu"):
@@ -225,7 +225,7 @@ def _bench(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -
     with process_group_from_env("auto"):
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         if known.what == "delayed":
-            from .bench_delayed import bench_delayed, write_delayed_report
+            from .bench.delayed import bench_delayed, write_delayed_report
 
             delayed_rows = bench_delayed(bench, device, log)
             if is_main:
@@ -239,14 +239,20 @@ def _bench_data_parallel(known: argparse.Namespace, overrides: list[str], log: C
     """Status 1: a loss of one of our rows is not the others', which the table says."""
     import tyro
 
-    from .bench_data_parallel import DataParallelBench, Measurement, bench_data_parallel, choose_rows, choose_settings
-    from .bench_table import machine
-    from .config import ConfigError
-    from .data_parallel_fsdp_rows import FSDP
-    from .data_parallel_peers import peer_versions
-    from .data_parallel_ranks import Ranks
-    from .data_parallel_report import read_measurements, sections_of, write_data_parallel_report
-    from .data_parallel_rows import OURS
+    from .bench.data_parallel.fsdp_rows import FSDP
+    from .bench.data_parallel.measure import (
+        DataParallelBench,
+        Measurement,
+        bench_data_parallel,
+        choose_rows,
+        choose_settings,
+    )
+    from .bench.data_parallel.peers import peer_versions
+    from .bench.data_parallel.ranks import Ranks
+    from .bench.data_parallel.report import read_measurements, sections_of, write_data_parallel_report
+    from .bench.data_parallel.rows import OURS
+    from .config.run import ConfigError
+    from .report.table import machine
 
     bench = tyro.cli(DataParallelBench, args=overrides, prog="maingrad bench data-parallel")
     choose_settings(bench.settings)
@@ -272,7 +278,7 @@ def _bench_data_parallel(known: argparse.Namespace, overrides: list[str], log: C
         return 0
     print(write_data_parallel_report(measured, out_dir, bench.stem))
     try:
-        from .data_parallel_plot import draw_data_parallel
+        from .bench.data_parallel.plot import draw_data_parallel
     except ImportError as error:
         print(f"no picture: {error}; `maingrad bench data-parallel --redraw` makes it from the CSV elsewhere")
     else:
@@ -288,9 +294,9 @@ def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callabl
     import tyro
 
     from ..kernels.compat import HAS_TRITON
-    from .bench_kernels import KernelBench, bench_kernels
-    from .bench_kernels_report import write_kernel_report
-    from .config import ConfigError
+    from .bench.kernels.measure import KernelBench, bench_kernels
+    from .bench.kernels.report import write_kernel_report
+    from .config.run import ConfigError
 
     on_cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
@@ -301,7 +307,7 @@ def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callabl
         return int(table.wrong)
     if not HAS_TRITON:
         raise ConfigError("bench tune chooses between Triton kernels, and Triton is not installed: pip install triton")
-    from .bench_tune import TuneBench, bench_tune, cold_rows, write_cold_report
+    from .bench.kernels.tune_report import TuneBench, bench_tune, cold_rows, write_cold_report
 
     choice = tyro.cli(TuneBench, args=overrides, prog="maingrad bench tune")
     if not on_cuda:
@@ -314,7 +320,7 @@ def _bench_kernels(known: argparse.Namespace, overrides: list[str], log: Callabl
 
 def _help(known: argparse.Namespace, overrides: list[str], stop: StopRequest) -> int:
     """Help that is asked for after the file lists every key, with the file's own values as defaults."""
-    from .config_file import load_config
+    from .config.file import load_config
 
     load_config(known.config, ["--help"])
     return 0
@@ -331,8 +337,8 @@ def _finish(out_dir: Path, *, is_main: bool, interrupted: bool) -> int:
 
 def _draw(out_dir: Path) -> None:
     """The pictures of a run, and what its recorded step says of overlap."""
-    from .overlap import overlap_lines
-    from .report import draw_report, last_timeline
+    from .report.overlap import overlap_lines
+    from .report.report import draw_report, last_timeline
 
     for line in overlap_lines(last_timeline(out_dir)):
         print(line)

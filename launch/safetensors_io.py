@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ddp import DistributedOptimizer
-from ..ddp.checkpoint_boxes import Piece
-from ..ddp.checkpoint_contents import ModelTensors
-from ..ddp.checkpoint_folder import belongs_to_checkpoint
-from ..ddp.checkpoint_json import dtype_named
-from ..ddp.checkpoint_manifest import MANIFEST_FILE
-from ..ddp.checkpoint_ranks import CheckpointRanks, check_same_call
-from ..ddp.checkpoint_storage import check_stored, open_checkpoint, read_pieces
-from ..ddp.checkpoint_wrapper_source import WrapperSource, source_of
+from ..ddp.checkpoint.files.boxes import Piece
+from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
+from ..ddp.checkpoint.files.manifest import MANIFEST_FILE
+from ..ddp.checkpoint.files.storage import check_stored, open_checkpoint, read_pieces
+from ..ddp.checkpoint.files.typed_json import dtype_named
+from ..ddp.checkpoint.model import ModelTensors
+from ..ddp.checkpoint.ranks import CheckpointRanks, check_same_call
+from ..ddp.checkpoint.wrapper_source import WrapperSource, source_of
 
 __all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
 

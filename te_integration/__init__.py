@@ -2,16 +2,16 @@
 
 from .convert import convert_linears as convert_linears
 from .convert import unconvert as unconvert
-from .grouped_linear import GroupedLinear as GroupedLinear
-from .grouped_mlp import GroupedMLP as GroupedMLP
-from .layer_norm_linear import LayerNormLinear as LayerNormLinear
-from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
-from .linear import Linear as Linear
-from .moe_permutation import moe_permute as moe_permute
-from .moe_permutation import moe_permute_with_probs as moe_permute_with_probs
-from .moe_permutation import moe_unpermute as moe_unpermute
-from .scaled_activations import ScaledClampedQGeGLU as ScaledClampedQGeGLU
-from .scaled_activations import ScaledSwiGLU as ScaledSwiGLU
+from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
+from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
+from .dense.linear import Linear as Linear
+from .experts.grouped_linear import GroupedLinear as GroupedLinear
+from .experts.grouped_mlp import GroupedMLP as GroupedMLP
+from .experts.moe_permutation import moe_permute as moe_permute
+from .experts.moe_permutation import moe_permute_with_probs as moe_permute_with_probs
+from .experts.moe_permutation import moe_unpermute as moe_unpermute
+from .experts.scaled_activations import ScaledClampedQGeGLU as ScaledClampedQGeGLU
+from .experts.scaled_activations import ScaledSwiGLU as ScaledSwiGLU
 from .sequential import Sequential as Sequential
 from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad

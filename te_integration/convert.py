@@ -7,16 +7,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..ddp.main_grad import has_main_grad
-from ..ddp.torch_fsdp import is_sharded_by_torch
-from ..ddp.wgrad_module import forms_of
-from .conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
-from .grouped_linear import GroupedLinear
-from .grouped_mlp import GroupedMLP
-from .layer_norm_linear import LayerNormLinear
-from .layer_norm_mlp import LayerNormMLP
-from .linear import Linear
-from .linear_module import LinearModule
+from ..ddp.contract.main_grad import has_main_grad
+from ..ddp.contract.module import forms_of
+from ..ddp.contract.torch_fsdp import is_sharded_by_torch
+from .dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
+from .dense.layer_norm_linear import LayerNormLinear
+from .dense.layer_norm_mlp import LayerNormMLP
+from .dense.linear import Linear
+from .dense.linear_module import LinearModule
+from .experts.grouped_linear import GroupedLinear
+from .experts.grouped_mlp import GroupedMLP
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..ddp.delayed_wgrad import DelayedWgrad, delaying_into
-from ..ddp.wgrad_module import forms_of
+from ..ddp.contract.delayed import DelayedWgrad, delaying_into
+from ..ddp.contract.module import forms_of
 
 __all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from gloo import run_ranks
 
 from maingrad.launch import simulate
-from maingrad.launch.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
-from maingrad.launch.ddp_config import DdpConfig
-from maingrad.launch.train import train
+from maingrad.launch.config.ddp import DdpConfig
+from maingrad.launch.config.run import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from maingrad.launch.training.train import train
 
 STEPS = 20
 FORMS: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ from torch import nn
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
-from maingrad.launch.simulate import SimulatedRankError
+from maingrad.launch.simulation.simulate import SimulatedRankError
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/programs.md"
 BEFORE_EACH, *PROGRAMS = programs_of(PAGE)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import torch_internals as internals
-from maingrad.ddp.recompute import current_checkpoint
+from maingrad.ddp.contract.recompute import current_checkpoint
 
 TORCH = f"torch {torch.__version__} broke maingrad.ddp.torch_internals"
 

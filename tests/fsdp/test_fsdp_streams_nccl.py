@@ -31,9 +31,9 @@ from sharded_on_gpus import (
 )
 from torch import Tensor, nn
 
-from maingrad.ddp.launcher import BucketLauncher
-from maingrad.ddp.param_gather import ParamGather
-from maingrad.ddp.timeline import BackwardSpan, BucketSpan, GatherSpan, WaitSpan
+from maingrad.ddp.buckets.launcher import BucketLauncher
+from maingrad.ddp.collectives.timeline import BackwardSpan, BucketSpan, GatherSpan, WaitSpan
+from maingrad.ddp.gathers.param_gather import ParamGather
 from maingrad.fsdp import fully_shard
 from maingrad.te_integration import Linear
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from maingrad.kernels import permute_rows, unpermute_rows
-from maingrad.kernels.moe_permutation_reference import permute_rows_reference, unpermute_rows_reference
+from maingrad.kernels.permutation.reference import permute_rows_reference, unpermute_rows_reference
 
 
 def row_ids(tokens: int, top_k: int, seed: int = 0) -> Tensor:
@@ -43,7 +43,9 @@ def test_the_sum_is_rounded_once():
 
 @given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 40), st.sampled_from([torch.float32, torch.float16]))
 def test_triton_is_the_oracle_bit_for_bit(tokens: int, top_k: int, features: int, dtype: torch.dtype):
-    triton_kernels = pytest.importorskip("maingrad.kernels.moe_permutation_triton", reason="Triton is not installed")
+    triton_kernels = pytest.importorskip(
+        "maingrad.kernels.permutation.triton_kernels", reason="Triton is not installed"
+    )
     ids = row_ids(tokens, top_k, seed=features)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Slices of wider tensors: rows are further apart than they are long.

@@ -13,11 +13,11 @@ from torch import Tensor
 from triton_devices import LAUNCHER_DEVICES, LAUNCHER_DTYPES, nan_filled_memory, rounding
 
 from maingrad.kernels import scaled_glu, scaled_glu_backward
-from maingrad.kernels.scaled_glu import resolve_glu
-from maingrad.kernels.scaled_glu_reference import GLU_ACTIVATIONS
+from maingrad.kernels.glu.reference import GLU_ACTIVATIONS
+from maingrad.kernels.glu.scaled_glu import resolve_glu
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
-from maingrad.kernels.scaled_glu_triton import scaled_glu_backward_triton, scaled_glu_triton
+from maingrad.kernels.glu.triton_kernels import scaled_glu_backward_triton, scaled_glu_triton
 
 # The limit is small enough that both halves are clamped often, and no number of any half precision.
 NUMBERS = {"limit": 1.53, "alpha": 1.1}

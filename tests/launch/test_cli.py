@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
-from maingrad.launch.config_file import load_config
-from maingrad.launch.metrics import read_metrics
-from maingrad.launch.model import build_model
-from maingrad.launch.signals import stop_on_signals
+from maingrad.launch.config.file import load_config
+from maingrad.launch.model.gpt import build_model
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.signals import stop_on_signals
 
 MAINGRAD = ["-m", "maingrad"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "maingrad"]
@@ -202,7 +202,7 @@ def test_a_second_ctrl_c_insists(monkeypatch: pytest.MonkeyPatch):
         signal.raise_signal(signal.SIGINT)  # torchrun's copy of the first
         assert stop.requested
         assert stop.signal_name == "SIGINT"
-        monkeypatch.setattr("maingrad.launch.signals._INSIST_AFTER", -1.0)
+        monkeypatch.setattr("maingrad.launch.training.signals._INSIST_AFTER", -1.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

@@ -3,8 +3,8 @@
 import torch
 from hypothesis import strategies as st
 
-from maingrad.ddp.layout import GradPlan, ParamSpec
-from maingrad.ddp.layout_atoms import atom_of
+from maingrad.ddp.plan.atoms import atom_of
+from maingrad.ddp.plan.layout import GradPlan, ParamSpec
 
 ONE_BUCKET = 10**15  # elements at which a bucket is closed: never
 KINDS = ("element", "row", "whole", 2, 7)

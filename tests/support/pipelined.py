@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.ddp.bucket import Phase
+from maingrad.ddp.buckets.bucket import Phase
 from maingrad.te_integration import Linear
 from maingrad.te_integration.pipeline import PipelineStage
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from maingrad.ddp import param_gather as gathering
-from maingrad.ddp.reduction import GradReduction
+from maingrad.ddp.collectives.reduction import GradReduction
+from maingrad.ddp.gathers import param_gather as gathering
 from maingrad.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from maingrad.te_integration import Linear
 

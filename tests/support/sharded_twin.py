@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from maingrad.fsdp import FSDPModule, fully_shard
-from maingrad.fsdp.sharded_param import ShardedParameter
+from maingrad.fsdp.tensors.parameter import ShardedParameter
 from maingrad.launch import simulate
 
 __all__ = [

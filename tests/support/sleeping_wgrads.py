@@ -8,7 +8,7 @@ from typing import NamedTuple
 from delayed_group import CollectiveInterval
 from torch import Tensor
 
-from maingrad.ddp import wgrad_target
+from maingrad.ddp.contract import target as wgrad_target
 
 __all__ = ["SLEEP", "Wgrad", "share_under", "sleeping_wgrads"]
 

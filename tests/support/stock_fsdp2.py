@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.ddp import wgrad_target
+from maingrad.ddp.contract import target as wgrad_target
 
 __all__ = ["PLAIN", "Setting", "Twin", "Unit", "accumulate", "batch", "counted_writes", "shard", "worst_difference"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from maingrad.launch.simulated_group import SimulatedProcessGroup, SimulatedWork
+from maingrad.launch.simulation.group import SimulatedProcessGroup, SimulatedWork
 
 __all__ = ["strict_gathers"]
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from maingrad.launch.config import Config
-from maingrad.launch.config_file import structure
+from maingrad.launch.config.file import structure
+from maingrad.launch.config.run import Config
 
 __all__ = ["TEXT", "tiny_config", "tiny_toml"]
 

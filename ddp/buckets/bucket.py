@@ -1,0 +1,134 @@
+"""A bucket at run time: its phase, which of its parameters are ready, and the memory that one collective reduces."""
+
+import enum
+from collections.abc import Iterable
+from functools import cached_property
+
+from torch import Tensor
+
+from ..contract.record import GradRecord
+from ..plan.layout import BucketLayout
+
+__all__ = ["Bucket", "Phase", "check_nothing_under_way"]
+
+
+class Phase(enum.Enum):
+    """Where a bucket is in the current iteration."""
+
+    IDLE = "idle"
+    """Nothing was written since the iteration began."""
+    ACCUMULATING = "accumulating"
+    """Some contributions are in."""
+    READY = "ready"
+    """The last contribution of every parameter is in."""
+    REDUCING = "reducing"
+    """Its collective was launched; the memory belongs to it."""
+    REDUCED = "reduced"
+    """The optimizer may read it; nobody may write it before the next iteration."""
+
+    __hash__ = object.__hash__  # enum's own runs Python code, twice for each move
+
+
+_MOVES = {
+    Phase.IDLE: {Phase.ACCUMULATING, Phase.READY, Phase.REDUCING},
+    Phase.ACCUMULATING: {Phase.READY, Phase.REDUCING, Phase.IDLE},
+    Phase.READY: {Phase.REDUCING, Phase.IDLE},
+    Phase.REDUCING: {Phase.REDUCED},
+    Phase.REDUCED: {Phase.IDLE},
+}
+
+
+class Bucket:
+    """One bucket of gradients, and the only place where its phase changes."""
+
+    def __init__(self, layout: BucketLayout, grad_data: Tensor, records: list[GradRecord]) -> None:
+        self.layout = layout
+        self.grad_data = grad_data
+        """[layout.numel] accumulators of all its parameters, and padding: zeros when an iteration begins."""
+        self.records = tuple(records)
+        self.streams: set[int] = set()
+        """Raw CUDA streams on which contributions of this iteration were written; empty on other devices."""
+        self.idle = True
+        """Whether the phase is ``IDLE``; for hooks, which ask for every parameter."""
+        self._num_ready = 0
+        self._phase = Phase.IDLE
+
+    @property
+    def index(self) -> int:
+        """Place in the launch order."""
+        return self.layout.index
+
+    @cached_property
+    def name(self) -> str:
+        """For errors and profiler labels: index, first and last parameter."""
+        first, last = self.records[0].name, self.records[-1].name
+        return f"bucket {self.index} ({first})" if first == last else f"bucket {self.index} ({first} .. {last})"
+
+    def padding_views(self) -> list[Tensor]:
+        """The elements that belong to no parameter, as views of ``grad_data``."""
+        views, position = [], self.layout.start
+        for slot in [*sorted(self.layout.slots, key=lambda slot: (slot.start, slot.end)), None]:
+            start, end = (self.layout.end, self.layout.end) if slot is None else (slot.start, slot.end)
+            if position < start:
+                views.append(self.grad_data[position - self.layout.start : start - self.layout.start])
+            position = end
+        return views
+
+    @property
+    def phase(self) -> Phase:
+        """Current phase."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if phase not in _MOVES[self._phase]:
+            raise RuntimeError(f"{self.name} cannot go from {self._phase.value} to {phase.value}")
+        self._phase = phase
+        self.idle = phase is Phase.IDLE
+        if phase is Phase.REDUCING:
+            self._close(
+                "was launched: run earlier backwards under no_sync() (and zero_grad() after one whose gradients nobody "
+                "wants: an attack's, a generator's through its discriminator), use non-reentrant recompute, and with "
+                "find_unused_parameters return from forward all that the loss uses"
+            )
+        elif phase is Phase.REDUCED:
+            self._close("was reduced: call zero_grad_buffer() before the next iteration's backward")
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether nobody has written anything: a backward that failed may have, before its first hook."""
+        return self.idle and not any(record.written for record in self.records)
+
+    def mark_ready(self, record: GradRecord) -> None:
+        """The last contribution of one parameter is in; the bucket is ready with the last of its parameters."""
+        if record.ready:
+            return
+        record.ready = True
+        self._num_ready += 1
+        if self._num_ready == len(self.records):
+            self.phase = Phase.READY
+
+    def reset(self) -> None:
+        """Start a new iteration."""
+        if self._phase is not Phase.IDLE:
+            self.phase = Phase.IDLE
+        self._num_ready = 0
+        self.streams.clear()
+        for record in self.records:
+            record.reset()
+
+    def _close(self, reason: str) -> None:
+        closed = f"{self.name} {reason}"
+        for record in self.records:
+            record.closed = closed
+
+
+def check_nothing_under_way(buckets: Iterable[Bucket]) -> None:
+    """No collective has a bucket's memory."""
+    for bucket in buckets:
+        if bucket.phase is Phase.REDUCING:
+            raise RuntimeError(
+                f"{bucket.name} is still being reduced: call finish_grad_sync() after the last backward of an "
+                f"iteration and before zero_grad_buffer(). A backward whose gradients are not wanted (an attack's, a "
+                f"generator's through its discriminator) runs under no_sync() of this model"
+            )

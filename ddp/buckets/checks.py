@@ -1,0 +1,125 @@
+"""What must hold at certain points of an iteration; a ``RuntimeError`` names the parameter and a remedy."""
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..config import DistributedDataParallelConfig
+from ..contract.main_grad import record_of
+from ..contract.record import GradRecord
+from ..contract.torch_ddp import is_taken
+from ..gathers.waiting_modules import registered_params
+from ..torch_internals import DisableTorchFunctionSubclass
+from .bucket import Phase
+from .wiring import WiredParam
+
+__all__ = [
+    "check_nothing_bypassed",
+    "check_nothing_pending",
+    "check_scalable",
+    "check_whole",
+    "check_wiring",
+    "is_frozen",
+]
+
+
+def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
+    """The parameters of ``module`` that require gradients are those that were wrapped, as they were then."""
+    with DisableTorchFunctionSubclass():  # no value is read: parameters need not ask who asks them
+        for entry in wired:
+            entry.check()
+        _check_no_stranger(module)
+
+
+@torch.compiler.disable
+def is_frozen(wired: Iterable[WiredParam]) -> bool:
+    """Whether all of the model is frozen for now: its forwards train nothing, and backwards only go through it."""
+    with DisableTorchFunctionSubclass():
+        return not any(entry.owned.param.requires_grad for entry in wired)
+
+
+def _check_no_stranger(module: nn.Module) -> None:
+    for prefix, owner in module.named_modules():
+        for local, param in registered_params(owner).items():
+            if param is not None and param.requires_grad and record_of(param) is None:
+                raise RuntimeError(
+                    f"parameter '{f'{prefix}.{local}' if prefix else local}' requires a gradient, and was frozen or "
+                    f"not there when the model was wrapped: it has no main_grad and would never be reduced; unfreeze "
+                    f"or add it before wrapping, or unwrap() and wrap again"
+                )
+
+
+def check_nothing_pending(records: Iterable[GradRecord], caller: str, *, gives_up: bool = False) -> None:
+    """No delayed weight gradient is missing; ``gives_up``: but those that nobody can compute, which are forgotten."""
+    late = [record for record in records if record.pending]
+    for record in late if gives_up else ():
+        record.forget_lost()
+    waiting = {record.name: record.pending for record in late if record.pending}
+    if waiting:
+        name, pending = next(iter(waiting.items()))
+        lost = next((each for found in waiting.values() for each in found if each.lost), None)
+        if lost is not None:
+            raise RuntimeError(
+                f"{caller} without a delayed weight gradient of {lost.owner}, whose WgradQueue was let go before it "
+                f"was drained: keep the queue, and drain() it before this; zero_grad_buffer(), or zero_grad() of "
+                f"sharded models, gives the iteration up"
+            )
+        raise RuntimeError(
+            f"{caller} while delayed weight gradients of {len(waiting)} parameter(s) are pending: '{name}' waits "
+            f"for {len(pending)} of {pending[0].owner}; run its backward_dw() or drain its WgradQueue first"
+        )
+
+
+def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: str) -> None:
+    """A hook empties ``.grad`` whenever autograd has filled it, but for what a foreign ``backward_dw`` asks."""
+    for param, record in wired:
+        if param.grad is not None and not record.exposed and not record.pending:
+            if is_taken(param):
+                raise RuntimeError(
+                    f"{caller}: torch.nn.parallel.DistributedDataParallel reduces parameter '{record.name}' as well, "
+                    f"and has put a gradient into .grad, where no hook sees it: wrap a model in one of both, and call "
+                    f"maingrad's wrapper"
+                )
+            raise RuntimeError(
+                f"{caller}: a gradient of parameter '{record.name}' was put into .grad by hand, where no hook sees it, "
+                f"and is not reduced. {_remedy_of(record)}"
+            )
+
+
+def _remedy_of(record: GradRecord) -> str:
+    schedules = ""
+    if "torch.distributed.pipelining" in sys.modules:
+        schedules = (
+            " Zero-bubble schedules of torch.distributed.pipelining do so unless their stage has a dw_builder: use "
+            "maingrad.te_integration.pipeline.PipelineStage."
+        )
+    if record.make_room is not None:
+        return f"Gradients made by hand go into .grad of model.parameters(), after the last backward.{schedules}"
+    return (
+        f"Where it was you (PCGrad, torch.autograd.grad), call maingrad.ddp.add_grad(param, grad) in its place, before "
+        f"the last backward; reduced gradients are changed after expose_grads().{schedules}"
+    )
+
+
+def check_whole(config: DistributedDataParallelConfig) -> None:
+    """Each rank has whole gradients once they are reduced."""
+    if config.use_distributed_optimizer:
+        raise RuntimeError(
+            "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
+            "use maingrad.ddp.DistributedOptimizer, or set use_distributed_optimizer=False"
+        )
+
+
+def check_scalable(wired: Iterable[WiredParam], caller: str) -> None:
+    """Scaling buckets does not race with a collective, nor miss the ``.grad`` that an optimizer reads."""
+    for entry in wired:
+        grad, record = entry.owned.param.grad, entry.record
+        if entry.bucket.phase is Phase.REDUCING:
+            raise RuntimeError(f"{caller} before finish_grad_sync(): {entry.bucket.name} is still being reduced")
+        if record.exposed and grad is not None and grad.data_ptr() != record.view.data_ptr():
+            raise RuntimeError(
+                f"{caller} after expose_grads(): .grad of parameter '{record.name}' is a {grad.dtype} copy and "
+                f"would stay as it is; call it before expose_grads(), or torch.nn.utils.clip_grad_norm_ after it"
+            )

@@ -1,0 +1,90 @@
+"""Finds NaN and Inf in gradients before they spread: noted on the device bucket by bucket, read by the host once."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives.rank_grid import RankGrid
+from ..collectives.reduction import GradReduction
+from .bucket import Bucket
+
+__all__ = ["NanCheck", "unscale"]
+
+
+class NanCheck:
+    """The largest magnitude of every parameter's gradient on this rank, before it is summed with the others'.
+
+    reduction  says how gradients travel: what would overflow on the way is bad as well
+
+    It costs one pass over the gradients, three integers from every rank, and one wait of the host in each
+    ``finish_grad_sync``.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, reduction: GradReduction) -> None:
+        self._names = [(record.name, bucket.name) for bucket in buckets for record in bucket.records]
+        largest_sent = torch.finfo(reduction.wire_dtype or torch.float64).max
+        self._bound = min(largest_sent / reduction.factor, torch.finfo(torch.float64).max)
+        self._or_more = f", or more than {reduction.wire_dtype} can hold," if reduction.wire_dtype else ""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._rank = torch.tensor(rank, device=device)
+        # fp64 holds whatever a gradient is made of. Parameters without elements stay 0.
+        self._largest = torch.zeros(len(self._names), dtype=torch.float64, device=device)
+        parts = self._largest.split([len(bucket.records) for bucket in buckets])
+        self._parts = {bucket.index: part for bucket, part in zip(buckets, parts, strict=True)}
+
+    def note(self, bucket: Bucket) -> None:
+        """Look at a bucket that is about to be reduced, on the current stream."""
+        grads = [_reals(record.view) for record in bucket.records]
+        self._parts[bucket.index].copy_(torch.stack(torch._foreach_norm(grads, torch.inf)))
+
+    def raise_where_found(self, ranks: RankGrid) -> None:
+        """After all buckets: raise ``FloatingPointError`` on every rank, naming rank, bucket and parameter."""
+        bad = self._largest.le(self._bound).logical_not_()  # NaN is not less than anything
+        # [1, 3]: this rank, how many gradients are bad, the first of them in launch order.
+        rows = torch.stack([self._rank, bad.sum(), bad.byte().argmax()]).unsqueeze(0)
+        for group in ranks.axes:
+            gathered = [torch.empty_like(rows) for _ in range(group.size())]
+            dist.all_gather(gathered, rows, group=group)
+            rows = torch.cat(gathered)
+        found: list[list[int]] = [row for row in _read(rows) if row[1]]
+        if not found:
+            return
+        rank, _, first = found[0]
+        parameter, bucket = self._names[first]
+        elsewhere = f"; {len(found)} ranks have such gradients" if len(found) > 1 else ""
+        total = sum(count for _, count, _ in found)
+        raise FloatingPointError(
+            f"the gradient of parameter '{parameter}' holds NaN or Inf{self._or_more} on rank {rank}, before it was "
+            f"reduced in {bucket}: the first of {total} such gradients over all ranks{elsewhere}. "
+            f"The weights are as they were: call zero_grad_buffer() to go on without this iteration"
+        )
+
+
+def _reals(view: Tensor) -> Tensor:
+    """A gradient's real numbers, at least one: the largest of none is undefined."""
+    if view.numel() == 0:
+        return torch.zeros(1, device=view.device)
+    return torch.view_as_real(view) if view.is_complex() else view
+
+
+def _read(rows: Tensor) -> list[list[int]]:
+    """The one place where the host waits for the device."""
+    values: list[list[int]] = rows.tolist()
+    return values
+
+
+def unscale(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiply in place by ``inv_scale``; ``found_inf`` grows where something is Inf or NaN. Both are 0-dim fp32."""
+    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch's kernel takes one at a time
+    for grad in grads:
+        by_dtype[grad.dtype].append(grad)
+    for dtype, alike in by_dtype.items():
+        if dtype is torch.bfloat16:  # which torch's kernel does not know on CUDA
+            largest = torch.stack(torch._foreach_norm(alike, torch.inf)).amax()
+            found_inf += largest.isfinite().logical_not_()
+            torch._foreach_mul_(alike, inv_scale)
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inv_scale)

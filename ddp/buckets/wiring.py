@@ -1,0 +1,85 @@
+"""Ties a model's parameters to the buckets of a plan, and tells whether that still holds."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..contract.record import GradRecord
+from ..contract.torch_fsdp import is_sharded_by_torch
+from ..gathers.waiting_modules import registered_params
+from ..plan.layout import GradPlan
+from ..plan.owned_params import OwnedParam
+from .bucket import Bucket
+from .buffer import FlatBuffer
+
+__all__ = ["WiredParam", "allocate_buckets"]
+
+
+class WiredParam(NamedTuple):
+    """A parameter with its place, as it was when the model was wrapped."""
+
+    owned: OwnedParam
+    record: GradRecord
+    bucket: Bucket
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self) -> None:
+        """Raise if the parameter is no longer the tensor that was wrapped."""
+        name, param, owners = self.owned
+        module, local = owners[0]
+        found = registered_params(module).get(local)
+        if found is not param and found is not None and is_sharded_by_torch(found):
+            raise RuntimeError(
+                f"parameter '{name}' was made a DTensor after wrapping (torch.distributed.fsdp.fully_shard, or tensor "
+                f"parallelism), and its gradient would never be reduced here: use torch's fully_shard alone, "
+                f"maingrad.fsdp.fully_shard in its place, or this wrapper over a model of plain parameters"
+            )
+        if found is not param:
+            raise RuntimeError(
+                f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), a new nn.Parameter): "
+                f"its gradient would never be reduced; load with assign=False, or wrap again"
+            )
+        if param.dtype is not self.dtype or param.device != self.device:
+            raise RuntimeError(
+                f"parameter '{name}' is {param.dtype} on {param.device}, and was {self.dtype} on {self.device} when it "
+                f"was wrapped: its main_grad did not move along; call .to() before wrapping"
+            )
+        if not param.requires_grad:
+            raise RuntimeError(
+                f"parameter '{name}' was frozen (requires_grad_(False)) after wrapping: its gradient would be reduced "
+                f"as zero, and momentum or decay move it on; freeze before wrapping, or unwrap() and wrap again. "
+                f"Where a backward is to go through the model without training it (a generator's, through its "
+                f"discriminator), freeze all of its parameters and unfreeze them before finish_grad_sync(); or run "
+                f"that backward under no_sync() of this model, then its zero_grad()"
+            )
+
+
+def allocate_buckets(
+    plan: GradPlan, trainable: Sequence[OwnedParam], device: torch.device
+) -> tuple[list[Bucket], list[WiredParam]]:
+    """Allocate the plan's buffers and cut them into buckets (in launch order) and records (in backward order)."""
+    by_name = {owned.name: owned for owned in trainable}
+    buckets, wired = [], []
+    for buffer_layout in plan.buffers:
+        buffer = FlatBuffer(buffer_layout, buffer_layout.grad_dtype, device)
+        for layout in buffer_layout.buckets:
+            owned_here = [by_name[slot.spec.name] for slot in layout.slots]
+            records = [
+                GradRecord(
+                    owned.name,
+                    buffer.param_view(slot),
+                    first_write_overwrites=owned.ours_alone,
+                    shared=len(owned.owners) > 1,
+                    bucket_index=layout.index,
+                )
+                for owned, slot in zip(owned_here, layout.slots, strict=True)
+            ]
+            bucket = Bucket(layout, buffer.bucket_view(layout), records)
+            buckets.append(bucket)
+            wired += [
+                WiredParam(owned, record, bucket, owned.param.dtype, device)
+                for owned, record in zip(owned_here, records, strict=True)
+            ]
+    return sorted(buckets, key=lambda bucket: bucket.index), wired

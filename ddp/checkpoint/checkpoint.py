@@ -1,0 +1,181 @@
+"""``save_checkpoint`` and ``load_checkpoint``: a model and its optimizer, by parameter, whatever the ranks and buckets.
+
+    save_checkpoint("runs/step-100", model, optimizer, extra={"step": 100, "scheduler": scheduler.state_dict()})
+    extra = load_checkpoint("runs/step-100", model, optimizer)
+
+Each rank writes its own slices through torch.distributed.checkpoint (DCP), whose tools read the folder too. Follow a
+save: the wrapper says what this rank holds (``checkpoint_source.py``); every rank offers `Piece`s of full-shape tensors
+(``checkpoint_contents.py``, ``checkpoint_optimizer.py``); the first rank deals out what several hold
+(``checkpoint_planner.py``); when all is written (``checkpoint_writer.py``) it adds the manifest, with the index of
+where everything lies (``checkpoint_manifest.py``, ``checkpoint_index.py``), and moves the folder into its place
+(``checkpoint_folder.py``). A load goes backwards, and checks all it can before it touches the model; each rank reads
+its own slices by the index alone (``checkpoint_storage.py``).
+"""
+
+import json
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..collectives.agreement import saying
+from ..collectives.failure_report import CollectiveError
+from .files.boxes import Piece
+from .files.folder import Staging
+from .files.index import Index
+from .files.manifest import SavedOptimizer
+from .files.storage import Stored, check_files, check_stored, open_checkpoint, read_pieces
+from .model import ModelLoad, Notes, StoredNames, check_model, make_manifest, pieces_of_model
+from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
+from .ranks import check_same_call
+from .wrapper_source import check_saved_once, source_of
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+@torch.no_grad()
+def save_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, extra: Any = None
+) -> None:
+    """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
+
+    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks; any other module
+               is written by this process alone
+    optimizer  the model's ``DistributedOptimizer``; of a fully sharded model, the torch optimizer over its parameters.
+               None: the weights alone
+    extra      what else there is to keep (steps, schedulers, random states): anything that JSON holds. The first rank's
+               is written
+
+    Call it between steps: gradients are not saved. The folder appears when it is complete. A checkpoint that is there
+    already is replaced then; anything else at ``path``, and another save to it that is under way, is refused with
+    ``FileExistsError``. All ranks raise alike.
+    """
+    from .files.writer import write_pieces  # here: it needs a torch with torch.distributed
+
+    check_saved_once(model)
+    source = source_of(model)
+    ranks = source.ranks
+    target, save_id, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "save_checkpoint")
+    staging = Staging(target)
+    names = StoredNames(*experts)
+
+    def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
+        holding = source.hold(optimizer, saving=True)
+        # Running statistics may differ between ranks: the first one's count, as they do in broadcast_params.
+        parts = pieces_of_model(holding, names, buffers=ranks.leads)
+        saved = None
+        if holding.optimizer is not None:
+            saved = describe_optimizer(holding.optimizer)
+            parts += pieces_of_optimizer(holding, names)
+        notes = Notes.of(holding, names, describe_slices(holding))
+        if ranks.leads:
+            _check_json(extra)
+            _begin(staging, alone=ranks.failures is None)
+        return parts, notes, saved
+
+    def finish() -> None:
+        if ranks.leads:
+            check_files(staging.folder, index, save_id)  # another rank's may be elsewhere, or another job's
+            make_manifest(all_notes, names, saved, extra, save_id, index).write(staging.folder)
+            staging.complete()
+
+    with staging:
+        pieces, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+        all_notes, index = ranks.alike(
+            lambda: (
+                write_pieces(staging.folder, save_id, pieces, notes, ranks.group)
+                if ranks.writes
+                else ([], Index({}, {}))
+            ),
+            f"the writing of checkpoint '{target}'",
+        )
+        ranks.alike(finish, f"the completion of checkpoint '{target}'")
+
+
+@torch.no_grad()
+def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
+    """Read what ``save_checkpoint`` wrote, into a model of the same parameters; returns its ``extra``.
+
+    model      a ``DistributedDataParallel`` or ``fully_shard`` model of any number of ranks, buckets and placement:
+               collective over all its ranks; any other module is filled by this process alone
+    optimizer  the model's optimizer: of the class and with the groups of parameters that were saved; hyperparameters,
+               masters and moments become the saved ones. None: the weights alone
+
+    Raises, alike on all ranks and before the model has changed: ``FileNotFoundError``; ``ValueError`` for a folder that
+    is no complete checkpoint, files that are truncated or would run code, parameters that are missing, unknown or of
+    another shape or dtype, and another optimizer or none. Bytes that are damaged inside a file are found while reading:
+    then the error says that the model is partly overwritten.
+    """
+    source = source_of(model)
+    ranks = source.ranks
+    target, _, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "load_checkpoint")
+    names = StoredNames(*experts)
+
+    def prepare() -> _Load:
+        holding = source.hold(optimizer, saving=False)
+        stored = open_checkpoint(target, check_sizes=ranks.leads)
+        manifest = stored.manifest
+        check_model(manifest, holding, names)
+        state = None
+        if holding.optimizer is not None:
+            state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)
+        values = ModelLoad.plan(manifest, holding, names)
+        load = _Load(stored, values, state)
+        check_stored(manifest.index, load.pieces)
+        return load
+
+    load, opened = ranks.alike_telling(
+        prepare, lambda load: load.stored.manifest.save_id, f"the opening of checkpoint '{target}'"
+    )
+    if len(set(opened)) > 1:
+        raise ValueError(f"'{target}' was replaced while it was opened, and ranks have different ones: load it again")
+    try:
+        ranks.alike(lambda: read_pieces(load.stored, load.pieces), f"the reading of checkpoint '{target}'")
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, CollectiveError) else error
+        raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
+    load.values.finish()
+    if load.state is not None:
+        load.state.finish()
+    source.loaded(optimizer)
+    return load.stored.manifest.extra
+
+
+class _Load(NamedTuple):
+    """A load that was checked and waits for the tensors."""
+
+    stored: Stored
+    values: ModelLoad
+    state: OptimizerLoad | None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Everything that this rank reads."""
+        return self.values.pieces + ([] if self.state is None else self.state.pieces)
+
+
+def _begin(staging: Staging, alone: bool) -> None:
+    try:
+        staging.begin()
+    except (FileExistsError, FileNotFoundError) as error:
+        others = alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not others:
+            raise
+        raise FileExistsError(
+            f"{error}; this model is in no wrapper of maingrad's, and each rank saves it by itself: where all of them "
+            f"do, save on one (if torch.distributed.get_rank() == 0)"
+        ) from error
+
+
+def _check_json(extra: Any) -> None:
+    try:
+        json.loads(json.dumps(extra, indent=1))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"extra must be something that JSON holds ({error})") from None
+    except RecursionError:
+        raise TypeError(
+            "extra is nested too deeply for JSON: lists and dicts of a few hundred levels at most"
+        ) from None

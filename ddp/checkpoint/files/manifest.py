@@ -1,0 +1,242 @@
+"""The JSON file of a checkpoint: what was saved, in the names and shapes of the model, and where in the files it lies.
+
+It is written last, so that a folder with it is complete, and read first, so that a model that does not fit is refused
+before any tensor has been touched. What is not a tensor is in it too: no data file holds a pickled object. ``checksum``
+is the CRC-32 of all the rest, which a hand that changes something sets to null.
+
+    version    what it added
+    1
+    2          checksums of the manifest and of torch's metadata
+    3          the index (``checkpoint_index.py``); torch's metadata is not read. The first that is read
+"""
+
+import dataclasses
+import json
+import os
+import reprlib
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .index import Index
+from .save_id import is_id
+from .typed_json import dtype_name, dtype_named, expect, from_json, shape_from_json
+
+__all__ = [
+    "MANIFEST_FILE",
+    "MANIFEST_STAGING",
+    "METADATA_FILE",
+    "Manifest",
+    "SavedOptimizer",
+    "SavedTensor",
+]
+
+MANIFEST_FILE = "maingrad.json"
+MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
+"""It is written here: where there is a manifest it is whole."""
+METADATA_FILE = ".metadata"
+"""Torch's own index, beside it: for torch's tools."""
+FORMAT = "maingrad.checkpoint"
+VERSION = 3
+MOST_BYTES = 2**28
+"""Of the file: that is some million chunks."""
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A parameter or buffer, and what an optimizer knows of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Without ``torch.``: "bfloat16"."""
+    group: int | None = None
+    """Its parameter group; None without an optimizer, and for buffers and frozen parameters."""
+    has_master: bool = False
+    """There is a master apart from the parameter: it is in half precision."""
+    state: Mapping[str, str] = field(default_factory=dict)
+    """Elementwise state: name -> dtype. Empty before the first step."""
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    """The rest of its state, such as the number of steps, as ``to_json`` makes it."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, **optimizer: Any) -> "SavedTensor":
+        """The entry of ``tensor``."""
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), **optimizer)
+
+    @property
+    def kind(self) -> str:
+        """Dtype and shape, in words."""
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """An optimizer, but for what it knows of each parameter."""
+
+    optimizer_class: str
+    groups: tuple[Mapping[str, Any], ...]
+    """Hyperparameters of each group, as ``to_json`` makes them."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything but the tensors."""
+
+    save_id: str
+    """That of the data files too."""
+
+    parameters: Mapping[str, SavedTensor]
+    buffers: Mapping[str, SavedTensor]
+    tied: Mapping[str, str]
+    """Further names of parameters -> the name under which they are stored."""
+    num_expert_sets: int
+    """Ranks with different experts name theirs apart: so many of them."""
+    optimizer: SavedOptimizer | None
+    extra: Any
+    index: Index
+
+    def write(self, folder: Path) -> None:
+        """Write the file, and have its bytes on the disk before it has its name."""
+        fields = dataclasses.asdict(dataclasses.replace(self, extra=None, index=Index({}, {})))
+        del fields["index"]
+        about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
+        content = {**about, **fields, "extra": self.extra, **self.index.to_json()}
+        content = json.loads(json.dumps(content))  # as it will be read
+        written = _laid_out({"checksum": _checksum(content), **content})
+        if len(written) > MOST_BYTES:
+            raise ValueError(
+                f"the manifest has {len(written)} bytes, and {MOST_BYTES} at most are read again: keep less in extra, "
+                f"or save from fewer ranks"
+            )
+        staging = folder / MANIFEST_STAGING
+        try:
+            with staging.open("w") as file:
+                file.write(written)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:  # a write's does not name the file
+            raise OSError(error.errno, error.strerror, str(staging)) from error
+        staging.replace(folder / MANIFEST_FILE)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the file. Raises ``ValueError`` where it is not ours, damaged, or of a version that is not read."""
+        path = folder / MANIFEST_FILE
+        try:
+            content = json.loads(_bytes_of(path))
+        except FileNotFoundError:
+            raise ValueError(
+                f"'{folder}' is no complete checkpoint of maingrad: it has no {MANIFEST_FILE}, which is written last"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"'{path}' is truncated or damaged ({error})") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"'{path}' does not describe a checkpoint of maingrad: its format is not '{FORMAT}'")
+        _check_version(path, content.get("version"))
+        try:
+            manifest = cls._parse(content)
+            _check_sum(content)
+            return manifest
+        except Exception as error:  # values of any kind in any place raise nearly anything
+            raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def _parse(cls, content: Mapping[str, Any]) -> "Manifest":
+        optimizer, num_groups = content["optimizer"], 0
+        if optimizer is not None:
+            all_groups = expect(list, optimizer["groups"], "groups")
+            groups = tuple(expect(dict, group, "a parameter group") for group in all_groups)
+            for value in (value for group in groups for value in group.values()):
+                from_json(value)  # so that what cannot be read is found here
+            optimizer = SavedOptimizer(expect(str, optimizer["optimizer_class"], "optimizer_class"), groups)
+            num_groups = len(groups)
+        parameters, buffers = (
+            {name: _parse_tensor(name, entry, num_groups) for name, entry in expect(dict, content[kind], kind).items()}
+            for kind in ("parameters", "buffers")
+        )
+        num_expert_sets = expect(int, content["num_expert_sets"], "num_expert_sets")
+        tied = expect(dict, content["tied"], "tied")
+        for alias, first in tied.items():
+            if expect(str, first, f"what '{alias}' is tied to") not in parameters:
+                raise ValueError(f"'{alias}' is tied to {reprlib.repr(first)}, which is no parameter")
+        save_id = content["save_id"]
+        if not is_id(save_id):
+            raise ValueError(f"{reprlib.repr(save_id)} is no id of a save")
+        if content["byteorder"] != sys.byteorder:
+            raise ValueError(f"its tensors are {reprlib.repr(content['byteorder'])}-endian, which this machine is not")
+        index = Index.from_json(content)
+        return cls(save_id, parameters, buffers, tied, num_expert_sets, optimizer, content["extra"], index)
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The file. Raises ``ValueError`` for one that is far too long, of which little is read."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - 1))
+        if size > MOST_BYTES or file.read() not in (b"}", b"\n"):
+            raise ValueError(f"of its {size} bytes the last is not a manifest's")
+        file.seek(0)
+        return file.read()
+
+
+def _check_version(path: Path, version: Any) -> None:
+    """Raise ``ValueError`` for a version that is not read here; it says what can be done about it."""
+    if type(version) is int and version == VERSION:
+        return
+    found = f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
+    if type(version) is int and 1 <= version < VERSION:
+        raise ValueError(
+            f"{found}: the maingrad that wrote it loads it, and torch.distributed.checkpoint.load reads its tensors "
+            f"(model.NAME, master.NAME, optimizer.state.NAME.KEY)"
+        )
+    raise ValueError(f"{found}: a newer maingrad has written it, or it is damaged")
+
+
+def _laid_out(content: Mapping[str, Any]) -> str:
+    """JSON for the eye: a line for each value, and one for each tensor of the index."""
+    rest = json.dumps({key: value for key, value in content.items() if key != "tensors"}, indent=1)
+    lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in content["tensors"].items())
+    return rest.removesuffix("\n}") + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    """CRC-32 of all but the checksum itself, however it is laid out."""
+    told = {key: value for key, value in content.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check_sum(content: Mapping[str, Any]) -> None:
+    if content["checksum"] is not None:
+        written, found = expect(int, content["checksum"], "checksum"), _checksum(content)
+        if found != written:
+            raise ValueError(
+                f"its content has checksum {found}, and had {written} when it was written; where you have changed it "
+                f"yourself, set its checksum to null"
+            )
+
+
+def _parse_tensor(name: str, entry: Mapping[str, Any], num_groups: int) -> SavedTensor:
+    group = entry["group"]
+    if group is not None and not 0 <= expect(int, group, f"the group of '{name}'") < num_groups:
+        raise ValueError(f"'{name}' is in group {reprlib.repr(group)} of {num_groups}")
+    scalars = expect(dict, entry["scalars"], f"the scalars of '{name}'")
+    for value in scalars.values():
+        from_json(value)
+    state = {
+        key: dtype_name(dtype_named(dtype))
+        for key, dtype in expect(dict, entry["state"], f"the state of '{name}'").items()
+    }
+    return SavedTensor(
+        shape=shape_from_json(entry["shape"], name),
+        dtype=dtype_name(dtype_named(entry["dtype"])),
+        group=group,
+        has_master=expect(bool, entry["has_master"], f"has_master of '{name}'"),
+        state=state,
+        scalars=scalars,
+    )

@@ -1,0 +1,114 @@
+"""The plan of a save for torch.distributed.checkpoint (DCP): which rank writes which elements of which tensor.
+
+A rank offers `Piece`s, each a flat range of a tensor in that tensor's own coordinates. What several ranks hold alike is
+written by one of them, the one with the least to write so far.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from .boxes import Piece, check_tiling
+
+__all__ = ["PiecesSavePlanner"]
+
+
+class PiecesSavePlanner(SavePlanner):
+    """Plans the writing of every rank's pieces.
+
+    notes  what this rank has to say to the coordinator: anything that can be pickled
+    """
+
+    def __init__(self, pieces: Sequence[Piece], notes: Any = None) -> None:
+        self._pieces = pieces
+        self._notes = notes
+        self._views: dict[MetadataIndex, Tensor] = {}
+        self.all_notes: list[Any] = []
+        """On the coordinator, once the plan is made: every rank's notes."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """In here, an error of one rank is every rank's."""
+        self._views = {
+            MetadataIndex(piece.key, box.offsets): view for piece in self._pieces for box, view in piece.boxes()
+        }
+
+    def create_local_plan(self) -> SavePlan:
+        """All of this rank's boxes, whether or not others hold them as well."""
+        items = []
+        for piece in self._pieces:
+            properties = TensorProperties(dtype=piece.data.dtype)
+            for box, _ in piece.boxes():
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                written = TensorWriteData(chunk, properties, torch.Size(piece.shape))
+                index = MetadataIndex(piece.key, box.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
+        paths = {piece.key: piece.path for piece in self._pieces}
+        return SavePlan(items, planner_data=(paths, self._notes))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each box to one of the ranks that hold it. Raises ``ValueError`` for elements that no rank holds."""
+        writers: dict[MetadataIndex, list[int]] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                writers.setdefault(item.index, []).append(rank)
+        mine: list[list[WriteItem]] = [[] for _ in all_plans]
+        nbytes = [0] * len(all_plans)
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for plan in all_plans:
+            for item in plan.items:
+                written = item.tensor_data
+                ranks = writers.pop(item.index, None)
+                if ranks is None or written is None:
+                    continue  # dealt out already
+                rank = min(ranks, key=nbytes.__getitem__)
+                mine[rank].append(item)
+                nbytes[rank] += math.prod(written.chunk.sizes) * written.properties.dtype.itemsize
+                tensor = tensors.setdefault(item.index.fqn, TensorStorageMetadata(written.properties, written.size, []))
+                tensor.chunks.append(written.chunk)
+        paths = {key: path for plan in all_plans for key, path in plan.planner_data[0].items()}
+        _check_complete(paths, tensors)
+        self.all_notes = [plan.planner_data[1] for plan in all_plans]
+        return [SavePlan(items) for items in mine], Metadata({**tensors}, planner_data=paths)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The coordinator's word is final."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The elements of one box, row by row: as torch.save writes them, a load reads them."""
+        view = self._views[write_item.index].detach()
+        return _in_a_storage_of_its_size(view.resolve_conj().resolve_neg().contiguous())
+
+
+def _in_a_storage_of_its_size(view: Tensor) -> Tensor:
+    """The same memory. DCP copies what lies in a larger storage, since ``torch.save`` writes storages whole."""
+    if not view.is_cpu:
+        return view
+    start = view.storage_offset() * view.itemsize
+    part = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype).set_(part, 0, view.shape, view.stride())
+
+
+def _check_complete(paths: Mapping[str, Any], tensors: Mapping[str, TensorStorageMetadata]) -> None:
+    for key in paths:
+        if key not in tensors:
+            raise ValueError(f"no rank holds an element of '{key}'")
+        size, chunks = tensors[key].size, tensors[key].chunks
+        try:
+            check_tiling(size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
+        except ValueError as error:
+            raise ValueError(f"'{key}' of shape {list(size)} is not held by all ranks together: {error}") from None

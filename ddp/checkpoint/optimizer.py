@@ -1,0 +1,250 @@
+"""What of an optimizer goes into a checkpoint, and how one takes over what a checkpoint holds."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .files.boxes import Piece
+from .files.manifest import Manifest, SavedOptimizer, SavedTensor
+from .files.typed_json import dtype_name, dtype_named, from_json, to_json
+from .model import StoredNames
+from .source import HeldOptimizer, HeldSlice, Holding
+
+__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "pieces_of_optimizer"]
+
+_HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Keys of a parameter group that say how a step is computed here: never taken from a checkpoint."""
+
+_COUNT_STEPS = (
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+)
+"""Torch's classes that count the steps of each parameter beside its moments."""
+
+
+def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
+    """Its class and its groups' hyperparameters."""
+    groups = tuple(
+        {
+            key: to_json(value, f"option '{key}' of parameter group {index}")
+            for key, value in group.items()
+            if key not in _HOW_NOT_WHAT
+        }
+        for index, group in enumerate(optimizer.groups)
+    )
+    return SavedOptimizer(optimizer.class_name, groups)
+
+
+def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
+    """Fields of ``SavedTensor`` for each parameter that has a slice, as far as this rank knows them."""
+    return {
+        part.name: {
+            "group": part.group,
+            "has_master": part.master.dtype is not holding.params[part.name].dtype,
+            "state": {key: dtype_name(value.dtype) for key, value in part.state().items()},
+            "scalars": {
+                key: to_json(value, f"state '{key}' of parameter '{part.name}'")
+                for key, value in part.scalars().items()
+                if value is not None
+            },
+        }
+        for part in holding.slices
+    }
+
+
+def pieces_of_optimizer(holding: Holding, names: StoredNames) -> list[Piece]:
+    """This rank's slices of moments, to be saved."""
+    pieces = []
+    for part in holding.slices:
+        param = holding.params[part.name]
+        stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
+        pieces += [Piece(("optimizer", "state", stored, key), *place, value) for key, value in part.state().items()]
+    return pieces
+
+
+def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None:
+    """Raise ``ValueError`` for moments whose number of steps is missing: the next step would fail on it."""
+    if entry.state and saved.optimizer_class in _COUNT_STEPS and "step" not in entry.scalars:
+        raise ValueError(
+            f"the checkpoint has {sorted(entry.state)} of parameter '{name}' and no 'step', which "
+            f"{saved.optimizer_class} keeps with them: its manifest is damaged"
+        )
+
+
+class OptimizerLoad(NamedTuple):
+    """A load that was checked and waits for the tensors."""
+
+    optimizer: HeldOptimizer
+    pieces: list[Piece]
+    """Where this rank's slices of moments are read to."""
+    state: Mapping[Tensor, dict[str, Any]]
+    """What the optimizer will know of each of its tensors."""
+    groups: Mapping[int, Mapping[str, Any]]
+    """Saved hyperparameters of each group."""
+
+    @classmethod
+    def plan(
+        cls, manifest: Manifest, holding: Holding, optimizer: HeldOptimizer, names: StoredNames
+    ) -> "OptimizerLoad":
+        """Check that the checkpoint is of such an optimizer, and make room. Raises ``ValueError`` where it is not."""
+        saved = manifest.optimizer
+        if saved is None:
+            raise ValueError(
+                "the checkpoint was saved without an optimizer: load_checkpoint(path, model) takes its weights, and "
+                "the optimizer starts anew from them"
+            )
+        if saved.optimizer_class != optimizer.class_name:
+            raise ValueError(
+                f"the checkpoint has the state of {saved.optimizer_class}, and this optimizer is "
+                f"{optimizer.class_name}, which keeps other moments: load the weights alone with "
+                f"load_checkpoint(path, model)"
+            )
+        entries = {
+            part.name: manifest.parameters[names.of(part.name, holding.params[part.name])] for part in holding.slices
+        }
+        groups = _match_groups(saved, optimizer, [(part, entries[part.name]) for part in holding.slices])
+        state: dict[Tensor, dict[str, Any]] = {}
+        first: dict[Tensor, str] = {}
+        pieces = []
+        for part in holding.slices:
+            entry = entries[part.name]
+            if part.group is None or part.updated is None:
+                continue
+            _check_width(part, entry)
+            _check_counted(saved, part.name, entry)
+            updated = part.updated
+            if updated not in state:
+                group = optimizer.groups[part.group]
+                state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
+                first[updated] = part.name
+            other = entries[first[updated]]
+            if (entry.state, entry.scalars) != (other.state, other.scalars):
+                raise ValueError(
+                    f"parameters '{first[updated]}' and '{part.name}' are updated together here, and the "
+                    f"checkpoint has different states of them: {_in_words(other)}, and {_in_words(entry)}; some steps "
+                    f"left one of them out. A fully sharded model goes on from it; here, load the weights alone with "
+                    f"load_checkpoint(path, model)"
+                )
+            stored, numel = names.of(part.name, holding.params[part.name]), part.end - part.start
+            for key in entry.state:
+                flat = state[updated][key].view(-1)[part.offset : part.offset + numel]
+                path = ("optimizer", "state", stored, key)
+                pieces.append(Piece(path, entry.shape, part.start, part.end, flat))
+        for group in optimizer.groups:  # what has no element is saved nowhere, and stepped with the others
+            like = next((updated for updated in group["params"] if updated in first), None)
+            for updated in group["params"]:
+                if updated.numel() == 0 and updated.requires_grad and updated not in state:
+                    state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
+        _check_frozen(manifest, holding, names)
+        return cls(optimizer, pieces, state, {here: saved.groups[there] for here, there in groups.items()})
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All pieces are read: install the state and the hyperparameters."""
+        for updated, state in self.state.items():
+            self.optimizer.state[updated] = state
+        for index, saved in self.groups.items():
+            group = self.optimizer.groups[index]
+            for key, value in saved.items():
+                loaded, current = from_json(value), group.get(key)
+                if isinstance(current, Tensor):
+                    current.fill_(loaded)  # captured graphs and schedulers hold this tensor
+                elif isinstance(loaded, Tensor) and key in group:
+                    group[key] = loaded.item()  # a number here, whatever it was there
+                else:
+                    group[key] = list(loaded) if isinstance(current, list) else loaded
+
+
+def _match_groups(
+    saved: SavedOptimizer, optimizer: HeldOptimizer, parts: list[tuple[HeldSlice, SavedTensor]]
+) -> dict[int, int]:
+    """Index of each group here -> index of the saved group with the same parameters; an empty one has the same place.
+
+    Raises ``ValueError`` where parameters are grouped otherwise.
+    """
+    here, there = ({group for group in side if group is not None} for side in _groups_of(parts))
+    if len(here) != len(there) and len(saved.groups) != len(optimizer.groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
+        )
+    pairs = {(part.group, entry.group) for part, entry in parts}
+    bijective = len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1] for pair in pairs})
+    if not bijective or any((one is None) != (other is None) for one, other in pairs):
+        for part, entry in parts:
+            if part.group != entry.group:
+                raise ValueError(
+                    f"parameter '{part.name}' {_place(part.group, 'is')} and {_place(entry.group, 'was')} when the "
+                    f"checkpoint was saved"
+                )
+    matched = {one: other for one, other in pairs if one is not None and other is not None}
+    for index in range(min(len(saved.groups), len(optimizer.groups))):
+        if index not in matched and index not in matched.values():
+            matched[index] = index
+    return matched
+
+
+def _groups_of(parts: list[tuple[HeldSlice, SavedTensor]]) -> tuple[list[int | None], list[int | None]]:
+    return [part.group for part, _ in parts], [entry.group for _, entry in parts]
+
+
+def _place(group: int | None, verb: str) -> str:
+    if group is None:
+        return f"{verb} frozen, or {'has' if verb == 'is' else 'had'} no optimizer,"
+    return f"{verb} in {'parameter group' if verb == 'is' else 'group'} {group}"
+
+
+def _check_width(part: HeldSlice, entry: SavedTensor) -> None:
+    """Raise ``ValueError`` unless the optimizer updates elements of the dtype that the saved one did."""
+    there = "float32" if entry.has_master else entry.dtype
+    here = dtype_name(part.master.dtype)
+    if here != there:
+        raise ValueError(
+            f"the optimizer updates parameter '{part.name}' in {here}, and the saved one did in {there}: load the "
+            f"weights alone with load_checkpoint(path, model)"
+        )
+
+
+def _check_frozen(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
+    """Raise ``ValueError`` for a parameter that the saved optimizer updated and this one has nothing of."""
+    present = {names.of(part.name, holding.params[part.name]) for part in holding.slices}
+    frozen = {
+        name for name, entry in manifest.parameters.items() if entry.group is not None and not names.elsewhere(name)
+    } - present
+    if frozen:
+        raise ValueError(
+            f"parameter '{min(frozen)}' is frozen, and the checkpoint has optimizer state of it: load the weights "
+            f"alone with load_checkpoint(path, model)"
+        )
+
+
+def _in_words(entry: SavedTensor) -> str:
+    return f"{sorted(entry.state)} {dict(entry.scalars)}"
+
+
+def _make_state(
+    present: Mapping[str, Any], updated: Tensor, group: Mapping[str, Any], entry: SavedTensor
+) -> dict[str, Any]:
+    """State of one of the optimizer's tensors: what is there already is reused, and its values overwritten."""
+    made: dict[str, Any] = {}
+    for key, name in entry.state.items():
+        old, dtype = present.get(key), dtype_named(name)
+        fits = isinstance(old, Tensor) and old.shape == updated.shape and old.dtype is dtype
+        made[key] = old if fits else torch.zeros_like(updated, dtype=dtype, requires_grad=False)
+    for key, value in entry.scalars.items():
+        made[key] = from_json(value)
+        # As torch.optim.Optimizer.load_state_dict does: steps are counted on the CPU, unless a kernel reads them.
+        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+        if isinstance(made[key], Tensor) and not on_host:
+            made[key] = made[key].to(updated.device)
+    return made

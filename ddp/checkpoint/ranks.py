@@ -1,0 +1,113 @@
+"""The ranks that save and load together, and what they compare before they do."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from ..collectives.agreement import alike, alike_telling, gather
+from ..collectives.failure_report import FailureReporter
+from ..collectives.rank_grid import RankGrid
+from .files.save_id import new_id
+
+__all__ = ["CheckpointRanks", "SameCall", "check_same_call"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class CheckpointRanks(NamedTuple):
+    """The ranks that save and load together."""
+
+    axes: tuple[dist.ProcessGroup, ...]
+    """Groups of more than one rank that join them: inside an instance, then across. None for a model on its own."""
+    group: dist.ProcessGroup | None
+    """The ranks of one instance, which hold all of the model and the optimizer between them; None: this one alone."""
+    writes: bool
+    """Whether this rank is of the first instance: the others hold the same."""
+    leads: bool
+    """Whether this rank is the first of all."""
+    failures: FailureReporter | None
+    """Says which rank is gone, where one is."""
+
+    @classmethod
+    def alone(cls) -> "CheckpointRanks":
+        """This process, whatever others there are."""
+        return cls((), None, writes=True, leads=True, failures=None)
+
+    @classmethod
+    def of_grid(cls, grid: RankGrid, failures: FailureReporter) -> "CheckpointRanks":
+        """Ranks whose instances hold the same: the first instance writes."""
+        group = grid.inner if grid.inner_size > 1 else None
+        first = grid.outer_rank == 0
+        return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0, failures=failures)
+
+    def alike(self, action: Callable[[], T], what: str) -> T:
+        """Run ``action`` on every rank. Where it raises on any, all raise; see ``agreement.alike``."""
+        return alike(action, self.axes, self.failures, what)
+
+    def alike_telling(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
+        """The same, with what every rank tells of its result; see ``agreement.alike_telling``."""
+        return alike_telling(action, telling, self.axes, self.failures, what)
+
+
+class SameCall(NamedTuple):
+    """A save or a load, as all ranks know it."""
+
+    path: Path
+    """Absolute."""
+    id: str
+    """Its own: no other call has it."""
+    expert_set: int
+    """Which set of experts this rank holds; -1: none. 0 where all have the same."""
+    num_expert_sets: int
+
+
+class _Call(NamedTuple):
+    """What a rank tells the others of its own."""
+
+    path: str
+    has_optimizer: bool
+    id: str
+    experts: int
+    """The smallest rank that holds the same experts; -1: none."""
+
+
+def check_same_call(
+    path: str | os.PathLike[str],
+    optimizer: object,
+    ranks: CheckpointRanks,
+    expert_axes: Sequence[dist.ProcessGroup] | None,
+    what: str,
+) -> SameCall:
+    """Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
+
+    expert_axes  groups that join the ranks with the same experts; None: this one has none of its own
+    what         the call, for errors
+
+    Collective over ``ranks``.
+    """
+    experts = -1
+    if expert_axes is not None:
+        same = gather(dist.get_rank(), expert_axes, ranks.failures, "the comparison of experts between ranks")
+        experts = min(same)
+
+    def call() -> _Call:
+        if not os.fspath(path):
+            raise ValueError(f"{what} was given '' as its path: name a folder")
+        return _Call(os.path.realpath(path), optimizer is not None, new_id(), experts)
+
+    _, calls = ranks.alike_telling(call, lambda said: said, f"the beginning of {what}")
+    first = calls[0]
+    other = next((call for call in calls if call.path != first.path), None)
+    if other is not None:
+        raise ValueError(
+            f"all ranks save to and load from one folder; the first one has '{first.path}', another '{other.path}'"
+        )
+    if any(call.has_optimizer != first.has_optimizer for call in calls):
+        raise ValueError("some ranks give an optimizer and some do not: all of them, or none")
+    known = sorted({call.experts for call in calls} - {-1})
+    place = (known.index(experts) if experts >= 0 else -1, len(known)) if len(known) > 1 else (0, 1)
+    return SameCall(Path(first.path), first.id, *place)

@@ -1,0 +1,129 @@
+"""Modules whose parameters are whole on every rank, as a checkpoint sees them: wrapped in DDP, or not at all."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..optimizer.distributed_optimizer import DistributedOptimizer
+from ..plan.owned_params import kind_of
+from ..wrapper.data_parallel import DistributedDataParallel
+from .model import ModelTensors, model_tensors
+from .ranks import CheckpointRanks
+from .source import CheckpointSource, HeldOptimizer, HeldParam, Holding
+
+__all__ = ["WrapperSource", "check_saved_once", "source_of"]
+
+
+def source_of(model: nn.Module) -> CheckpointSource:
+    """How a model is saved and loaded.
+
+    Raises ``ValueError`` for a module that is whole itself and has sharded modules in it, or DTensors, which would be
+    saved as what one rank holds; and for tensors on the meta device, which hold nothing and take nothing.
+    """
+    own = getattr(model, "checkpoint_source", None)
+    if own is not None:
+        return cast(CheckpointSource, own())
+    sharded = next((name for name, part in model.named_modules() if hasattr(part, "checkpoint_source")), None)
+    if sharded is not None:
+        raise ValueError(
+            f"module '{sharded}' is sharded, and the model around it is not: call fully_shard on the model too, or "
+            f"save and load the module alone"
+        )
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"'{name}' is on the meta device, which keeps no values: give the model memory first "
+                f"(model.to_empty(device=...))"
+            )
+    for name, param in model.named_parameters():
+        if hasattr(param, "device_mesh"):
+            raise ValueError(
+                f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism), of "
+                f"which this rank holds a part: torch.distributed.checkpoint saves and loads it"
+            )
+    return WrapperSource(model)
+
+
+def check_saved_once(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a model that several ranks train, each of which would save it by itself."""
+    if isinstance(model, TorchDDP):
+        raise ValueError(
+            "the model is in torch's DistributedDataParallel, which each rank would save by itself: on one rank, "
+            "save_checkpoint(path, model.module); that is what load_checkpoint(path, model.module) reads on all"
+        )
+
+
+class WrapperSource:
+    """A ``DistributedDataParallel`` model; or another module, which this process saves and loads alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.ranks = CheckpointRanks.alone()
+        self.expert_axes: Sequence[dist.ProcessGroup] | None = None
+        if isinstance(model, DistributedDataParallel):
+            grid, experts = model.grids["dense"], model.grids["expert"]
+            self.ranks = CheckpointRanks.of_grid(grid, model.failures)
+            self.expert_axes = None if experts is grid else tuple(experts.axes)
+
+    @property
+    def tensors(self) -> ModelTensors:
+        """Parameters and buffers of the module itself."""
+        model = self._model
+        return model_tensors(model.module if isinstance(model, DistributedDataParallel) else model)
+
+    def hold(self, optimizer: object, *, saving: bool) -> Holding:
+        """Slices are the optimizer's: without it, and of frozen parameters, this rank holds all elements."""
+        held = self._checked(optimizer)
+        if held is not None:
+            held.settle()
+            if saving:
+                held.refresh_masters()
+        tensors = self.tensors
+        slices = [] if held is None else held.slices
+        read_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
+        sliced = set() if read_whole else {part.name for part in slices}
+        return Holding(
+            params={
+                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, kind_of(param))
+                for name, param in tensors.parameters.items()
+            },
+            buffers=tensors.buffers,
+            tied=tensors.tied,
+            whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
+            slices=slices,
+            optimizer=None
+            if held is None
+            else HeldOptimizer(held.optimizer_class.__name__, held.param_groups, held.state),
+            expert_buffers=[name for name, buffer in tensors.buffers.items() if kind_of(buffer) == "expert"],
+        )
+
+    def loaded(self, optimizer: object) -> None:
+        """Parameters follow the masters."""
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.mark_loaded(whole=_are_on_cpu_without_masters(optimizer))
+
+    def _checked(self, optimizer: object) -> DistributedOptimizer | None:
+        if optimizer is None:
+            return None
+        if not isinstance(optimizer, DistributedOptimizer):
+            raise TypeError(
+                f"a checkpoint holds the state of a DistributedOptimizer, got {type(optimizer).__name__}: save the "
+                f"model without it, and its state_dict() beside the checkpoint"
+            )
+        if optimizer.model is not self._model:
+            raise ValueError("this optimizer belongs to another model")
+        return optimizer
+
+
+def _are_on_cpu_without_masters(optimizer: DistributedOptimizer) -> bool:
+    """Whether parameters are their own masters, in memory into which reading is cheaper than gathering over gloo.
+
+    Every rank then reads them whole, and its shard with them. The answer is the same on all ranks.
+    """
+    params = [entry.owned.param for entry in optimizer.model.wired]
+    return all(param.is_cpu and param.dtype not in (torch.bfloat16, torch.float16) for param in params)

@@ -1,0 +1,63 @@
+"""Memory that the ranks of an NCCL group map into each other's address space, so that copy engines can move it.
+
+NCCL's documentation calls it user buffer registration, as a symmetric window.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..torch_internals import zero_cta_options
+from .in_flight import backend_of
+from .rank_grid import RankGrid
+
+__all__ = ["MappedPool", "check_copy_engines"]
+
+
+class MappedPool:
+    """A pool of such memory. What is allocated in it before ``share`` is mapped, and what is reused of it later.
+
+    Ranks must allocate and free the same sizes in the same order, so that a tensor has one place on all of them. The
+    process keeps the memory until it ends: torch 2.11 aborts where a pool is freed with its group.
+
+    group   whose ranks map it; collective over it
+    device  this rank's
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # a communicator is made by its first collective
+        self._group = group
+        self._device = device
+        self._backend: Any = group._get_backend(device)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        # Its destructor would run at exit, find the group gone and abort: this reference is never returned.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """What this thread allocates in here comes from the pool."""
+        with torch.cuda.use_mem_pool(self._pool, device=self._device):
+            yield
+
+    def share(self) -> None:
+        """Map what was allocated so far. Collective; the host waits."""
+        torch.cuda.synchronize(self._device)
+        dist.barrier(group=self._group)
+        self._backend.register_mem_pool(self._pool, symm=True)
+        torch.cuda.synchronize(self._device)
+        dist.barrier(group=self._group)
+
+
+def check_copy_engines(grids: Iterable[RankGrid], device: torch.device, option: str) -> None:
+    """Raise ``ValueError`` where gathers cannot run on copy engines."""
+    backends = {backend_of(group, device) for grid in grids for group in grid.axes}
+    on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
+    if not (on_nccl and zero_cta_options() is not None):
+        raise ValueError(
+            f"{option} needs parameters on CUDA, NCCL 2.28 or newer, and a torch that knows its zero-CTA policy; got "
+            f"{device} and {', '.join(sorted(backends)) or 'no process group'}; leave it False"
+        )

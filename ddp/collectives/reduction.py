@@ -1,0 +1,195 @@
+"""How one bucket's gradients become the sum over all ranks: the forms, and the collectives that each is made of.
+
+=============================  ==========================================================  ==========================
+form                           inside an instance                                          across instances
+=============================  ==========================================================  ==========================
+all-reduce                     all-reduce of the bucket                                    all-reduce of the bucket
+reduce-scatter                 reduce-scatter: each rank gets its shard's sum              all-reduce of the shard
+half on the wire               all-to-all of the bucket in bf16, each rank then sums the   all-reduce of the shard
+                               shards it got in fp32
+reduce-scatter on both axes    reduce-scatter: each rank gets its shard's sum              reduce-scatter of the shard
+=============================  ==========================================================  ==========================
+
+Every rank's gradients are multiplied by ``factor`` before they are summed: by NCCL on the way, by the rank itself
+elsewhere.
+"""
+
+import functools
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import DistributedDataParallelConfig
+from ..torch_internals import premultiplied_sum, start_reduce_scatter
+from .in_flight import InFlight, backend_of, in_stages
+from .placements import Placements, placements_of
+from .rank_grid import RankGrid
+
+__all__ = ["GradReduction", "make_reductions"]
+
+
+class GradReduction:
+    """The reduction of every bucket of one kind of parameters.
+
+    grid              the ranks
+    placements        the row of the table that says what is scattered
+    factor            what each rank's gradients are multiplied by; 1: they are summed
+    wire_dtype        dtype on the wire, smaller than the accumulators'; None: their own
+    in_collective     NCCL multiplies; False: the rank does; None: NCCL where the group is one of NCCL's
+    device            that of the gradients
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        placements: Placements,
+        *,
+        factor: float,
+        wire_dtype: torch.dtype | None = None,
+        in_collective: bool | None = None,
+        device: torch.device,
+    ) -> None:
+        self.grid = grid
+        self.scatters = placements.inner.scatters
+        self.scatters_across = placements.outer.scatters
+        self.factor = factor
+        self.wire_dtype = wire_dtype
+        if in_collective is None:
+            groups = list(grid.axes)
+            in_collective = (
+                wire_dtype is None and bool(groups) and all("nccl" in backend_of(group, device) for group in groups)
+            )
+        self.in_collective = in_collective
+
+    @property
+    def name(self) -> str:
+        """Of the collective inside an instance, for labels and records."""
+        if not self.scatters:
+            return "all_reduce"
+        return "reduce_scatter" if self.wire_dtype is None else "all_to_all"
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks of the grid hold the same reduced gradients as this one, itself included."""
+        across = 1 if self.scatters_across else self.grid.outer_size
+        return across if self.scatters else across * self.grid.inner_size
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives of one bucket."""
+        return len(list(self.grid.axes))
+
+    def owned_range(self, numel: int) -> tuple[int, int]:
+        """[start, end) of a bucket's elements whose sum this rank gets: its shard, or all of them."""
+        start, end = self.range_inside(numel)
+        if not self.scatters_across:
+            return start, end
+        size = (end - start) // self.grid.outer_size
+        return start + self.grid.outer_rank * size, start + (self.grid.outer_rank + 1) * size
+
+    def range_inside(self, numel: int) -> tuple[int, int]:
+        """[start, end) of the elements whose sum over its instance this rank gets."""
+        if not self.scatters:
+            return 0, numel
+        size = numel // self.grid.inner_size
+        return self.grid.inner_rank * size, (self.grid.inner_rank + 1) * size
+
+    def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of one bucket as it is sent."""
+        if self.wire_dtype is None:
+            return numel * dtype.itemsize
+        return numel * self.wire_dtype.itemsize * (2 if dtype.is_complex else 1)
+
+    def start(self, grads: Tensor) -> InFlight:
+        """Reduce ``grads`` [n] in place, asynchronously. Outside ``owned_range`` the result is undefined."""
+        return in_stages(self._stages(grads), (grads,))
+
+    def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:
+        """The stages inside an instance; returns what holds the sum of ``grads[range_inside]`` then.
+
+        into  the memory for it, if a collective writes it; None: ``grads`` itself
+        """
+        inner = self.grid.inner
+        on_the_wire = self.wire_dtype is not None and self.grid.inner_size > 1
+        if self.factor != 1.0 and not self.in_collective and not on_the_wire:
+            grads.mul_(self.factor)
+        mine = grads[slice(*self.range_inside(grads.numel()))]
+        if self.grid.inner_size > 1:
+            if into is not None and self.scatters and into.dtype is grads.dtype:
+                mine = into
+            if on_the_wire:
+                yield from self._sum_shards(grads, mine)
+            elif self.scatters:
+                assert inner is not None, "a group of more than one rank"
+                # With one collective for a bucket the launcher has one stream, and the next bucket's comes after it.
+                on_stream = grads.is_cuda and self.grid.outer_size == 1
+                yield start_reduce_scatter(mine, grads, self._op(inner), inner, on_stream=on_stream)
+            else:
+                yield dist.all_reduce(grads, op=self._op(inner), group=inner, async_op=True)
+        return mine
+
+    def across(self, mine: Tensor) -> Generator[Any, None, Tensor]:
+        """The stages across instances, in place, of what ``inside`` returned, or a sum of several; returns the part of
+        it that is this rank's."""
+        outer = self.grid.outer
+        if self.grid.outer_size == 1:
+            return mine
+        # Where there is no other axis, this one scales.
+        op = self._op(outer) if self.grid.inner_size == 1 else dist.ReduceOp.SUM
+        if not self.scatters_across:
+            yield dist.all_reduce(mine, op=op, group=outer, async_op=True)
+            return mine
+        part = mine.view(self.grid.outer_size, -1)[self.grid.outer_rank]
+        assert outer is not None, "a group of more than one rank"
+        yield start_reduce_scatter(part, mine, op, outer)
+        return part
+
+    def _stages(self, grads: Tensor) -> Iterator[Any]:
+        mine = yield from self.inside(grads)
+        yield from self.across(mine)
+
+    def _sum_shards(self, grads: Tensor, mine: Tensor) -> Iterator[Any]:
+        """Send every rank its shard, scaled and rounded once to the wire's dtype; sum what came in fp32.
+
+        Scratch: twice the bucket in the wire's dtype, until the bucket is reduced.
+        """
+        if grads.is_complex():
+            grads, mine = torch.view_as_real(grads).view(-1), torch.view_as_real(mine).view(-1)
+        sent = torch.empty_like(grads, dtype=self.wire_dtype)
+        torch.mul(grads, self.factor, out=sent)
+        received = torch.empty_like(sent)
+        yield dist.all_to_all_single(received, sent, group=self.grid.inner, async_op=True)
+        torch.sum(received.view(self.grid.inner_size, -1), dim=0, dtype=mine.dtype, out=mine)
+
+    def _op(self, group: dist.ProcessGroup | None) -> Any:
+        """The sum, scaled on the way where the collective does that."""
+        if not self.in_collective or self.factor == 1.0:
+            return dist.ReduceOp.SUM
+        assert group is not None, "a group of more than one rank"
+        return _scaled_sum(self.factor, group.size())
+
+
+@functools.cache
+def _scaled_sum(factor: float, num_ranks: int) -> Any:
+    return dist.ReduceOp.AVG if factor == 1.0 / num_ranks else premultiplied_sum(factor)
+
+
+def make_reductions(
+    config: DistributedDataParallelConfig, grids: Mapping[str, RankGrid], device: torch.device
+) -> dict[str, GradReduction]:
+    """Of each kind of parameters. All are averaged over the dense ones' ranks, or summed where tokens divide later."""
+    factor = 1.0 if config.calculate_per_token_loss else 1.0 / grids["dense"].size
+    return {
+        kind: GradReduction(
+            grid,
+            placements_of(config),
+            factor=factor,
+            wire_dtype=config.grad_reduce_wire_dtype,
+            in_collective=config.average_in_collective,
+            device=device,
+        )
+        for kind, grid in grids.items()
+    }

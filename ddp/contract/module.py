@@ -1,0 +1,103 @@
+"""What a module has to say of its fused and its delayed weights, and how modules that are not ours are heard."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
+from .record import GradRecord
+
+__all__ = ["DelayedWgradModule", "FusedWgradModule", "forms_of", "listen_to_foreign_delays", "note_shard"]
+
+_SHARD = "_maingrad_shard"
+
+
+class FusedWgradModule:
+    """Mixin of modules that write weight gradients through a ``WgradTarget``."""
+
+    def fused_wgrad_weights(self) -> Iterable[str]:
+        """Names of the module's own parameters whose gradient this module never leaves to autograd."""
+        raise NotImplementedError(f"{type(self).__name__} must name its fused weights")
+
+
+class DelayedWgradModule(FusedWgradModule):
+    """Mixin of leaf modules that can compute weight gradients after the main backward, in ``backward_dw``.
+
+    The verbs and the mark are Transformer Engine's and Megatron's: a foreign provider finds the mark when it wraps, and
+    registers a function that runs at the end of each ``backward_dw``.
+    """
+
+    wgrad_queue: Any = None
+    """This module's own queue of delayed weight gradients; None: they are computed in backward."""
+
+    def delayed_wgrad_weights(self) -> Iterable[str]:
+        """Names of the module's own parameters whose gradient comes from ``backward_dw``."""
+        raise NotImplementedError(f"{type(self).__name__} must name its delayed weights")
+
+    def mark_delayed_weights(self) -> None:
+        """Tell foreign providers; to be called when the parameters are made, and again when they are made anew."""
+        for name in self.delayed_wgrad_weights():
+            mark_delayed(getattr(self, name))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        module = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's; from meta it makes new parameters
+        self.mark_delayed_weights()
+        return module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]  # nn.Module's; copies lose the mark, and are nobody's yet
+        self.__dict__.pop("_after_backward_dw", None)
+        self.mark_delayed_weights()
+
+    def need_backward_dw(self) -> bool:
+        """Whether delayed weight gradients of this module are pending."""
+        return self.wgrad_queue is not None and len(self.wgrad_queue) > 0
+
+    def backward_dw(self) -> None:
+        """Compute the oldest microbatch's delayed weight gradients of this module; nothing where none is pending."""
+        if not self.need_backward_dw():
+            return
+        self.wgrad_queue.drain_oldest_microbatch()
+        for hook in self.__dict__.get("_after_backward_dw", ()):
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, fn: Callable[[], None]) -> None:
+        """Have ``fn()`` called at the end of each ``backward_dw``."""
+        self.__dict__.setdefault("_after_backward_dw", []).append(fn)
+
+
+def note_shard(whole: Tensor, shard: Tensor) -> None:
+    """Modules have ``shard`` registered in place of ``whole`` outside their forwards."""
+    setattr(whole, _SHARD, TensorWeakRef(shard))
+
+
+def forms_of(weight: Tensor) -> Iterator[Tensor]:
+    """What modules may have registered of a weight that a product was given: itself, and its shard."""
+    yield weight
+    reference = getattr(weight, _SHARD, None)
+    shard = None if reference is None else reference()
+    if shard is not None:
+        yield shard
+
+
+def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[Any]) -> None:
+    """Have modules that are not ours, and delay ``param``, report each ``backward_dw`` to its record."""
+    if not is_delayed(param):
+        return
+    # The foreign module keeps the function, and outlives the wrapper: it must not keep the buckets.
+    weak_param, weak_record = TensorWeakRef(param), weakref.ref(record)
+    for module in owners:
+        register = getattr(module, "register_wgrad_accumulation_and_reduce_hooks", None)
+        if register is None or isinstance(module, FusedWgradModule):
+            continue
+        record.foreign_delayer = owner = type(module).__name__
+
+        def computed(owner: str = owner) -> None:
+            live, live_record = weak_param(), weak_record()
+            if live is not None and live_record is not None:
+                take_grad_of_backward_dw(live, live_record, owner)
+
+        register(computed)

@@ -1,0 +1,220 @@
+"""All-gathers of updated parameters that run under whatever comes next.
+
+Gathers are issued in the reverse of the order in which backward fills the buckets, which is the forward's. Nothing is
+assumed about that order: while a gather is in flight, its parameters (``waiting_params.py``) and the modules that
+register them (``waiting_modules.py``) wait for it by themselves. A bucket costs one such wait a step; then all of its
+parameters and modules are plain again.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from ..collectives.failure_report import FailureReporter, Watch
+from ..collectives.in_flight import InFlight, all_gather_shards
+from ..collectives.observer import UNOBSERVED, Observer
+from ..collectives.rank_grid import RankGrid
+from ..collectives.streams import OnStream, current_stream
+from ..torch_internals import current_raw_stream, is_tracing
+from .reader_threads import ReaderThreads
+from .waiting_modules import let_module_go
+from .waiting_params import can_wait, have_wait, let_go
+
+__all__ = ["ParamGather"]
+
+
+class _Flight(NamedTuple):
+    """One gather under way."""
+
+    collective: InFlight
+    home: torch.cuda.Stream | None
+    """CUDA: the stream that it was issued from."""
+    observer: Observer
+    """Recording since it was launched."""
+
+
+class ParamGather:
+    """The all-gather of one bucket of parameters.
+
+    name      of the bucket
+    flat      [n] the parameters, of which this rank's shard is up to date before ``start``
+    params    those whose storage lies in ``flat``
+    grid      the ranks
+    failures  reports a gather that fails; its parameters raise for ever then
+    threads   those that read the model; one object for all of its gathers that are guarded
+    """
+
+    def __init__(
+        self,
+        name: str,
+        flat: Tensor,
+        params: Sequence[nn.Parameter],
+        grid: RankGrid,
+        failures: FailureReporter,
+        threads: ReaderThreads | None = None,
+    ) -> None:
+        self.name = name
+        self.flat = flat
+        self._params = [TensorWeakRef(param) for param in params]  # which refer to this while they wait
+        self._grid = grid
+        self._failures = failures
+        self.threads = threads or ReaderThreads()
+        self.threads.gathers.add(self)
+        self._flight: _Flight | None = None
+        self.guards = False
+        """Parameters and modules wait for it, or are still asked whether they have to."""
+        self._has_guarded = False
+        self._traced = (
+            False  # code that reads these parameters was compiled while they waited: its guards want plain ones
+        )
+        self.modules: list[weakref.ref[nn.Module]] = []
+        """Those among them."""
+        self._event: torch.cuda.Event | None = None  # the last one's end
+        self._streams: set[int] = set()  # which are behind it
+
+    def start(
+        self,
+        stream: torch.cuda.Stream | None,
+        observer: Observer = UNOBSERVED,
+        *,
+        fill: Callable[[], None] | None = None,
+        ordered: bool = False,
+    ) -> None:
+        """Issue it on ``stream`` (CUDA), which waits for the current one.
+
+        fill     puts this rank's shard into ``flat`` first, on ``stream``
+        ordered  the caller has made ``stream`` wait for what it must
+        """
+        if stream is None:
+            if fill is not None:
+                fill()
+            self._flight = _Flight(self._launch(observer), None, observer)
+            return
+        home = current_stream(self.flat.device)
+        if not ordered:
+            stream.wait_stream(home)
+        with OnStream(stream), self._watch():
+            if fill is not None:
+                fill()
+            collective = self._launch(observer)
+            collective.wait()
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._event.record(stream)
+        self._streams = set()
+        self._flight = _Flight(collective, home, observer)
+
+    def __del__(self) -> None:
+        # Let go while it runs: freed memory returns to the stream it came from, which must not overtake the gather.
+        flight = vars(self).get("_flight")
+        if flight is not None and flight.home is not None and not sys.is_finalizing():
+            flight.home.wait_event(self._event)
+
+    @property
+    def under_way(self) -> bool:
+        """Started, and nobody has waited for it."""
+        return self._flight is not None
+
+    def guard(self) -> bool:
+        """Have every parameter wait at its first use from now on. The caller holds the threads' lock.
+
+        False where somebody has to wait for it now.
+        """
+        if self._flight is None or self._flight.collective.work is None:
+            return True
+        params = list(self.live_params())
+        if self._traced or not all(map(can_wait, set(map(type, params)))):
+            return False
+        self.modules = []
+        self._have_wait(params)
+        return True
+
+    def keep_on(self) -> None:
+        """Parameters that ever waited are asked whether they have to. The caller holds the threads' lock."""
+        params = list(self.live_params())
+        if self._has_guarded and all(map(can_wait, set(map(type, params)))):
+            self._have_wait(params)
+
+    def arrive(self) -> None:
+        """Order the current stream (CUDA) or this thread (CPU) behind the gather; nothing waits for it any more.
+
+        Any number of threads may call it at a time. None returns before the gather has arrived for it.
+        """
+        if self.guards:
+            self.threads.note()
+            self._traced = self._traced or is_tracing()
+        while (flight := self._flight) is not None:
+            self._wait_for(flight)
+            with self.threads.lock:
+                if self._flight is flight:  # and not the next one, while this thread has waited
+                    self._flight = None
+        if self._event is not None and not torch.cuda.is_current_stream_capturing():
+            self._order_stream(self._event)
+        if self.guards:
+            self._take_off()
+
+    def settle(self) -> None:
+        """``arrive``, and make parameters and modules plain even where other threads read them."""
+        self.arrive()
+        if self.guards:
+            self._take_off(at_once=True)
+
+    def _have_wait(self, params: Iterable[Tensor]) -> None:
+        self.guards = self._has_guarded = True
+        for param in params:
+            have_wait(param, self, self.threads)
+
+    def _wait_for(self, flight: _Flight) -> None:
+        if flight.home is None:
+            with self._watch():
+                flight.collective.wait()
+            return
+        assert self._event is not None, "recorded when the gather was issued"
+        current = current_stream(self.flat.device)
+        flight.observer.wait(self.name, "all_gather", partial(self._order_stream, self._event))
+        if current != flight.home:  # used on a side stream first; from here on the main one may use it unasked
+            flight.home.wait_event(self._event)
+
+    def _order_stream(self, event: torch.cuda.Event) -> None:
+        """Once for each stream: one that no longer finds the parameters waiting was not behind the gather for that."""
+        raw = current_raw_stream(self.flat.device.index)
+        if raw not in self._streams:
+            current_stream(self.flat.device).wait_event(event)
+            self._streams.add(raw)
+
+    def _take_off(self, *, at_once: bool = False) -> None:
+        with self.threads.lock:
+            if not self.guards or self._flight is not None or not (at_once or self.threads.alone()):
+                return
+            self.guards = False
+            for param in self.live_params():
+                let_go(param)
+            modules, self.modules = self.modules, []
+            for reference in modules:
+                module = reference()
+                if module is not None:
+                    let_module_go(module)
+
+    def holds(self, params: set[int]) -> bool:
+        """Whether one of these, by ``id``, waits for it."""
+        return any(id(param) in params for param in self.live_params())
+
+    def live_params(self) -> Iterator[Tensor]:
+        """Those of its parameters that somebody still has."""
+        for reference in self._params:
+            param = reference()
+            if param is not None:
+                yield param
+
+    def _watch(self) -> Watch:
+        return self._failures.watch("all_gather", self.name, len(self._params))
+
+    def _launch(self, observer: Observer) -> InFlight:
+        start = partial(all_gather_shards, self.flat, self._grid.gather, on_stream=self.flat.is_cuda)
+        return observer.launch(self.name, "all_gather", lambda: self.flat.nbytes, start)

@@ -1,0 +1,51 @@
+"""Whether a ``DistributedOptimizer``'s state dict is that of this rank's shard: of this plan, class, rank and cuts."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..collectives.placements import placements_of
+from ..plan.layout import GradPlan
+from ..wrapper.data_parallel import DistributedDataParallel
+from .flat_params import Run
+
+__all__ = ["check_fits", "layout_key", "shard_of_how_many"]
+
+
+def layout_key(optimizer_class: type, plan: GradPlan, runs: Sequence[Run]) -> str:
+    """Equal where states fit each other."""
+    cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in runs]
+    digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
+    return f"{optimizer_class.__name__}/{plan.fingerprint[:16]}/{digest}"
+
+
+def shard_of_how_many(model: DistributedDataParallel) -> str:
+    """Which shard this rank's is, in words."""
+    grid = model.grids["dense"]
+    first, size = (grid.inner_rank, grid.inner_size) if placements_of(model.ddp_config).inner.gathers else (0, 1)
+    return f"{first + 1} of {size}"
+
+
+def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapping[str, int | None]) -> None:
+    """Raise ``ValueError`` for a state dict of another layout or shard, or one that was cut.
+
+    key      of this optimizer's layout
+    here     this rank's shard
+    lengths  of what a state dict holds; None: any
+    """
+    if state_dict.get("layout") == key:
+        for name, length in lengths.items():
+            if name not in state_dict or length not in (None, len(state_dict[name])):
+                raise ValueError(f"this optimizer state is not as it was saved: '{name}' is missing, or cut")
+        return
+    saved = state_dict.get("shard")
+    if saved != here and None not in (saved, state_dict.get("layout")):
+        raise ValueError(
+            f"this optimizer state is that of shard {saved}, and this rank has shard {here}: each rank loads what it "
+            f"saved itself, on as many ranks; save_checkpoint writes what fits any"
+        )
+    raise ValueError(
+        f"this optimizer state was saved with another bucket plan, rank or number of ranks, with other parameter "
+        f"groups or another class: it has layout {state_dict.get('layout')}, and this is {key}; save_checkpoint writes "
+        f"what fits any"
+    )

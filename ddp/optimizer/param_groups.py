@@ -1,0 +1,149 @@
+"""Parameter groups by name or predicate, and the optimizer classes that may work on flat shards."""
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..buckets.wiring import WiredParam
+
+__all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused", "is_of_torch", "why_not_over"]
+
+_FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+"""One kernel for all tensors, that divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
+_ELEMENTWISE = (
+    *_FUSED,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+"""Each element's update depends on that element's gradient and state alone."""
+_PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
+"""Each parameter's update depends on that parameter's gradient and state alone."""
+
+
+def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool) -> None:
+    """Raise ``ValueError`` for a class whose update of one element depends on others, which shards and runs cut apart.
+
+    ``why_not_over`` has the rule. Every rank raises, whatever its shards hold.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {cls!r}")
+    if issubclass(cls, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ValueError(
+            f"{cls.__name__} cannot update flat shards: it needs all parameters at once, or sparse gradients; use it "
+            f"as it is with model.expose_grads() and use_distributed_optimizer=False"
+        )
+    if whole and issubclass(cls, torch.optim.Muon):
+        for entry in wired:
+            if entry.owned.param.dim() != 2:
+                raise ValueError(
+                    f"{cls.__name__} updates matrices, and parameter '{entry.owned.name}' has shape "
+                    f"{list(entry.owned.param.shape)}: use a class of your own that updates the others otherwise"
+                )
+    why = why_not_over(cls, whole=whole, kept_whole="DistributedDataParallelConfig(keep_params_whole=True)")
+    if why is not None:
+        raise ValueError(why)
+
+
+def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
+    """Why an optimizer of this class may not step over shards; None where it may. One rule for all wrappers.
+
+    Classes of torch are known. Another one says by an attribute what an element's update depends on: ``elementwise =
+    True``, on that element's gradient and state; ``per_parameter = True``, on those of its parameter (LAMB, LARS),
+    which must not be cut then. One that sums over all parameters (L-BFGS, Prodigy, D-Adaptation) is not for shards.
+
+    whole       no rank has a part of a parameter
+    kept_whole  what keeps parameters whole
+    """
+    name = cls.__name__
+    if cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
+        return None
+    if cls in _PER_PARAMETER or getattr(cls, "per_parameter", False):
+        if whole:
+            return None
+        return f"{name} updates whole parameters, and shards cut them apart: keep them whole, by {kept_whole}"
+    return (
+        f"{name} is not known to be elementwise, and ranks have shards: use one of "
+        f"{', '.join(known.__name__ for known in _ELEMENTWISE)}; set {name}.elementwise = True if each element's "
+        f"update depends on that element alone; or {name}.per_parameter = True if it depends on that parameter alone, "
+        f"and keep parameters whole, by {kept_whole}. One that sums over all parameters (Prodigy, D-Adaptation) is a "
+        f"stock optimizer for DistributedDataParallel with use_distributed_optimizer=False"
+    )
+
+
+def is_fused(cls: type) -> bool:
+    """Whether torch has a fused kernel of this class on every device."""
+    return cls in _FUSED
+
+
+def is_of_torch(cls: type) -> bool:
+    """Whether it is one of torch's own classes, whose state is each parameter's alone."""
+    return cls in vars(torch.optim).values()
+
+
+def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise what the class's constructor raises for options that it does not take, its own and those of each group.
+
+    torch checks the former alone: in a group, a misspelt or a negative one would pass.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    if any(given.get("differentiable") for given in (options, *own)):
+        raise ValueError("differentiable=True: the step works on masters, which no graph leads to; leave it out")
+    cls([nn.Parameter(torch.zeros(1, 1))], **options)
+    for index, given in enumerate(own):
+        try:
+            cls([nn.Parameter(torch.zeros(1, 1))], **{**options, **given})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"param_groups[{index}]: {error}") from None
+
+
+Selector = str | Sequence[str] | Callable[[str, torch.Tensor], bool]
+
+
+def assign_groups(wired: Iterable[WiredParam], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Name of each parameter -> index of the first group that selects it; ``len(groups)`` for the rest.
+
+    Each group's ``"params"`` is a name or pattern (``"*.bias"``), a sequence of them, or a function of a parameter's
+    name and the parameter. Raises ``ValueError`` for a group that selects nothing, and for a name that matches nothing.
+    """
+    if isinstance(groups, Mapping | str) or not all(isinstance(group, Mapping) for group in groups):
+        raise TypeError(f"param_groups is a sequence of dicts, one for each group; got {groups!r}")
+    params = {entry.owned.name: entry.owned.param for entry in wired}
+    selected = [_selected(index, group, params) for index, group in enumerate(groups)]
+    assigned = {
+        name: next((index for index, names in enumerate(selected) if name in names), len(groups)) for name in params
+    }
+    for index, names in enumerate(selected):
+        if index not in assigned.values():
+            reason = "selects no parameter" if not names else "selects only parameters of groups before it"
+            raise ValueError(f"param_groups[{index}] {reason}: params={groups[index]['params']!r}")
+    return assigned
+
+
+def _selected(index: int, group: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> set[str]:
+    if "params" not in group:
+        raise ValueError(f"param_groups[{index}] has no 'params': a name, a pattern, a list of them, or a function")
+    selector: Selector = group["params"]
+    if callable(selector) and not isinstance(selector, nn.Module):
+        return {name for name, param in params.items() if selector(name, param)}
+    patterns = list(selector) if isinstance(selector, Iterable) and not isinstance(selector, str) else [selector]
+    found: set[str] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"param_groups[{index}]: select parameters by name, pattern or function of name and parameter; got "
+                f"{type(pattern).__name__}"
+            )
+        matching = set(fnmatch.filter(params, pattern))
+        if not matching:
+            raise ValueError(f"param_groups[{index}]: no trainable parameter is called '{pattern}'")
+        found |= matching
+    return found

@@ -1,0 +1,224 @@
+"""Shard borders that cut no atom: the order and the gaps of one bucket's parameters, and how long its shards are.
+
+An *atom* is a number of consecutive elements of a parameter that must stay together: a row, a block of rows, the whole
+tensor. Shards are equally long, so that borders lie at multiples of the shard. A border inside a parameter must lie a
+multiple of its atom behind its start. That leaves three cases for a parameter of ``n`` elements::
+
+    no border inside       fine
+    one border inside      fine if the parameter starts at the right place: a gap of less than an atom before it
+    two and more           the shard must be a multiple of the atom as well: no way around it if n > 2 shards
+
+``layout_walk.py`` finds the order and the gaps for one length of shards. The search here (``place``) looks for the
+shortest shards with which that gets everything in, from a lower bound upwards; two plain layouts that always exist are
+its upper bound.
+
+Arithmetic on integers only; ties go to the first parameter, so that every rank computes the same.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from .cut import PARAM_ALIGNMENT, round_up, stack_whole
+from .walk import MAX_PILES, Kind, piles_of, walk
+
+__all__ = ["Placement", "atom_of", "cuts_an_atom", "least_shard_numel", "place"]
+
+MAX_LOOKS = 250_000  # looks at a pile in all walks of one bucket, about half a second
+BISECTIONS = 12  # between the longest shard that was too short and the shortest that was not
+HOPELESS_TRIES = 8  # lengths tried in a row at which some parameter fits nowhere
+
+
+class Placement(NamedTuple):
+    """Where the parameters of one bucket lie."""
+
+    starts: Sequence[int]
+    """First element of each, from the bucket's start."""
+    shard_numel: int
+    """Elements of each shard, padding included."""
+
+
+def atom_of(shape: Sequence[int], kind: Literal["element", "row", "whole"] | int) -> int:
+    """Elements of ``ParamSpec.atom`` for a parameter of this shape.
+
+    kind  "element": may be cut anywhere; "row": between entries of dim 0; "whole": nowhere; an integer: between blocks
+          of so many rows, of which the last may be shorter
+
+    A row of a 1-D parameter is one element, and a scalar is one element. Raises ``ValueError`` for another kind.
+    """
+    if kind == "element":
+        return 1
+    if kind == "whole":
+        return max(1, math.prod(shape))
+    if kind == "row":
+        return max(1, math.prod(shape[1:]))
+    if not isinstance(kind, int) or isinstance(kind, bool):
+        raise ValueError(f"an atom is 'element', 'row', 'whole' or a number of rows, got {kind!r}")
+    if kind < 1:
+        raise ValueError(f"an atom of rows has at least one row, got {kind}")
+    return max(1, kind * math.prod(shape[1:]))
+
+
+def cuts_an_atom(start: int, numel: int, atom: int, shard_numel: int) -> bool:
+    """Whether a multiple of ``shard_numel`` lies inside an atom of the parameter at [start, start + numel)."""
+    borders = range((start // shard_numel + 1) * shard_numel, start + numel, shard_numel)
+    return any((border - start) % atom for border in (borders[:1] if shard_numel % atom == 0 else borders[:2]))
+
+
+def place(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> Placement:
+    """Place the parameters of one bucket so that no shard border cuts an atom.
+
+    numels, atoms  of each parameter, in elements
+    degree         number of shards
+    multiple       elements that a shard's length must be a multiple of
+
+    Where the plain order with element atoms cuts nothing, that is the result. Always succeeds: a shard that holds all
+    parameters cuts none.
+    """
+    return _place(tuple(Kind(numel, atom) for numel, atom in zip(numels, atoms, strict=True)), degree, multiple)
+
+
+@functools.lru_cache(maxsize=64)  # a model has many layers of the same shapes
+def _place(kinds: tuple[Kind, ...], degree: int, multiple: int) -> Placement:
+    plain = _in_order(kinds, degree, multiple)
+    if not any(cuts_an_atom(start, *kind, plain.shard_numel) for kind, start in zip(kinds, plain.starts, strict=True)):
+        return plain._replace(starts=tuple(plain.starts))
+    best = Placement(*stack_whole([kind.numel for kind in kinds], [0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
+    aligned = _in_aligned_order(kinds, degree, multiple, best.shard_numel)
+    best = _search(kinds, degree, multiple, best if aligned is None else aligned)
+    return best._replace(starts=tuple(best.starts))
+
+
+def least_shard_numel(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> int:
+    """A lower bound of ``place(...).shard_numel``: elements that the shards need whatever the order and the gaps.
+
+    A shard holds the longest atom, all shards hold all parameters, and a parameter of more than two shards makes the
+    shard a multiple of its atom.
+    """
+    kinds = [Kind(numel, atom) for numel, atom in zip(numels, atoms, strict=True)]
+    everything = sum(round_up(numel, PARAM_ALIGNMENT) for numel in numels)
+    end = round_up(everything, multiple) + 1  # no bound is longer than one shard for everything
+    for low, high, forced in _stretches(kinds, _least(kinds, degree), multiple, end):
+        if round_up(low, forced) < high:
+            return max(round_up(low, forced), multiple)
+    return end - 1
+
+
+def _least(kinds: Sequence[Kind], degree: int) -> int:
+    padded = [round_up(kind.numel, PARAM_ALIGNMENT) for kind in kinds]
+    least = sum(padded) - max(size - kind.numel for size, kind in zip(padded, kinds, strict=True))
+    return max(-(-least // degree), max(min(kind) for kind in kinds))
+
+
+def _in_order(kinds: Sequence[Kind], degree: int, multiple: int) -> Placement:
+    """One parameter behind the other, as if all atoms were elements."""
+    starts, position = [], 0
+    for kind in kinds:
+        starts.append(round_up(position, PARAM_ALIGNMENT))
+        position = starts[-1] + kind.numel
+    return Placement(starts, max(round_up(-(-position // degree), multiple), multiple))
+
+
+def _in_aligned_order(kinds: Sequence[Kind], degree: int, multiple: int, below: int) -> Placement | None:
+    """One behind the other, each at a multiple of its atom, shards a multiple of every atom; None: not below that."""
+    common = multiple
+    for kind in kinds:
+        common = math.lcm(common, kind.atom)
+        if common >= below:
+            return None
+    starts, position = [], 0
+    for kind in kinds:
+        starts.append(round_up(position, math.lcm(kind.atom, PARAM_ALIGNMENT)))
+        position = starts[-1] + kind.numel
+    shard_numel = round_up(-(-position // degree), common)
+    return Placement(starts, shard_numel) if shard_numel < below else None
+
+
+# ---- The search: the shortest shards. ----
+
+
+def _search(kinds: Sequence[Kind], degree: int, multiple: int, best: Placement) -> Placement:
+    """The placement with the shortest shards that a limited number of walks finds, or ``best``."""
+    cost = len(kinds) * min(MAX_PILES, len(piles_of(kinds)))  # looks of one walk
+    walks = max(MAX_LOOKS // cost, 4)
+    for low, high, forced in _stretches(kinds, _least(kinds, degree), multiple, best.shard_numel):
+        if round_up(low, forced) >= min(high, best.shard_numel):
+            continue
+        for common in _moduli(kinds, forced, best.shard_numel):
+            trial = _Trial(kinds, degree, common, walks)
+            best = trial.shortest(low, min(high, best.shard_numel)) or best
+            walks = trial.walks
+        if best.shard_numel < high:
+            break  # what follows is longer
+    return best
+
+
+def _stretches(kinds: Sequence[Kind], shortest: int, multiple: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """[low, high) of shards' lengths below ``end``, ascending, and what a length in it must be a multiple of.
+
+    A parameter longer than two shards has two borders inside, wherever it starts.
+    """
+    cuttable = [kind for kind in kinds if 1 < kind.atom < kind.numel]
+    halves = {-(-kind.numel // 2) for kind in cuttable}
+    limits = [shortest, *sorted(half for half in halves if shortest < half < end), end]
+    for low, high in itertools.pairwise(limits):
+        forced = multiple
+        for kind in cuttable:
+            if kind.numel > 2 * low and forced < end:
+                forced = math.lcm(forced, kind.atom)
+        yield low, high, forced
+
+
+def _moduli(kinds: Sequence[Kind], forced: int, end: int) -> list[int]:
+    """Multiples worth trying: what is forced, and with more atoms, those of the most elements first.
+
+    Shards that are multiples of an atom cost up to that much each; all others cost up to an atom at each border.
+    """
+    elements: dict[int, int] = {}
+    for numel, atom in kinds:
+        if 1 < atom < numel:
+            elements[atom] = elements.get(atom, 0) + numel
+    moduli = [forced, math.lcm(forced, PARAM_ALIGNMENT)]
+    for atom in sorted(elements, key=lambda atom: (-elements[atom], atom))[:2]:
+        moduli.append(math.lcm(moduli[-1], atom))
+    return list(dict.fromkeys(modulus for modulus in moduli if modulus < end))
+
+
+class _Trial:
+    """Walks over multiples of one number, as long as there are walks left."""
+
+    def __init__(self, kinds: Sequence[Kind], degree: int, common: int, walks: int) -> None:
+        self.walks = walks
+        self._kinds = kinds
+        self._degree = degree
+        self._common = common
+        self._extent: int | None = None
+
+    def shortest(self, low: int, high: int) -> Placement | None:
+        """The shortest found with low <= shard < high."""
+        found, too_short = None, low - 1
+        shard_numel, hopeless = round_up(low, self._common), 0
+        while found is None and shard_numel < high and self.walks and hopeless < HOPELESS_TRIES:
+            found = self._try(shard_numel)
+            if found is None:
+                too_short = shard_numel
+                hopeless = hopeless + 1 if self._extent is None else 0
+                needed = -(-(self._extent or 0) // self._degree)
+                shard_numel = round_up(max(needed, shard_numel + 1), self._common)
+        for _ in range(BISECTIONS):
+            if found is None:
+                break
+            middle = round_up((too_short + found.shard_numel) // 2, self._common)
+            if not too_short < middle < found.shard_numel or not self.walks:
+                break
+            shorter = self._try(middle)
+            found, too_short = (found, middle) if shorter is None else (shorter, too_short)
+        return found
+
+    def _try(self, shard_numel: int) -> Placement | None:
+        self.walks -= 1
+        walked = walk(self._kinds, shard_numel)
+        self._extent = None if walked is None else walked[1]
+        return Placement(walked[0], shard_numel) if walked and walked[1] <= shard_numel * self._degree else None

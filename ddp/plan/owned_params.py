@@ -1,0 +1,49 @@
+"""A model's parameters: each one once, with its owners, and over which ranks its gradient is reduced."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..contract.main_grad import is_delayed
+from ..contract.module import DelayedWgradModule, FusedWgradModule
+
+__all__ = ["OwnedParam", "find_owned_params", "kind_of"]
+
+
+class OwnedParam(NamedTuple):
+    """A parameter and the modules that register it. The first owner gives it its name."""
+
+    name: str
+    param: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def ours_alone(self) -> bool:
+        """Whether every owner writes its gradient through a ``WgradTarget``."""
+        return all(isinstance(m, FusedWgradModule) and local in m.fused_wgrad_weights() for m, local in self.owners)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether an owner computes its gradient after the main backward."""
+        return is_delayed(self.param) or any(
+            isinstance(m, DelayedWgradModule) and local in m.delayed_wgrad_weights() for m, local in self.owners
+        )
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Over which ranks it is reduced: "expert" where Megatron-core's mark says that not all have it, else "dense"."""
+    return "dense" if getattr(tensor, "allreduce", True) else "expert"
+
+
+def find_owned_params(module: nn.Module) -> list[OwnedParam]:
+    """Every parameter of the model once, in registration order, with all modules that register it."""
+    owners: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    names: dict[nn.Parameter, str] = {}
+    for prefix, owner in module.named_modules():
+        for local, param in owner._parameters.items():
+            if param is not None:
+                owners[param].append((owner, local))
+                names.setdefault(param, f"{prefix}.{local}" if prefix else local)
+    return [OwnedParam(name, param, tuple(owners[param])) for param, name in names.items()]

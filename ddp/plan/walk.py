@@ -1,0 +1,126 @@
+"""One bucket's parameters in a row, for one length of shards, so that no shard border cuts an atom.
+
+``walk`` fills the bucket from its front: next comes the parameter that can start soonest, of those the one with the
+coarsest atom, of those the largest. Parameters that may be cut anywhere wait until nothing coarser fits: they bridge
+borders and fill gaps.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .cut import PARAM_ALIGNMENT, round_up
+
+__all__ = ["MAX_PILES", "Kind", "piles_of", "walk"]
+
+MAX_PILES = 16  # atoms that one step of the walk looks at; with more, the coarsest
+
+
+class Kind(NamedTuple):
+    """Size of one parameter in elements, and its atom."""
+
+    numel: int
+    atom: int
+
+
+class _Pile(NamedTuple):
+    """Parameters of one atom that are still to be placed, ascending by size; of equal ones the first is last."""
+
+    atom: int
+    """0: not to be cut at all."""
+    numels: list[int]
+    indices: list[int]
+
+
+class _Option(NamedTuple):
+    """A parameter and where it could start."""
+
+    start: int
+    pile: _Pile
+    at: int
+    """Its place in the pile."""
+
+
+def piles_of(kinds: Sequence[Kind]) -> dict[int, _Pile]:
+    """By atom, coarsest first: what may not be cut (0), then falling atoms, then single elements (1)."""
+    piles: dict[int, _Pile] = {}
+    for index in sorted(range(len(kinds)), key=lambda index: (kinds[index].numel, -index)):
+        pile = piles.setdefault(_pile_atom(kinds[index]), _Pile(_pile_atom(kinds[index]), [], []))
+        pile.numels.append(kinds[index].numel)
+        pile.indices.append(index)
+    return dict(sorted(piles.items(), key=lambda entry: -(entry[0] or math.inf)))
+
+
+def walk(kinds: Sequence[Kind], shard_numel: int) -> tuple[list[int], int] | None:
+    """Place everything at this length of shards; returns the starts and the end of the last parameter.
+
+    The number of shards is unlimited here. None: some parameter fits nowhere.
+    """
+    piles = piles_of([kind for kind in kinds if kind.numel])
+    numbers = [index for index, kind in enumerate(kinds) if kind.numel]  # those without elements stay at 0
+    free = piles.pop(1, _Pile(1, [], []))
+    coarse = list(piles.values())
+    starts = [0] * len(kinds)
+    position = 0
+    while coarse or free.numels:
+        first = round_up(position, PARAM_ALIGNMENT)
+        best: _Option | None = None
+        for pile in coarse[:MAX_PILES]:
+            option = _soonest(pile, first, shard_numel)
+            if option is None:
+                return None
+            if best is None or option.start < best.start:
+                best = option
+            if best.start == first:
+                break
+        if free.numels and (best is None or best.start > first):
+            # Of those that do not keep the coarse one waiting the largest, else the largest of all.
+            fitting = len(free.numels) if best is None else bisect_right(free.numels, best.start - first)
+            best = _Option(first, free, (fitting or len(free.numels)) - 1)
+        assert best is not None
+        starts[numbers[best.pile.indices.pop(best.at)]] = best.start
+        position = best.start + best.pile.numels.pop(best.at)
+        if not best.pile.numels and best.pile is not free:
+            coarse = [pile for pile in coarse if pile.numels]
+    return starts, position
+
+
+def _soonest(pile: _Pile, first: int, shard_numel: int) -> _Option | None:
+    """Where a parameter of this pile can start soonest from ``first`` on, a multiple of 64; None: nowhere near.
+
+    Of those that can start there, the largest.
+    """
+    atom, numels, _ = pile
+    last = len(numels) - 1
+    if atom and shard_numel % atom == 0:
+        aligned = round_up(first, math.lcm(atom, PARAM_ALIGNMENT))  # any number of borders
+        if aligned == first:
+            return _Option(first, pile, last)
+        whole = bisect_right(numels, -first % shard_numel or shard_numel) - 1
+        return _Option(first, pile, whole) if whole >= 0 else _Option(aligned, pile, last)
+    for _ in range(2):  # from here, or from the next border
+        border = (first // shard_numel + 1) * shard_numel
+        whole = bisect_right(numels, border - first) - 1
+        if whole >= 0:
+            return _Option(first, pile, whole)
+        if atom and (start := _congruent(first, border, atom)) is not None and start < border:
+            cut_once = bisect_right(numels, border + shard_numel - start) - 1
+            if cut_once >= 0:
+                return _Option(start, pile, cut_once)
+        first = round_up(border, PARAM_ALIGNMENT)
+    return None
+
+
+def _congruent(first: int, border: int, atom: int) -> int | None:
+    """The smallest multiple of 64 from ``first`` on that lies a multiple of ``atom`` away from ``border``, or None."""
+    common = math.gcd(PARAM_ALIGNMENT, atom)
+    if border % common:
+        return None
+    period = atom // common
+    count = border // common * pow(PARAM_ALIGNMENT // common, -1, period) % period  # of 64 elements each
+    return first + (count * PARAM_ALIGNMENT - first) % (period * PARAM_ALIGNMENT)
+
+
+def _pile_atom(kind: Kind) -> int:
+    return 0 if 1 < kind.atom >= kind.numel else kind.atom

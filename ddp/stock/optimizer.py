@@ -1,0 +1,146 @@
+"""What a stock optimizer sees of a gradient, and what keeps it from silently doing nothing.
+
+Gradients live in ``main_grad``, so that ``.grad`` is None and ``torch.optim.AdamW(model.parameters()).step()`` would be
+a no-op without a word. A hook that torch runs before every optimizer's step looks for that.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..contract.main_grad import record_of
+from ..contract.record import GradRecord
+from .skipped_steps import prepare_skippable_step
+
+__all__ = ["after_closure", "clear_exposed_grad", "expose_grad", "guard_stock_optimizers"]
+
+
+def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
+    """Hand the reduced gradient to a stock optimizer as ``.grad``: the accumulator itself where ``dtype`` is its own.
+
+    A dtype unlike the parameter's goes through ``Tensor.grad_dtype``, which is how autograd is told to allow it.
+    """
+    param.grad = None
+    if dtype is not param.dtype:
+        param.grad_dtype = dtype
+    # Fused optimizers walk parameter and gradient in the order of memory: .grad has the parameter's strides.
+    same = record.view.dtype is dtype and record.view.stride() == param.stride()
+    # A tensor of its own: .grad.data = ... by somebody would take the accumulator's memory from it.
+    param.grad = (
+        record.view.detach() if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
+    )
+    record.exposed = True
+
+
+def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
+    """Take ``.grad`` back before the next backward would accumulate into it."""
+    if record.exposed:
+        param.grad = None
+        if param.grad_dtype is not param.dtype:
+            param.grad_dtype = param.dtype
+        record.exposed = False
+
+
+_guarding: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Wrappers that are alive. The hook is torch's for the whole process, and so is this."""
+
+
+def guard_stock_optimizers(wrapper: object) -> None:
+    """Refuse steps over parameters whose gradient was not exposed, for as long as ``wrapper`` lives.
+
+    One hook serves all wrappers and is never removed: a wrapper may die while torch goes through the hooks of another
+    optimizer's step, which a removal would break.
+    """
+    _register_once()
+    _guarding.add(wrapper)
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if not _guarding:
+        return None
+    ours = _records_of(optimizer)
+    if ours and "zero_grad" not in vars(optimizer):
+        _check_zero_grad(optimizer)
+    if ours:
+        prepare_skippable_step(optimizer)
+    check = functools.partial(_check_exposed, optimizer, ours)
+    with_closure = after_closure(args, kwargs, check) if ours else None
+    if with_closure is None:
+        check()
+    return with_closure
+
+
+def after_closure(
+    args: Any, kwargs: Any, then: Callable[[], None], first: Callable[[], None] | None = None
+) -> tuple[Any, Any] | None:
+    """The arguments of a step with a closure that calls ``first``, itself and ``then``; None where it has none.
+
+    args  of ``step``, the optimizer first
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def checked() -> Any:
+        if first is not None:
+            first()
+        loss = closure()
+        then()
+        return loss
+
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
+    for record in ours:
+        if record.updater is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): parameter '{record.name}' is updated by the DistributedOptimizer "
+                f"that was built over its model, and both would take a step with one gradient; step that one alone, "
+                f"or build none over this wrapper"
+            )
+        if not record.exposed:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): the gradient of parameter '{record.name}' is in main_grad, "
+                f"not in .grad, so the step would skip it; call model.finish_grad_sync() and model.expose_grads() "
+                f"before clipping and stepping (a closure ends with them, and begins with model.zero_grad_buffer()), "
+                f"or use maingrad.ddp.DistributedOptimizer"
+            )
+
+
+def _check_zero_grad(optimizer: Optimizer) -> None:
+    """From its first step on, have this optimizer refuse to discard gradients that it cannot reach.
+
+    torch has no hook for it: ``zero_grad`` is replaced on the instance, as learning-rate schedulers replace ``step``.
+    """
+    here = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        live = here()
+        assert live is not None, "called through the optimizer"
+        for record in _records_of(live):
+            if record.written and record.closed is None:
+                raise RuntimeError(
+                    f"{type(live).__name__}.zero_grad() in the middle of an iteration: the gradient of parameter "
+                    f"'{record.name}' is in main_grad, where it would stay; call model.zero_grad_buffer() to discard it"
+                )
+        type(live).zero_grad(live, set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _records_of(optimizer: Optimizer) -> list[GradRecord]:
+    records = (record_of(param) for group in optimizer.param_groups for param in group["params"])
+    return [record for record in records if record is not None]

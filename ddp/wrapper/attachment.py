@@ -1,0 +1,91 @@
+"""Gives parameters their accumulators and hooks, clears what iterations leave on them, and takes all of it back."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
+
+from ..buckets.readiness import Readiness
+from ..buckets.wiring import WiredParam
+from ..collectives.rank_grid import RankGrid
+from ..contract.main_grad import attach, check_unattached, detach, forget_failed_backward
+from ..contract.record import GradRecord
+from ..stock.clipping import guard_stock_clipping
+from ..stock.optimizer import clear_exposed_grad, guard_stock_optimizers
+from ..torch_internals import DisableTorchFunctionSubclass
+from .dropped import forget_dropped, mark_dropped
+from .own_ranks import note_own_ranks
+
+__all__ = ["attach_params", "detach_params", "discard_grads"]
+
+
+class _Attached(NamedTuple):
+    """What one parameter was given, and who registers it. Weak: a model that is let go is freed at once."""
+
+    param: TensorWeakRef
+    record: GradRecord
+    hook: RemovableHandle
+    owners: "tuple[weakref.ref[nn.Module], ...]"
+
+
+def attach_params(
+    wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, grids: Mapping[str, RankGrid]
+) -> "weakref.finalize[Any, Any]":
+    """Give every parameter its accumulator and its hook, for as long as ``wrapper`` lives.
+
+    grids  of several ranks: a model whose wrapper was let go may not train on
+
+    Returns what takes all back when the wrapper dies, and before that by ``detach_params``. Raises ``ValueError`` for a
+    parameter that belongs to another provider, before the first is touched.
+    """
+    # Back edges (hook -> readiness) are weak: a model that is let go frees its memory without the collector.
+    attached: list[_Attached] = []
+    for entry in wired:
+        check_unattached(entry.owned.param, entry.record.name)
+    for entry in wired:
+        (_, param, owners), record = entry.owned, entry.record
+        forget_dropped(param, [module for module, _ in owners])
+        attach(param, record)
+        hook = param.register_post_accumulate_grad_hook(readiness.grad_hook(entry.bucket, record))
+        readiness.expect_delayed(entry)
+        references = tuple([weakref.ref(module) for module, _ in owners])
+        attached.append(_Attached(TensorWeakRef(param), record, hook, references))
+    note_own_ranks(wired, grids)
+    guard_stock_optimizers(wrapper)
+    guard_stock_clipping(wrapper)
+    end = weakref.finalize(wrapper, _take_back, attached, dropped=any(grid.size > 1 for grid in grids.values()))
+    end.atexit = False
+    return end
+
+
+def detach_params(end: "weakref.finalize[Any, Any]") -> None:
+    """Take all back now, at the user's wish; ``end`` is what ``attach_params`` has returned."""
+    pending = end.detach()
+    if pending is not None:
+        _take_back(*pending[2], dropped=False)
+
+
+def discard_grads(wired: Iterable[WiredParam]) -> None:
+    """Clear what an iteration left on parameters: the flag of a backward that failed, ``.grad`` that was exposed or put
+    there by hand."""
+    with DisableTorchFunctionSubclass():  # no value is read: nobody needs to wait for a gather
+        for entry in wired:
+            forget_failed_backward(entry.owned.param)
+            clear_exposed_grad(entry.owned.param, entry.record)
+            entry.owned.param.grad = None
+
+
+def _take_back(attached: list[_Attached], *, dropped: bool) -> None:
+    for entry in attached:
+        entry.hook.remove()
+        param = entry.param()
+        if param is None:
+            continue
+        clear_exposed_grad(param, entry.record)
+        detach(param, gone=entry.record.name)
+        if dropped:
+            owners = [module for owner in entry.owners if (module := owner()) is not None]
+            mark_dropped(param, entry.record.name, owners)

@@ -1,0 +1,71 @@
+"""Finds the order in which backward reaches a model's parameters, for models that register them in another one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..collectives.in_flight import group_or_default, group_size
+from ..collectives.world import WorldOfOne
+from ..contract.main_grad import attach, check_unattached, detach
+from ..contract.record import GradRecord
+from ..plan.owned_params import OwnedParam, find_owned_params
+
+__all__ = ["recorded_backward_order"]
+
+
+def recorded_backward_order(
+    module: nn.Module,
+    loss_of: Callable[[nn.Module], torch.Tensor],
+    process_group: dist.ProcessGroup | WorldOfOne | None = None,
+) -> list[str]:
+    """Run one forward and backward of the plain ``module``; returns its trainable parameters as they are reached.
+
+    loss_of        called with ``module``, returns a scalar loss; one small microbatch is enough
+    process_group  ranks that must agree: all of them get rank 0's order. None: the default group, if there is one;
+                   ``WORLD_OF_ONE``: this process alone
+
+    Parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state are left
+    as they were; buffers that a forward updates (batch norm's running statistics) are not.
+    """
+    group = group_or_default(process_group)
+    owned = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
+    reached: dict[str, None] = {}
+    with torch.random.fork_rng(), torch.enable_grad(), _noting_order(owned, reached):
+        loss_of(module).backward()
+    order = [*reached, *(entry.name for entry in owned if entry.name not in reached)]
+    if group is not None and group_size(group) > 1:
+        shared = [order]
+        dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group=group)
+        order = shared[0]
+    return order
+
+
+@contextmanager
+def _noting_order(owned: Sequence[OwnedParam], reached: dict[str, None]) -> Iterator[None]:
+    """Note each parameter's name when its gradient arrives, and throw the gradient away."""
+    for entry in owned:
+        check_unattached(entry.param, entry.name)
+    kept = [entry.param.grad for entry in owned]
+    handles = []
+    try:
+        for entry in owned:
+            # Fused modules need somewhere to write; what they write is not read.
+            scratch = torch.empty_like(entry.param, requires_grad=False)
+            attach(entry.param, GradRecord(entry.name, scratch, first_write_overwrites=True, shared=False))
+
+            def note(param: torch.Tensor, name: str = entry.name) -> None:
+                param.grad = None
+                reached.setdefault(name)
+
+            entry.param.grad = None
+            handles.append(entry.param.register_post_accumulate_grad_hook(note))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for entry, grad in zip(owned, kept, strict=True):
+            detach(entry.param)
+            entry.param.grad = grad

@@ -1,0 +1,76 @@
+"""What ranks start from: the first rank's parameters and buffers, experts by the ranks that hold the same ones."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives.rank_grid import RankGrid
+from ..collectives.world import Ranks
+from ..plan.owned_params import OwnedParam, kind_of
+
+__all__ = ["broadcast_model", "check_same_experts", "check_whose_experts", "has_experts"]
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a parameter or buffer in it has Megatron-core's mark of experts, trained or not."""
+    return any(kind_of(tensor) == "expert" for _, tensor in _tensors_of(module))
+
+
+@torch.no_grad()
+def broadcast_model(module: nn.Module, grids: Mapping[str, RankGrid]) -> None:
+    """Copy the first rank's parameters and buffers to all others, experts among those that have the same."""
+    for _, tensor in _tensors_of(module):
+        grids[kind_of(tensor)].broadcast(tensor.detach())
+        torch.autograd.graph.increment_version(tensor)  # collectives do not, and masters are refreshed by it
+
+
+def check_whose_experts(
+    module: nn.Module, trainable: Iterable[OwnedParam], grid: RankGrid, expert_ranks: Ranks, *, init_sync: bool
+) -> None:
+    """Raise ``ValueError`` where experts differ between the ranks that would be taken to hold the same.
+
+    Those of the trainable parameters would get the average of their gradients, and with ``init_sync`` all of them the
+    first rank's values. Nothing is compared where somebody said which ranks hold the same. Collective over the grid.
+    """
+    if expert_ranks is None:
+        tensors = _tensors_of(module) if init_sync else [(entry.name, entry.param) for entry in trainable]
+        check_same_experts(
+            tensors,
+            grid,
+            "say it by expert_process_group, maingrad.ddp.WORLD_OF_ONE where each has its own, or the ranks of "
+            "process_group, torch.distributed.group.WORLD as a rule, where all are to have the same",
+        )
+
+
+@torch.no_grad()
+def check_same_experts(tensors: Iterable[tuple[str, Tensor | None]], grid: RankGrid, remedy: str) -> None:
+    """Raise ``ValueError`` on all ranks unless they hold the same experts, bit for bit.
+
+    tensors  by name; what is no expert's is left out
+    remedy   how to say which ranks do
+
+    Collective over the grid; one tensor at a time is copied.
+    """
+    experts = [(name, tensor) for name, tensor in tensors if tensor is not None and kind_of(tensor) == "expert"]
+    if grid.size == 1 or not experts:
+        return
+    differs = torch.zeros(len(experts), device=experts[0][1].device)
+    for index, (_, tensor) in enumerate(experts):
+        first = tensor.detach().clone()
+        grid.broadcast(first)
+        differs[index] = not torch.equal(_bits(first), _bits(tensor))
+    found = grid.sum(differs).nonzero().flatten().tolist()
+    if found:
+        raise ValueError(
+            f"'{experts[found[0]][0]}' is an expert's (allreduce = False) and differs between ranks, and nobody said "
+            f"which ranks hold the same experts: {remedy}"
+        )
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

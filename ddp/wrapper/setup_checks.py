@@ -1,0 +1,149 @@
+"""What a model, its configuration and its ranks must be before anything is allocated; ``ValueError`` otherwise."""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..collectives.agreement import alike, compare_between_ranks
+from ..collectives.failure_report import FailureReporter
+from ..collectives.in_flight import backend_of, group_or_default
+from ..collectives.mapped_memory import check_copy_engines
+from ..collectives.rank_grid import RankGrid, check_member
+from ..collectives.world import Ranks
+from ..config import DistributedDataParallelConfig
+from ..contract.main_grad import check_unattached
+from ..contract.torch_ddp import check_none_inside
+from ..plan.layout import GradPlan
+from ..plan.model_plan import plan_model
+from ..plan.owned_params import OwnedParam, kind_of
+
+__all__ = ["check_same_config", "check_same_on_all_ranks", "check_setup", "plan_on_each_rank"]
+
+
+def check_setup(
+    module: nn.Module,
+    trainable: Sequence[OwnedParam],
+    config: DistributedDataParallelConfig,
+    grids: Iterable[RankGrid],
+) -> torch.device:
+    """The one device of all trainable parameters of ``module``; raises for settings that cannot work there."""
+    check_none_inside(module)
+    if not trainable:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
+    device: torch.device = trainable[0].param.device
+    for name, param, _ in trainable:
+        if param.device.type == "meta":
+            raise ValueError(f"parameter '{name}' is on the meta device: materialise the model before wrapping it")
+        if hasattr(param, "shard"):
+            raise ValueError(
+                f"parameter '{name}' is sharded (maingrad.fsdp.fully_shard), and its gradient reduced, already: use "
+                f"one of both over the whole model"
+            )
+        if hasattr(param, "to_local"):
+            raise ValueError(
+                f"parameter '{name}' is a DTensor (torch.distributed.fsdp.fully_shard, or tensor parallelism): its "
+                f"gradient is a DTensor too, or never reaches it in backward; wrap a model of plain parameters"
+            )
+        if param.device != device:
+            raise ValueError(
+                f"parameter '{name}' is on {param.device}, '{trainable[0].name}' on {device}: one wrapper, one device"
+            )
+        if param.grad is not None:
+            raise ValueError(
+                f"parameter '{name}' already has a .grad, which the first iteration would add to main_grad: call "
+                f"module.zero_grad() before wrapping"
+            )
+        check_unattached(param, name)
+    backends = {backend_of(group, device) for grid in grids for group in grid.axes}
+    if config.average_in_collective and not all("nccl" in backend for backend in backends):
+        raise ValueError(
+            f"average_in_collective needs NCCL, and the group's backend is {', '.join(sorted(backends))}; "
+            f"leave it None, and each rank divides its gradients before the collective"
+        )
+    if config.copy_engine_param_gather:
+        check_copy_engines(grids, device, "copy_engine_param_gather")
+    if device.type == "cuda" and config.overlap_grad_reduce and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ValueError(
+            "overlap_grad_reduce with CUDA_DEVICE_MAX_CONNECTIONS=1 would queue collectives and compute behind each "
+            "other; unset the variable"
+        )
+    return device
+
+
+def plan_on_each_rank(
+    module: nn.Module,
+    trainable: Sequence[OwnedParam],
+    config: DistributedDataParallelConfig,
+    grids: Mapping[str, RankGrid],
+    backward_order: Sequence[str] | None,
+    failures: FailureReporter,
+) -> tuple[torch.device, GradPlan]:
+    """The device of ``check_setup``, and ``plan_model`` for these ranks. What fails on one rank is raised on all."""
+
+    def plan() -> tuple[torch.device, GradPlan]:
+        degrees = {kind: grid.inner_size if config.use_distributed_optimizer else 1 for kind, grid in grids.items()}
+        device = check_setup(module, trainable, config, grids.values())
+        return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
+
+    return alike(plan, grids["dense"].axes, failures, "the planning of gradients")
+
+
+def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broadcast: nn.Module | None) -> None:
+    """Compare plans across ranks; every rank raises ``ValueError`` with the first parameter that differs.
+
+    broadcast  a module whose frozen parameters and buffers are about to be overwritten by the first rank's, and must
+               fit them
+
+    Each kind of parameters is compared over its own ranks: inside the instances, then across.
+    """
+    kinds = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
+    for own in kinds:
+        model = [line for kind in own for line in _describe_params(plan, kind)]
+        model += [line for kind in own for line in _describe_rest(broadcast, kind)]
+        buckets = [line for kind in own for line in _describe_buckets(plan, kind)]
+        for group in grids[own[0]].axes:
+            compare_between_ranks(group, {"model": model, "gradient plan": buckets})
+
+
+def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks) -> None:
+    """Compare configs before a collective depends on them; every rank raises ``ValueError`` with what differs."""
+    check_member(ranks, "process_group")
+    if isinstance(ranks, DeviceMesh):
+        groups = [ranks.get_group(axis) for axis in range(ranks.ndim)]
+    else:
+        default = group_or_default(ranks)
+        groups = [] if default is None else [default]
+    lines = [f"{field.name} = {getattr(config, field.name)}" for field in dataclasses.fields(config)]
+    for group in groups:
+        if group.size() > 1:
+            compare_between_ranks(group, {"config": lines})
+
+
+def _describe_params(plan: GradPlan, kind: str) -> Iterator[str]:
+    for bucket in plan.buckets:
+        for slot in bucket.slots if bucket.group == kind else ():
+            spec = slot.spec
+            yield f"'{spec.name}' {spec.param_dtype} {list(spec.shape)} in bucket {bucket.index}"
+
+
+def _describe_buckets(plan: GradPlan, kind: str) -> Iterator[str]:
+    for bucket in plan.buckets:
+        if bucket.group == kind:
+            grad_dtype = bucket.slots[0].spec.grad_dtype
+            yield f"bucket {bucket.index} of {bucket.numel} elements {grad_dtype} in {bucket.shard_degree} shards"
+
+
+def _describe_rest(module: nn.Module | None, kind: str) -> Iterator[str]:
+    """What the plan does not know of."""
+    if module is None:
+        return
+    for name, param in module.named_parameters():
+        if not param.requires_grad and kind_of(param) == kind:
+            yield f"frozen '{name}' {param.dtype} {list(param.shape)}"
+    for name, buffer in module.named_buffers():
+        if kind_of(buffer) == kind:
+            yield f"buffer '{name}' {buffer.dtype} {list(buffer.shape)}"

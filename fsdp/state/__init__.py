@@ -1,0 +1,4 @@
+"""State dicts, optimizer state and checkpoints of sharded models.
+
+Imports ``unit`` and ``tensors``.
+"""

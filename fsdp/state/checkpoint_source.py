@@ -1,0 +1,270 @@
+"""Fully sharded models as a checkpoint sees them: ranges of parameters, which are the optimizer's masters themselves.
+
+    parameters at rest   computed in    the file's entries
+    fp32                 bf16, fp16     master (fp32) and model (its rounding), as DDP writes half-precision models
+    any                  the same       model
+
+So files go between any number of ranks, any placements, and ``DistributedDataParallel`` with ``DistributedOptimizer``.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...ddp.checkpoint.model import model_tensors
+from ...ddp.checkpoint.ranks import CheckpointRanks
+from ...ddp.checkpoint.source import HeldOptimizer, HeldParam, Holding
+from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.in_flight import group_or_default
+from ...ddp.collectives.rank_grid import RankGrid, all_groups
+from ...ddp.collectives.world import own_rank
+from ...ddp.stock.skipped_steps import settle_first_step
+from ..tensors.parameter import ShardedParameter
+from ..unit.bucket import ShardedPair
+from .optimizer_state import counters_of, elementwise_of, translate_state_dicts
+
+__all__ = ["ShardedSource"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class ShardSlice(NamedTuple):
+    """This rank's elements of one parameter; a ``HeldSlice``."""
+
+    name: str
+    start: int
+    end: int
+    master: Tensor
+    """[end - start], a view of the rank's shard."""
+    dtype: torch.dtype
+    """What the model computes in."""
+    group: int | None
+    updated: Tensor | None
+    """The parameter that the optimizer was given; None too for one without elements, of which nothing is saved."""
+    optimizer_state: Mapping[Any, Any]
+    counters: frozenset[str]
+    """Which of that is one number for the whole parameter, whatever its shape."""
+    offset: int = 0
+
+    @property
+    def param(self) -> Tensor:
+        """[end - start] as the model computes with them."""
+        return self.master.to(self.dtype)
+
+    def state(self) -> dict[str, Tensor]:
+        """Elementwise state, [end - start] each: views. Empty before the first step."""
+        if self.updated is None:
+            return {}
+        elementwise = elementwise_of(self.updated, self._known(), self.counters)
+        return {key: value.view(-1) for key, value in elementwise.items()}
+
+    def scalars(self) -> dict[str, Any]:
+        """The rest of its state, such as the number of steps."""
+        elementwise = self.state()
+        return {key: value for key, value in self._known().items() if key not in elementwise}
+
+    def _known(self) -> Mapping[str, Any]:
+        return {} if self.updated is None else self.optimizer_state.get(self.updated, {})
+
+
+class ShardedSource:
+    """A fully sharded module with all units in it; a ``CheckpointSource``.
+
+    module  the module that is saved: names are those in it
+    pairs   its units' parameters, sharded and whole
+
+    Collective over the module's ranks at the first call for a module.
+    """
+
+    def __init__(self, module: nn.Module, pairs: Iterable[ShardedPair]) -> None:
+        self._module = module
+        self._whole = {pair.sharded: pair.whole for pair in pairs}
+        ranks = _ranks_of(module, list(self._whole))
+        self.ranks = ranks.together
+        self._experts = ranks.experts
+        self.expert_axes: Sequence[dist.ProcessGroup] | None = None if ranks.experts is None else ranks.expert_axes
+
+    def hold(self, optimizer: object, *, saving: bool) -> Holding:
+        """Slices are of all parameters but those that no unit has and no optimizer. Shards are always up to date."""
+        tensors = model_tensors(self._module)
+        gathered = {id(param) for param in self._whole.values()}
+        for name, param in tensors.parameters.items():
+            if id(param) in gathered:
+                raise ValueError(f"parameter '{name}' is whole now: save and load outside forwards and unsharded()")
+        checked = _checked(optimizer, tensors.parameters)
+        if checked is not None:
+            translate_state_dicts(checked)  # what it was given in DTensors is this rank's shards from here on
+            settle_first_step(checked)
+        state: Mapping[Any, Any] = {} if checked is None else checked.state
+        groups = {} if checked is None else _groups_of(checked)
+        # A frozen parameter in a group is one without a group, as long as nothing is known of it.
+        groups = {param: group for param, group in groups.items() if param.requires_grad or state.get(param)}
+        counters: frozenset[str] = frozenset() if checked is None else counters_of(checked)
+        sliced = {
+            name: param
+            for name, param in tensors.parameters.items()
+            if isinstance(param, ShardedParameter) or param in groups
+        }
+        of_experts = self._buffers_of_experts()
+        return Holding(
+            params={name: self._describe(param) for name, param in tensors.parameters.items()},
+            buffers=tensors.buffers,
+            tied=tensors.tied,
+            whole={name: param for name, param in tensors.parameters.items() if name not in sliced},
+            slices=[self._slice(name, param, groups.get(param), state, counters) for name, param in sliced.items()],
+            optimizer=None
+            if checked is None
+            else HeldOptimizer(type(checked).__name__, checked.param_groups, checked.state),
+            expert_buffers=[name for name, buffer in tensors.buffers.items() if id(buffer) in of_experts],
+        )
+
+    def loaded(self, optimizer: object) -> None:
+        """Whole parameters that are kept are gathered again: on every rank, also where it read nothing."""
+        torch.autograd.graph.increment_version(list(self._whole))
+
+    def _slice(
+        self,
+        name: str,
+        param: nn.Parameter,
+        group: int | None,
+        state: Mapping[Any, Any],
+        counters: frozenset[str],
+    ) -> ShardSlice:
+        held = self._describe(param)
+        numel: int = math.prod(held.shape)
+        start, end = (param.shard.start, param.shard.end) if isinstance(param, ShardedParameter) else (0, numel)
+        return ShardSlice(
+            name,
+            start,
+            end,
+            master=param.detach().view(-1),
+            dtype=held.dtype,
+            group=group,
+            updated=param if group is not None and numel else None,
+            optimizer_state=state,
+            counters=counters,
+        )
+
+    def _buffers_of_experts(self) -> set[int]:
+        """``id`` of all buffers in units of experts: they were made equal over these units' ranks alone."""
+        found: set[int] = set()
+        for unit in self._module.modules():
+            own = list(_without_units_inside(unit)) if hasattr(unit, "checkpoint_source") else []
+            if any(self._is_experts(param) for module in own for param in module._parameters.values()):
+                found.update(id(buffer) for module in own for buffer in module._buffers.values())
+        return found
+
+    def _is_experts(self, param: nn.Parameter | None) -> bool:
+        if self._experts is None or not isinstance(param, ShardedParameter):
+            return False
+        return _axes(param.shard.grid) == _axes(self._experts)
+
+    def _describe(self, param: nn.Parameter) -> HeldParam:
+        if not isinstance(param, ShardedParameter):
+            return HeldParam(tuple(param.shape), param.dtype, param.dtype, "dense")
+        computing, kept = self._whole[param].dtype, param.dtype
+        rounds = kept is torch.float32 and computing in _HALF
+        kind = "expert" if self._is_experts(param) else "dense"
+        return HeldParam(param.shard.shape, computing if rounds else kept, kept, kind)
+
+
+def _without_units_inside(unit: nn.Module) -> Iterator[nn.Module]:
+    yield unit
+    for child in unit.children():
+        if not hasattr(child, "checkpoint_source"):
+            yield from _without_units_inside(child)
+
+
+def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer | None:
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"a torch.optim.Optimizer over the sharded parameters, got {type(optimizer).__name__}")
+    known = set(params.values())
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if param not in known:
+                raise ValueError(
+                    f"this optimizer belongs to another model: a parameter of shape {list(param.shape)} in its group "
+                    f"{index} is not in this one; build it over model.parameters() after fully_shard"
+                )
+            if not param.is_contiguous():
+                raise ValueError(
+                    f"a parameter of shape {list(param.shape)} in group {index} is not sharded and not contiguous: its "
+                    f"state has no order of elements to be saved in"
+                )
+    return optimizer
+
+
+def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
+    return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+
+
+# ---- Ranks. ----
+
+
+class _Ranks(NamedTuple):
+    together: CheckpointRanks
+    experts: RankGrid | None
+    """Of parameters that fewer ranks share than the others."""
+
+    @property
+    def expert_axes(self) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.experts is None else tuple(self.experts.axes)
+
+
+_RANKS = "_maingrad_checkpoint_ranks"
+
+
+def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
+    """Found once for a module, which keeps them: a group may have been made for them."""
+    if _RANKS not in module.__dict__:
+        module.__dict__[_RANKS] = _find_ranks(params)
+    return module.__dict__[_RANKS]  # type: ignore[no-any-return]
+
+
+def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
+    grids = list({_axes(param.shard.grid): param.shard.grid for param in params}.values())
+    if not grids:
+        return _Ranks(CheckpointRanks.alone(), None)
+    failures = FailureReporter()
+    failures.groups = all_groups(grids)
+    dense = max(grids, key=lambda grid: grid.size)
+    with failures.watch("the comparison of meshes for checkpoints"):
+        members = {_axes(grid): _members(grid) for grid in grids}
+        failures.look_around()
+    fewer = [grid for grid in grids if members[_axes(grid)] != members[_axes(dense)]]
+    if len(fewer) > 1:
+        sets = ", ".join(str(members[_axes(grid)]) for grid in (dense, *fewer))
+        raise ValueError(f"parameters of one model are shared by ranks {sets}: a checkpoint knows two such sets")
+    repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
+    if repeats:
+        return _Ranks(CheckpointRanks.of_grid(dense, failures), None)
+    # Not every instance holds all of it.
+    ranks = members[_axes(dense)]
+    whole_world = len(ranks) == dist.get_world_size()
+    with failures.watch("the making of a process group for checkpoints"):
+        group = group_or_default(None) if whole_world else dist.new_group(ranks, use_local_synchronization=True)
+    assert group is not None, "this rank is one of them"
+    failures.groups = [*failures.groups, group]
+    together = CheckpointRanks(tuple(dense.axes), group, writes=True, leads=group.rank() == 0, failures=failures)
+    return _Ranks(together, fewer[0] if fewer else None)
+
+
+def _axes(grid: RankGrid) -> tuple[Any, ...]:
+    return grid.inner, grid.outer
+
+
+def _members(grid: RankGrid) -> list[int]:
+    """Global ranks, ascending. Collective over the grid."""
+    ranks = [own_rank()] if grid.inner is None else dist.get_process_group_ranks(grid.inner)
+    if grid.outer is None or grid.outer.size() == 1:
+        return sorted(ranks)
+    instances: list[list[int]] = [[]] * grid.outer.size()
+    dist.all_gather_object(instances, ranks, group=grid.outer)
+    return sorted(rank for instance in instances for rank in instance)

@@ -1,0 +1,209 @@
+"""Sharded parameters: what a model's parameters are outside the forwards of their units.
+
+A rank's shard is a range of the flattened parameter, and a view of the flat shard that the rank's optimizer updates.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...ddp.contract.torch_fsdp import is_asking
+from ...ddp.torch_internals import disabled_torch_function, grad_of_tensor, tree_leaves
+from .gradient import adopt_grad
+from .shard_info import ShardInfo, local_shape
+
+__all__ = ["ShardInfo", "ShardedParameter", "call_grad_hooks", "local_shape", "make_sharded"]
+
+_HOOKS = "_maingrad_grad_hooks"
+
+
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class _Guard:
+    """``__torch_function__`` of sharded parameters: torch looks it up before each of its functions sees one.
+
+    Without grad mode the lookup finds what plain parameters have, so that optimizers and all other code that updates
+    shards runs as over plain parameters; with it, the check.
+    """
+
+    def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
+        return _checked if _is_grad_enabled() else disabled_torch_function
+
+
+def _plainly(access: Callable[..., Any], *args: Any) -> Any:
+    """``access(*args)`` as on plain tensors: without the check, which takes microseconds."""
+    return disabled_torch_function(access, (), args, {})
+
+
+_grad: Any = grad_of_tensor
+
+
+class ShardedParameter(nn.Parameter):
+    """This rank's shard of a parameter, of ``local_shape(shard)``; ``make_sharded`` makes one.
+
+    Without grad mode (optimizers, averages, initialisation) it is a plain tensor of the rank's own elements, of which
+    it may have none. With grad mode, functions that would use its values raise ``RuntimeError``: the whole parameter is
+    in the module while the forward of its unit runs, and nowhere else. Questions about it (shape, dtype, grad, hooks),
+    ``detach()`` and ``data`` are always allowed. It does not leave the unit's memory: giving it other ``data``, as
+    ``module.half()`` does, raises too. Its norms are those of the rank's elements, while its gradient's are global.
+
+    A deep copy is a sharded parameter of its own memory. It is not pickled, as its process groups cannot be.
+    """
+
+    shard: ShardInfo
+
+    __torch_function__ = _Guard()
+
+    @property  # what zero_grad() asks of every parameter, with grad mode
+    def grad(self) -> Tensor | None:
+        """The gradient of these elements, or None."""
+        return _plainly(_grad.__get__, self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        _plainly(_grad.__set__, self, None if grad is None else adopt_grad(grad, self.shard))
+
+    @grad.deleter
+    def grad(self) -> None:
+        _plainly(_grad.__delete__, self)
+
+    @property
+    def data(self) -> Tensor:
+        """A plain tensor of the same memory and version counter. Replacing it raises ``RuntimeError``.
+
+        On plain parameters it has a version of its own, and then nobody would see that the shard was written.
+        """
+        return _plainly(Tensor.detach, self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        mine, other = self.data, _plainly(Tensor.detach, data)
+        if _place_of(mine) != _place_of(other):
+            raise RuntimeError(
+                f"a sharded parameter stays in the memory of its unit ({self.shard}, {mine.dtype} on {mine.device}; "
+                f"given {other.dtype} on {other.device}): convert and move a module before fully_shard, and change "
+                f"values in place, param.data.copy_(...)"
+            )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[["ShardedParameter"], None]) -> RemovableHandle:
+        """Call ``hook(param)`` once in each iteration, after its last backward, when ``.grad`` is complete.
+
+        Returns a handle whose ``remove()`` ends it. An optimizer may step in the hook.
+        """
+        hooks = self.__dict__.setdefault(_HOOKS, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Raises ``RuntimeError``: no backward brings this shard a gradient, which is reduced from whole ones."""
+        raise RuntimeError(
+            f"register_hook on a sharded parameter ({self.shard}): backward leads to the whole one, and no hook of the "
+            f"shard is called; use register_post_accumulate_grad_hook, which is called when .grad is complete"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedParameter({self.shard}, requires_grad={self.requires_grad}):\n{self.detach()!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copied = make_sharded(self.detach().clone().view(-1), self.shard, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a sharded parameter is not pickled ({self.shard}): save the model's state_dict(), or param.detach() for "
+            f"this rank's elements alone; copy it by copy.deepcopy()"
+        )
+
+
+def call_grad_hooks(params: Iterable[ShardedParameter]) -> None:
+    """The hooks of those that have some: their gradients are complete."""
+    for param in params:
+        hooks = param.__dict__.get(_HOOKS)
+        for hook in list(hooks.values()) if hooks else ():
+            hook(param)
+
+
+def make_sharded(flat_view: Tensor, info: ShardInfo, requires_grad: bool) -> ShardedParameter:
+    """The sharded parameter that is ``flat_view`` [end - start]: it shares the memory and the version counter."""
+    if flat_view.shape != (info.numel,):
+        raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
+    param: ShardedParameter = Tensor._make_subclass(ShardedParameter, flat_view.view(local_shape(info)), requires_grad)
+    param.shard = info
+    return param
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+# torch's optimizers take their multi-tensor forms by default for the classes in this list alone.
+if ShardedParameter not in torch_optimizer._foreach_supported_types:
+    torch_optimizer._foreach_supported_types.append(ShardedParameter)
+
+
+def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What torch calls instead of ``func`` with grad mode."""
+    kwargs = kwargs or {}
+    if func in _ALLOWED:
+        return disabled_torch_function(func, types, args, kwargs)
+    used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedParameter))
+    info = used.shard
+    if is_asking():
+        raise RuntimeError(
+            f"torch.distributed.fsdp.fully_shard over the parameter {info.name!r}, which maingrad.fsdp.fully_shard has "
+            f"sharded already: use one of both over the whole model"
+        )
+    unit = f"its unit {info.unit!r}" if info.unit else "the outermost unit, which it belongs to,"
+    raise RuntimeError(
+        f"{_name_of(func)} uses the parameter {info.name!r} outside the forward of {unit} while it is sharded: this "
+        f"rank holds only elements {info.start} to {info.end} of {info.shape}. Use it inside that forward, make one "
+        f"unit of all modules that use it, or read it whole within unsharded(). What is meant for the shard itself "
+        f"goes under torch.no_grad(), or takes param.detach()"
+    )
+
+
+def _name_of(func: Any) -> str:
+    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of Tensor.T, say
+        return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
+    return f"{func.__name__}()"
+
+
+def _allowed() -> frozenset[Any]:
+    """Functions that no result follows from by differentiation and that read no values, or open ``no_grad`` within."""
+    properties = """
+        shape dtype device layout ndim requires_grad grad_fn grad_dtype is_leaf retains_grad output_nr names
+        itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
+        is_cpu is_cuda is_xpu is_mps is_mtia is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_vulkan
+    """
+    methods = """
+        size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
+        is_signed is_inference is_conj is_neg is_shared is_pinned is_same_size is_set_to get_device dim_order has_names
+        data_ptr storage untyped_storage _typed_storage storage_type __len__ __format__ __dlpack_device__ __dir__
+        detach requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook record_stream _is_view
+        new new_empty new_empty_strided new_zeros new_ones new_full new_tensor
+    """
+    functions = """
+        is_floating_point is_complex is_signed is_inference is_same_size is_conj is_neg numel get_device detach
+        result_type _has_compatible_shallow_copy_type
+        empty_like zeros_like ones_like full_like rand_like randn_like randint_like
+    """
+    found = [getattr(Tensor, name) for name in properties.split() if hasattr(Tensor, name)]
+    kinds = ("__get__", "__set__", "__delete__")
+    accessors = [getattr(entry, kind) for entry in found for kind in kinds if hasattr(entry, kind)]
+    inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]
+    named = [(Tensor, methods), (torch, functions)]
+    callables = [getattr(place, name) for place, names in named for name in names.split() if hasattr(place, name)]
+    return frozenset([*accessors, *inits, *callables])
+
+
+_ALLOWED = _allowed()

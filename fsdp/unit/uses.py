@@ -1,0 +1,196 @@
+"""Where backward is: one forward of a unit whose graph is open, and the hooks that tell when backward comes and goes.
+
+Autograd runs the nodes of a graph in the reverse of the order in which forward made them. So backward comes to a unit
+with the outputs of its forward, and has passed it with the first of its inputs; the units of one forward in reverse::
+
+    forward   outermost( stem | block 0 | block 1 | head )      a trace: [block 0, block 1, outermost]
+    backward             outermost is entered | block 1 | block 0 | ...
+
+A trace says which uses there are, and in which order backward comes to them. It follows from the forward alone: whether
+somebody kept the outputs, and the graph with them, changes nothing.
+"""
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...ddp.buckets.graph_walk import differentiable_tensors
+from ...ddp.contract.demand import delivers, goes_on_to
+from ...ddp.torch_internals import current_backward, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["Passage", "Trace", "Use"]
+
+
+class Use:
+    """One forward of a unit.
+
+    around  the units that it ran inside, the outermost first
+    """
+
+    __slots__ = ("around", "delays", "entered", "index", "passed", "trains", "unit")
+
+    def __init__(self, unit: "Unit", around: "tuple[Unit, ...]") -> None:
+        self.unit = unit
+        self.around = around
+        self.delays = False
+        """Some of it ran under ``delayed_wgrad``."""
+        self.trains = True
+        """Its backward is one of an iteration: the model was not frozen meanwhile."""
+        self.index = -1
+        """Place in its trace; -1 until forward has ended, and for good where it left no graph."""
+        self.entered = -1
+        """The graph task that has reached its outputs last."""
+        self.passed = -1
+        """The graph task that has reached its inputs last."""
+
+
+class Trace:
+    """The uses of units in one outermost forward, or in one recomputed part of it, as their forwards ended.
+
+    task  the graph task that it was recomputed in, whose parts follow each other here, each passed once; -1 outside of
+          backward
+    """
+
+    __slots__ = ("_uses", "_uses_of", "task")
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self._uses: list[Use] = []
+        self._uses_of: dict[int, list[Use]] = {}
+
+    def add(self, use: Use) -> None:
+        """A forward has ended, and left a graph."""
+        use.index = len(self._uses)
+        self._uses.append(use)
+        self._uses_of.setdefault(id(use.unit), []).append(use)
+
+    def comes_again(self, use: Use, task: int) -> bool:
+        """Whether a backward that has passed ``use`` has another use of the same unit before it."""
+        mine = self._uses_of[id(use.unit)]
+        return len(mine) > 1 and not all(self._is_passed(other, task) for other in mine)
+
+    def before(self, use: Use, task: int, count: int) -> list[Use]:
+        """The uses that a backward has not passed after this one, the next one first, at most ``count``.
+
+        Where it has entered another since it entered this one, that is the first of them.
+        """
+        found: list[Use] = []
+        for index in range(use.index - 1, -1, -1):
+            if len(found) == count:
+                break
+            if not self._is_passed(self._uses[index], task):
+                found.append(self._uses[index])
+        return found
+
+    def _is_passed(self, use: Use, task: int) -> bool:
+        return use.passed == task if self.task == -1 else use.passed != -1
+
+
+class Passage:
+    """What autograd's hooks of one use share: those on outputs own it, those on inputs refer to it weakly."""
+
+    __slots__ = ("__weakref__", "_inputs", "trace", "use")
+
+    def __init__(self, use: Use, trace: Trace) -> None:
+        self.use = use
+        self.trace = trace
+        self._inputs: set[int] = set()  # ``id`` of those that have gradients, while forward runs
+
+    def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hear when backward has passed the use."""
+        for tensor in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor):
+                self._watch_input(tensor)
+            elif tensor is not None and not isinstance(tensor, (bool, int, float, str)):
+                for leaf in tree_leaves(tensor):
+                    if isinstance(leaf, Tensor):
+                        self._watch_input(leaf)
+
+    def watch_outputs(self, outputs: Any) -> tuple[Any, bool]:
+        """Hear when backward comes to the use; returns the outputs, and whether they have a graph."""
+        tensors = _tensors_of(outputs)
+        if any(id(tensor) in self._inputs for tensor in tensors):
+            # Backward must leave the unit after it has entered it, on ranks where it only hands something on too.
+            outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
+            tensors = _tensors_of(outputs)
+        self._inputs.clear()
+        if self.use.unit.needs_graph and self.use.trains and not any(tensor.grad_fn is not None for tensor in tensors):
+            # Another rank may have used what it trains, and this one what is frozen: backward comes to it on both.
+            outputs = tree_map(_with_graph, outputs)
+            tensors = _tensors_of(outputs)
+        opened = False
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._on_output, _behind(tensor.grad_fn)))
+                opened = True
+        return outputs, opened
+
+    def _watch_input(self, tensor: Tensor) -> None:
+        if not tensor.requires_grad:
+            return
+        self._inputs.add(id(tensor))
+        # A leaf's hook may run before all of the forward's graph has: such a unit is passed when backward ends.
+        if tensor.grad_fn is not None and tensor.device == self.use.unit.device:
+            # Weakly: recompute makes graphs that no backward comes to, over inputs that live on.
+            tensor.register_hook(partial(_on_input, weakref.ref(self)))
+
+    def _on_output(self, behind: Any, _: Tensor) -> None:
+        """Backward is about to enter the forward's graph; ``behind``: a node that it has there."""
+        task = current_backward()
+        if self.use.entered == task:  # another output of the same forward
+            return
+        plain = delivers()
+        if plain and behind is not None and not goes_on_to(behind):
+            return  # autograd.grad for the output itself
+        self.use.entered = task
+        self.use.unit.root.enter_backward(self.use, self.trace, task, delivers=plain)
+
+    def on_input(self) -> None:
+        """Backward has left it: autograd runs later nodes first, and all of the forward's are later than its inputs'.
+
+        That holds for all parts of the forward, those that no input leads to as well, and with several inputs already
+        for the first that is reached.
+        """
+        use, task = self.use, current_backward()
+        if use.entered == task and use.passed != task:
+            use.passed = task
+            use.unit.root.leave_backward(use, self.trace, task)
+
+
+def _behind(node: Any) -> Any:
+    """The first that a graph's node hands a gradient on to."""
+    return next((following for following, _ in node.next_functions if following is not None), None)
+
+
+def _on_input(reference: "weakref.ref[Passage]", grad: Tensor) -> None:
+    passage = reference()
+    if passage is not None:
+        passage.on_input()
+
+
+class _WithGraph(torch.autograd.Function):
+    """A copy that has a graph, which leads nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _with_graph(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    return _WithGraph.apply(leaf, leaf.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+
+
+def _tensors_of(outputs: Any) -> list[Tensor]:
+    return [outputs] if type(outputs) is Tensor else differentiable_tensors(outputs)

@@ -1,0 +1,104 @@
+"""Gated activations scaled by row: what stands between the two products of an expert, with its routing probability.
+
+Legend: T rows, F features.
+"""
+
+import torch
+from torch import Tensor
+
+from ..compat import HAS_TRITON, runs_on_triton
+from .reference import GLU_ACTIVATIONS, Glu, scaled_glu_backward_reference, scaled_glu_reference
+
+if HAS_TRITON:
+    from .triton_kernels import scaled_glu_backward_triton, scaled_glu_triton
+
+__all__ = ["scaled_glu", "scaled_glu_backward"]
+
+
+def scaled_glu(
+    h: Tensor,
+    probs: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    linear_offset: float = 1.0,
+) -> Tensor:
+    """``a[t] = p[t] act(g[t]) l[t]``, where g is the first half of ``h`` and l the second.
+
+    =====  ========  =================================================================
+    h      [T, 2F]   bf16, fp16, fp32 or fp64
+    probs  [T]       p, any floating dtype, or None: ones
+    a      [T, F]    dtype of ``h``; computed in fp32 (fp64 for fp64) and rounded once
+    =====  ========  =================================================================
+
+    ``activation`` is swiglu, geglu (its tanh approximation), qgeglu, glu, reglu, sreglu, or clamped_swiglu, GPT-OSS's,
+    which alone reads the three numbers: ``min(g, limit) sigmoid(alpha min(g, limit)) (clamp(l, -limit, limit) +
+    linear_offset)``. A row is a function of that row alone, whatever lies in the others. Where autograd records, the
+    oracle runs, whose steps it knows.
+
+    Raises ``ValueError`` for an unknown activation and for shapes that do not fit together, ``TypeError`` for dtypes.
+    """
+    glu = resolve_glu("scaled_glu", activation, limit, alpha, linear_offset)
+    check_halves("scaled_glu", h, probs)
+    if not _recorded(h, probs) and runs_on_triton("scaled_glu", h):
+        return scaled_glu_triton(h, probs, glu)
+    return scaled_glu_reference(h, probs, glu)
+
+
+def scaled_glu_backward(
+    da: Tensor,
+    h: Tensor,
+    probs: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    linear_offset: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of ``scaled_glu``: ``dg = da p act'(g) l``, ``dl = da p act(g)``, ``dp = sum over F of da act(g) l``.
+
+    ======  =======  ===================================================================================
+    da      [T, F]   gradient of the output, dtype of ``h``
+    h       [T, 2F]  as given to the forward, like ``probs``
+    dh      [T, 2F]  dtype of ``h``
+    dprobs  [T]      fp32 (fp64 for fp64), in an order fixed by F and alignment; None where ``probs`` is
+    ======  =======  ===================================================================================
+
+    One pass over ``da`` and ``h``: the activation is computed again, so that the forward need not keep it. Where
+    autograd records, for second derivatives, the oracle runs.
+    """
+    glu = resolve_glu("scaled_glu_backward", activation, limit, alpha, linear_offset)
+    check_halves("scaled_glu_backward", h, probs)
+    if da.shape != (h.shape[0], h.shape[1] // 2) or da.dtype is not h.dtype or da.device != h.device:
+        raise ValueError(
+            f"scaled_glu_backward needs da {(h.shape[0], h.shape[1] // 2)}, {h.dtype} on {h.device}; got "
+            f"{tuple(da.shape)}, {da.dtype} on {da.device}"
+        )
+    if not _recorded(da, h, probs) and runs_on_triton("scaled_glu_backward", h):
+        return scaled_glu_backward_triton(da, h, probs, glu)
+    return scaled_glu_backward_reference(da, h, probs, glu)
+
+
+def _recorded(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def resolve_glu(op: str, activation: str, limit: float, alpha: float, linear_offset: float) -> Glu:
+    if activation not in GLU_ACTIVATIONS:
+        raise ValueError(f"{op} knows no activation '{activation}': it has {', '.join(GLU_ACTIVATIONS)}")
+    function, own_alpha = GLU_ACTIVATIONS[activation]
+    if activation != "clamped_swiglu":
+        return Glu(function, own_alpha, limit=None, offset=0.0)
+    if not limit > 0:
+        raise ValueError(f"{op} needs a limit above 0, got {limit}")
+    return Glu(function, alpha, limit, linear_offset)
+
+
+def check_halves(op: str, h: Tensor, probs: Tensor | None) -> None:
+    if h.dim() != 2 or h.shape[1] % 2:
+        raise ValueError(f"{op} needs h [rows, 2 features], got {tuple(h.shape)}")
+    if not h.is_floating_point() or not (probs is None or probs.is_floating_point()):
+        raise TypeError(f"{op} needs floating dtypes, got {h.dtype} and {None if probs is None else probs.dtype}")
+    if probs is not None and (probs.shape != h.shape[:1] or probs.device != h.device):
+        raise ValueError(f"{op} needs probs ({h.shape[0]},) on {h.device}, got {tuple(probs.shape)} on {probs.device}")

@@ -1,0 +1,201 @@
+"""Gated activations scaled by row, and their gradients, in Triton: every operand is read once and written once.
+
+Legend: T rows, F features; BLOCK_T x BLOCK_F elements of each half to a step of a program.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compat import device_of
+from .reference import GELU_CUBE, GELU_SLOPE, Glu
+
+__all__ = [
+    "glu_gradients",
+    "glu_numbers",
+    "glu_value",
+    "scaled_glu_backward_triton",
+    "scaled_glu_triton",
+]
+
+_TILE = 2048
+"""Elements of each half in a program's step: with 4 warps, 16 to a thread, two loads of 16 bytes in bf16."""
+_NUM_WARPS = 4
+
+_GELU_SLOPE = tl.constexpr(GELU_SLOPE)
+_GELU_CUBE = tl.constexpr(GELU_CUBE)
+
+
+@triton.jit
+def _value_and_slope(gate: tl.tensor, alpha: tl.tensor, FUNCTION: tl.constexpr) -> tl.tensor:
+    """``act(g)`` and ``act'(g)``; the compiler drops the one that nobody reads."""
+    if FUNCTION == "relu":
+        slope = tl.where(gate > 0, 1.0, 0.0)
+        value = tl.where(gate <= 0, 0.0, gate)  # NaN stays NaN
+    elif FUNCTION == "squared_relu":
+        positive = tl.where(gate <= 0, 0.0, gate)
+        slope = 2 * positive
+        value = positive * positive
+    elif FUNCTION == "sigmoid":
+        value = tl.sigmoid(gate)
+        slope = value * (1 - value)
+    elif FUNCTION == "gelu":
+        square = gate * gate
+        sigmoid = tl.sigmoid(gate * _GELU_SLOPE * (square * _GELU_CUBE + 1))
+        value = gate * sigmoid
+        slope = sigmoid * (1 + gate * (1 - sigmoid) * _GELU_SLOPE * (square * _GELU_CUBE * 3 + 1))
+    else:
+        sigmoid = tl.sigmoid(alpha * gate)
+        value = gate * sigmoid
+        slope = sigmoid * (1 + alpha * gate * (1 - sigmoid))
+    return value, slope
+
+
+@triton.jit
+def _clamped(
+    gate: tl.tensor, linear: tl.tensor, limit: tl.tensor, offset: tl.tensor, CLAMPED: tl.constexpr
+) -> tl.tensor:
+    """g and l as the activation sees them, and where they were not clamped; comparisons let NaN through."""
+    gate_free = gate <= limit
+    linear_free = tl.abs(linear) <= limit
+    if CLAMPED:
+        gate = tl.where(gate > limit, limit, gate)
+        linear = tl.where(linear > limit, limit, tl.where(linear < -limit, -limit, linear)) + offset
+    return gate, linear, gate_free, linear_free
+
+
+@triton.jit
+def glu_value(
+    gate: tl.tensor, linear: tl.tensor, alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
+    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """``act(g) l`` of fp32 halves."""
+    gate, linear, _, _ = _clamped(gate, linear, limit, offset, CLAMPED)
+    value, _ = _value_and_slope(gate, alpha, FUNCTION)
+    return value * linear
+
+
+@triton.jit
+def glu_gradients(
+    upstream: tl.tensor, p: tl.tensor, gate: tl.tensor, linear: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
+    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Of fp32 halves: dg, dl, and the terms of dp, ``da act(g) l``; p [rows, 1] is read where SCALED."""
+    gate, linear, gate_free, linear_free = _clamped(gate, linear, limit, offset, CLAMPED)
+    value, slope = _value_and_slope(gate, alpha, FUNCTION)
+    terms = upstream * value * linear
+    if SCALED:
+        upstream = upstream * p
+    dgate = upstream * linear * slope
+    dlinear = upstream * value
+    if CLAMPED:
+        dgate = tl.where(gate_free | (gate != gate), dgate, 0.0)
+        dlinear = tl.where(linear_free | (linear != linear), dlinear, 0.0)
+    return dgate, dlinear, terms
+
+
+@triton.jit
+def _scaled_glu_kernel(
+    h: tl.tensor, probs: tl.tensor, out: tl.tensor, T: tl.tensor, F: tl.tensor, stride_h: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
+    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_T rows, BLOCK_F features."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    mask = (row < T)[:, None] & (column < F)[None, :]
+    at = h + row[:, None] * stride_h + column[None, :]
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+    linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+    value = glu_value(gate, linear, alpha, limit, offset, FUNCTION, CLAMPED)
+    if SCALED:
+        value = value * tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scaled_glu_backward_kernel(
+    da: tl.tensor, h: tl.tensor, probs: tl.tensor, dh: tl.tensor, dprobs: tl.tensor, T: tl.tensor, F: tl.tensor,
+    stride_da: tl.tensor, stride_h: tl.tensor,
+    alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
+    FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_T whole rows, so that the sum over features stays in registers."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    p = 1.0
+    if SCALED:
+        p = tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]  # [BLOCK_T, 1]
+        sums = tl.zeros((BLOCK_T, BLOCK_F), dtype=tl.float32)
+    for start in range(0, F, BLOCK_F):
+        column = start + tl.arange(0, BLOCK_F)
+        mask = (row < T)[:, None] & (column < F)[None, :]
+        upstream = tl.load(da + row[:, None] * stride_da + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        at = h + row[:, None] * stride_h + column[None, :]
+        gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+        linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
+        dgate, dlinear, terms = glu_gradients(
+            upstream, p, gate, linear, alpha, limit, offset, FUNCTION, CLAMPED, SCALED
+        )
+        if SCALED:
+            sums += terms
+        to = dh + row[:, None] * (2 * F) + column[None, :]
+        tl.store(to, dgate.to(dh.dtype.element_ty), mask=mask)
+        tl.store(to + F, dlinear.to(dh.dtype.element_ty), mask=mask)
+    if SCALED:
+        tl.store(dprobs + row, tl.sum(sums, axis=1), mask=row < T)
+
+
+def scaled_glu_triton(h: Tensor, probs: Tensor | None, glu: Glu) -> Tensor:
+    """See ``scaled_glu``."""
+    rows, features = h.shape[0], h.shape[1] // 2
+    out = h.new_empty(rows, features)
+    if not out.numel():
+        return out
+    h, probs = _adjacent(h), None if probs is None else _adjacent(probs)
+    block_t, block_f = _tile(features)
+    with device_of(h):
+        _scaled_glu_kernel[(triton.cdiv(rows, block_t), triton.cdiv(features, block_f))](
+            h, probs, out, rows, features, h.stride(0), *glu_numbers(glu),
+            FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
+            BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return out
+
+
+def scaled_glu_backward_triton(da: Tensor, h: Tensor, probs: Tensor | None, glu: Glu) -> tuple[Tensor, Tensor | None]:
+    """See ``scaled_glu_backward``."""
+    rows, features = da.shape
+    dh = h.new_empty(rows, 2 * features)
+    dprobs = None if probs is None else h.new_empty(rows, dtype=torch.float32)
+    if not dh.numel():
+        return dh, None if dprobs is None else dprobs.zero_()
+    da, h, probs = _adjacent(da), _adjacent(h), None if probs is None else _adjacent(probs)
+    block_t, block_f = _tile(features)
+    with device_of(h):
+        _scaled_glu_backward_kernel[(triton.cdiv(rows, block_t),)](
+            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *glu_numbers(glu),
+            FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
+            BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return dh, dprobs
+
+
+def _tile(features: int) -> tuple[int, int]:
+    """The widest block with at most a tenth of its lanes idle, else the narrowest; and the rows that fill the tile."""
+    widest = min(1024, triton.next_power_of_2(features))
+    blocks = [widest >> shift for shift in range(4) if widest >> shift >= 64] or [widest]
+    fitting = [block for block in blocks if triton.cdiv(features, block) * block <= 1.1 * features]
+    block_f = fitting[0] if fitting else blocks[-1]
+    return max(1, _TILE // max(block_f, 64)), block_f
+
+
+def glu_numbers(glu: Glu) -> tuple[float, float, float]:
+    """alpha, limit and offset, as kernels take them."""
+    return glu.alpha, 0.0 if glu.limit is None else glu.limit, glu.offset
+
+
+def _adjacent(tensor: Tensor) -> Tensor:
+    """Rows may be any distance apart, their elements not."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

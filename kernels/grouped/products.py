@@ -1,0 +1,334 @@
+"""Grouped products: the same linear layer with another weight for each group of rows, an expert's.
+
+Legend: E experts, T rows, N output features, K input features. Expert e has the rows offsets[e] to offsets[e + 1] of
+every tensor with rows; rows from offsets[E] on are padding. Offsets stay on the device: nothing here reads them, so
+that nothing waits for the device, and a captured CUDA graph may be replayed with other split sizes.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..compat import HAS_TRITON, runs_on_triton
+from ..experts import PerExpert
+from ..tuning import Problem, gpu_name, tuned_config
+from .reference import (
+    grouped_bias_grad_reference,
+    grouped_dgrad_reference,
+    grouped_linear_reference,
+    grouped_scale_grad_reference,
+    grouped_wgrad_accumulate_reference,
+)
+
+if HAS_TRITON:
+    from ..triton_support import capability_of
+    from ..wgrad_config import WgradConfig, default_wgrad_config
+    from .gemm_triton import GemmConfig, default_gemm_config, grouped_gemm_triton
+    from .reductions_triton import (
+        MAX_EXPERTS_OF_ONE_LAUNCH,
+        group_offsets_triton,
+        grouped_bias_grad_triton,
+        grouped_scale_grad_triton,
+    )
+    from .wgrad_triton import grouped_wgrad_triton
+
+__all__ = [
+    "PerExpert",
+    "group_offsets",
+    "grouped_bias_grad",
+    "grouped_dgrad",
+    "grouped_linear",
+    "grouped_scale_grad",
+    "grouped_wgrad_accumulate",
+]
+
+
+def group_offsets(splits: Tensor) -> Tensor:
+    """``[0, s_0, s_0 + s_1, ...]``: splits [E] int32 or int64 -> offsets [E + 1] int64 on the same device."""
+    if splits.dim() != 1 or splits.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"splits must be [experts], int32 or int64; got {tuple(splits.shape)}, {splits.dtype}")
+    if HAS_TRITON and splits.is_cuda and splits.shape[0] <= MAX_EXPERTS_OF_ONE_LAUNCH:
+        return group_offsets_triton(splits)
+    return torch.nn.functional.pad(splits.cumsum(0, dtype=torch.int64), (1, 0))
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: PerExpert,
+    offsets: Tensor,
+    *,
+    bias: PerExpert | None = None,
+    bias_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``y[t] = x[t] W_e^T + s[t] b_e`` for row t of expert e; pad rows are zeros.
+
+    ==========  ==========================  ===================================================================
+    x           [T, K]                      bf16, fp16, fp32 or fp64
+    weights     [E, N, K], or E x [N, K]    dtype of ``x``
+    offsets     [E + 1]                     int32 or int64, ascending from 0, at most T; on the device of ``x``
+    bias        [E, N], or E x [N]          b, dtype of ``x``; None: none is added
+    bias_scale  [T]                         s; None: ones
+    out         [T, N]                      written and returned; None: allocated
+    ==========  ==========================  ===================================================================
+
+    Sums over K, the scale and the bias are fp32, and rounded once. Raises ``ValueError`` for shapes that do not fit
+    together and ``TypeError`` for operands of different dtypes.
+    """
+    features, _ = check_weights("grouped_linear", x, weights, offsets, contracted=1)
+    check_per_expert("grouped_linear", "bias", bias, offsets, (features,), x.dtype)
+    _check_rows("grouped_linear", "bias_scale", bias_scale, (x.shape[0],))
+    if bias_scale is not None and bias is None:
+        raise ValueError("grouped_linear got a bias_scale and no bias")
+    out = _output("grouped_linear", out, x, features)
+    if runs_on_triton("grouped_linear", x):
+        _gemm(x, weights, offsets, out, transposed=True, bias=bias, bias_scale=bias_scale)
+    else:
+        grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
+    return out
+
+
+def grouped_dgrad(dy: Tensor, weights: PerExpert, offsets: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """``dx[t] = dy[t] W_e`` for row t of expert e; pad rows are zeros.
+
+    =======  ==========================  ========================
+    dy       [T, N]                      gradient of the output
+    weights  [E, N, K], or E x [N, K]    dtype of ``dy``
+    offsets  [E + 1]                     as in ``grouped_linear``
+    out      [T, K]                      written and returned
+    =======  ==========================  ========================
+    """
+    _, features = check_weights("grouped_dgrad", dy, weights, offsets, contracted=0)
+    out = _output("grouped_dgrad", out, dy, features)
+    if runs_on_triton("grouped_dgrad", dy):
+        _gemm(dy, weights, offsets, out, transposed=False)
+    else:
+        grouped_dgrad_reference(dy, weights, offsets, out)
+    return out
+
+
+def grouped_wgrad_accumulate(
+    dy: Tensor,
+    x: Tensor,
+    main_grads: Tensor | Sequence[Tensor | None],
+    offsets: Tensor,
+    *,
+    overwrite: bool | Sequence[bool] = False,
+) -> None:
+    """``G_e = beta_e G_e + dy_e^T x_e`` in place, over the rows of expert e.
+
+    ==========  ==========================  ===========================================================================
+    dy          [T, N]                      gradient of the output, bf16, fp16, fp32 or fp64
+    x           [T, K]                      input of the forward, dtype of ``dy``
+    main_grads  [E, N, K], or E x [N, K]    G: fp32 or the dtype of ``dy``, columns adjacent, rows of any one stride; an
+                                            entry may be None: a frozen expert, for which nothing is computed
+    offsets     [E + 1]                     as in ``grouped_linear``
+    overwrite   bool, or E x bool           beta_e = 0: G_e is write-only and may hold anything, NaN included
+    ==========  ==========================  ===========================================================================
+
+    An expert without rows keeps its G_e under beta 1 and gets zeros under beta 0. Sums are fp32, in an order that
+    depends on the shapes alone. Raises ``ValueError`` and ``TypeError`` as ``grouped_linear``, and ``ValueError`` with
+    shape and stride for a G_e that cannot be written.
+    """
+    op = "grouped_wgrad_accumulate"
+    num_experts = offsets.shape[0] - 1
+    _check_operands(op, dy, x)
+    if len(main_grads) != num_experts:
+        raise ValueError(f"{op} got {len(main_grads)} main_grads for {num_experts} experts")
+    if not isinstance(overwrite, bool) and len(overwrite) != num_experts:
+        raise ValueError(f"{op} got {len(overwrite)} overwrite bits for {num_experts} experts")
+    for expert, grad in enumerate(main_grads[:1] if isinstance(main_grads, Tensor) else main_grads):
+        if grad is not None:
+            _check_main_grad(op, expert, grad, dy, x)
+    if runs_on_triton(op, dy):
+        _wgrad(dy, x, main_grads, offsets, overwrite)
+    else:
+        bits = [overwrite] * num_experts if isinstance(overwrite, bool) else overwrite
+        grouped_wgrad_accumulate_reference(dy, x, list(main_grads), offsets, bits)
+
+
+def grouped_bias_grad(
+    dy: Tensor, offsets: Tensor, *, scale: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``db[e] = sum over the rows of expert e of s[t] dy[t]``: dy [T, N], s [T] -> db [E, N] of ``dtype``.
+
+    Summed in fp32, in an order that depends on the shapes and the offsets alone. ``dtype`` None: that of ``dy``.
+    """
+    _check_rows("grouped_bias_grad", "scale", scale, (dy.shape[0],))
+    out = dy.new_empty(offsets.shape[0] - 1, dy.shape[1], dtype=dtype)
+    run = grouped_bias_grad_triton if runs_on_triton("grouped_bias_grad", dy) else grouped_bias_grad_reference
+    run(dy, offsets, out, scale=scale)
+    return out
+
+
+def grouped_scale_grad(dy: Tensor, bias: PerExpert, offsets: Tensor) -> Tensor:
+    """``ds[t] = sum over n of dy[t, n] b_e[n]``: dy [T, N], b [E, N] or E x [N] -> ds [T] fp32; pad rows are zero."""
+    check_per_expert("grouped_scale_grad", "bias", bias, offsets, (dy.shape[1],))
+    out = dy.new_empty(dy.shape[0], dtype=torch.promote_types(dy.dtype, torch.float32))
+    run = grouped_scale_grad_triton if runs_on_triton("grouped_scale_grad", dy) else grouped_scale_grad_reference
+    run(dy, bias, offsets, out)
+    return out
+
+
+# ---- Kernels. ----
+
+
+def _gemm(
+    x: Tensor,
+    weights: PerExpert,
+    offsets: Tensor,
+    out: Tensor,
+    *,
+    transposed: bool,
+    bias: PerExpert | None = None,
+    bias_scale: Tensor | None = None,
+) -> None:
+    op = "grouped_linear" if transposed else "grouped_dgrad"
+    n, k = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
+    config = _gemm_config(x.device, x.dtype, op, len(weights), x.shape[0], n, k)
+    grouped_gemm_triton(
+        adjacent_columns(x),
+        alike(weights),
+        offsets,
+        out,
+        config,
+        transposed=transposed,
+        bias=None if bias is None else alike(bias),
+        bias_scale=None if bias_scale is None else bias_scale.contiguous(),
+    )
+
+
+def _wgrad(
+    dy: Tensor,
+    x: Tensor,
+    main_grads: Tensor | Sequence[Tensor | None],
+    offsets: Tensor,
+    overwrite: bool | Sequence[bool],
+) -> None:
+    adds = not overwrite if isinstance(overwrite, bool) else not all(overwrite)
+    op = "grouped_wgrad_accumulate" if adds else "grouped_wgrad_overwrite"
+    config = _wgrad_config(dy.device, dy.dtype, op, len(main_grads), dy.shape[0], dy.shape[1], x.shape[1])
+    dy, x = adjacent_columns(dy), adjacent_columns(x)
+    if isinstance(main_grads, Tensor):
+        if main_grads.numel():
+            grouped_wgrad_triton(dy, x, main_grads, offsets, overwrite, config)
+        return
+    # One launch for all that have one row stride and dtype, which is nearly always all.
+    kinds = {(grad.stride(0), grad.dtype) for grad in main_grads if grad is not None and grad.numel()}
+    for kind in kinds:
+        here = [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
+        grouped_wgrad_triton(dy, x, here, offsets, overwrite, config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gemm_config(
+    device: torch.device, dtype: torch.dtype, op: str, experts: int, rows: int, n: int, k: int
+) -> "GemmConfig":
+    found = tuned_config(gpu_name(device), Problem(op, _table_name(dtype), experts, rows, n, k))
+    if isinstance(found, dict):
+        return GemmConfig(**found)
+    return default_gemm_config(dtype, capability_of(device), rows / experts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _wgrad_config(
+    device: torch.device, dtype: torch.dtype, op: str, experts: int, rows: int, n: int, k: int
+) -> "WgradConfig":
+    found = tuned_config(gpu_name(device), Problem(op, _table_name(dtype), experts, rows, n, k))
+    if isinstance(found, dict):
+        return WgradConfig(**found)
+    return default_wgrad_config(dtype, capability_of(device), rows / experts)
+
+
+def _table_name(dtype: torch.dtype) -> str:
+    """Products of both half precisions take the same time, and tables are measured in one."""
+    return "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
+
+
+def adjacent_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def alike(tensors: PerExpert) -> PerExpert:
+    """With adjacent columns, and rows of one stride: copied where they have not."""
+    if isinstance(tensors, Tensor):
+        return adjacent_columns(tensors)
+    strides = {tensor.stride() for tensor in tensors}
+    if len(strides) == 1 and next(iter(strides))[-1] == 1:
+        return tensors
+    return [tensor.contiguous() for tensor in tensors]
+
+
+# ---- Arguments. ----
+
+
+def check_weights(op: str, x: Tensor, weights: PerExpert, offsets: Tensor, *, contracted: int) -> tuple[int, int]:
+    """N and K; ``contracted`` is the dim of [N, K] that the last dim of ``x`` must match."""
+    num_experts = offsets.shape[0] - 1
+    shapes = {tuple(weights.shape[1:])} if isinstance(weights, Tensor) else {tuple(each.shape) for each in weights}
+    dtypes = {weights.dtype} if isinstance(weights, Tensor) else {each.dtype for each in weights}
+    shape = next(iter(shapes), ())
+    if len(weights) != num_experts or len(shapes) != 1 or len(shape) != 2 or num_experts < 1:
+        raise ValueError(
+            f"{op} needs weights [experts, N, K] or one [N, K] for each of {num_experts} experts; got "
+            f"{len(weights)} of {sorted(shapes)}"
+        )
+    if x.dim() != 2 or x.shape[1] != shape[contracted]:
+        raise ValueError(f"{op} needs {shape[contracted]} features in the last dim, got rows {tuple(x.shape)}")
+    if dtypes != {x.dtype}:
+        raise TypeError(f"{op} needs rows and weights of one dtype; got {x.dtype} and {sorted(map(str, dtypes))}")
+    return shape
+
+
+def _check_operands(op: str, dy: Tensor, x: Tensor) -> None:
+    if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
+        raise ValueError(f"{op} needs dy [T, N] and x [T, K]; got {tuple(dy.shape)} and {tuple(x.shape)}")
+    if dy.dtype is not x.dtype:
+        raise TypeError(f"{op} needs dy and x of one dtype; got {dy.dtype} and {x.dtype}")
+
+
+def _check_main_grad(op: str, expert: int, grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    shape = (dy.shape[1], x.shape[1])
+    if grad.shape != shape or (grad.stride(-1) != 1 and grad.numel()) or grad.dtype not in (torch.float32, dy.dtype):
+        raise ValueError(
+            f"{op}: main_grad of expert {expert} must be {shape} with adjacent columns, fp32 or {dy.dtype}; got shape "
+            f"{tuple(grad.shape)}, stride {tuple(grad.stride())}, {grad.dtype}"
+        )
+
+
+def check_per_expert(
+    op: str,
+    name: str,
+    given: PerExpert | None,
+    offsets: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None = None,
+) -> None:
+    if given is None:
+        return
+    num_experts = offsets.shape[0] - 1
+    shapes = {tuple(given.shape[1:])} if isinstance(given, Tensor) else {tuple(each.shape) for each in given}
+    if len(given) != num_experts or shapes != {shape}:
+        raise ValueError(f"{op} needs {name} {shape} for each of {num_experts} experts; got {len(given)} of {shapes}")
+    dtypes = {given.dtype} if isinstance(given, Tensor) else {each.dtype for each in given}
+    if dtype is not None and dtypes != {dtype}:
+        raise TypeError(f"{op} needs {name} and rows of one dtype; got {sorted(map(str, dtypes))} and {dtype}")
+
+
+def _check_rows(op: str, name: str, given: Tensor | None, shape: tuple[int, ...]) -> None:
+    if given is not None and given.shape != shape:
+        raise ValueError(f"{op} needs {name} {shape}; got {tuple(given.shape)}")
+
+
+def _output(op: str, out: Tensor | None, x: Tensor, features: int) -> Tensor:
+    shape = (x.shape[0], features)
+    if out is None:
+        return x.new_empty(shape)
+    if out.shape != shape or out.dtype is not x.dtype or out.device != x.device or (out.stride(1) != 1 < out.numel()):
+        raise ValueError(
+            f"{op}: out must be {shape} with adjacent columns, {x.dtype} on {x.device}; got {tuple(out.shape)}, stride "
+            f"{out.stride()}, {out.dtype} on {out.device}"
+        )
+    return out

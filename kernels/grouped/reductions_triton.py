@@ -1,0 +1,180 @@
+"""What surrounds the grouped products, in Triton: offsets, bias gradients, gradients of the bias's scales.
+
+Legend: E experts, T rows, N features. Expert e has the rows offsets[e] to offsets[e + 1]; rows from offsets[E] on are
+padding, of which nothing is read into a sum.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compat import device_of
+
+__all__ = ["MAX_EXPERTS_OF_ONE_LAUNCH", "group_offsets_triton", "grouped_bias_grad_triton", "grouped_scale_grad_triton"]
+
+MAX_EXPERTS_OF_ONE_LAUNCH = 1024
+"""``group_offsets_triton`` is one program: more splits than that are worth a parallel scan."""
+
+_BLOCK_E = 256
+"""Offsets that a search looks at in one step."""
+
+
+@triton.jit
+def _group_offsets_kernel(splits: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """All of it in one program."""
+    index = tl.arange(0, BLOCK)
+    sums = tl.cumsum(tl.load(splits + index, mask=index < E, other=0).to(tl.int64), axis=0)  # [BLOCK]
+    tl.store(offsets + index, sums * 0, mask=index == 0)
+    tl.store(offsets + 1 + index, sums, mask=index < E)
+
+
+@triton.jit
+def _bias_grad_chunks_kernel(
+    dy: tl.tensor, scale: tl.tensor, offsets: tl.tensor, partials: tl.tensor,
+    T: tl.tensor, N: tl.tensor, E: tl.tensor, stride_dy: tl.tensor,
+    SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+) -> None:  # fmt: skip
+    """Sums of CHUNK rows, one for each expert among them.
+
+    The sum of chunk c and expert e goes to row c + e of ``partials``: along the rows either the chunk or the expert is
+    the next one, so that no two sums share a place, and those of one expert are adjacent. A program has the same work
+    however uneven the split is, and no more sums are written than chunks and experts together.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.load(offsets + E).to(tl.int64)
+    start = chunk * CHUNK
+    end = tl.minimum(tl.minimum(start + CHUNK, T), total)
+    # The experts of the first row and of the last: as many as end before it.
+    first = tl.zeros((), dtype=tl.int32)
+    last = tl.zeros((), dtype=tl.int32)
+    for base in range(0, E, BLOCK_E):
+        index = base + tl.arange(0, BLOCK_E)
+        ends = tl.load(offsets + 1 + index, mask=index < E, other=2**31 - 1).to(tl.int64)  # [BLOCK_E]
+        first += tl.sum(((ends <= start) & (index < E)).to(tl.int32), axis=0)
+        last += tl.sum(((ends < end) & (index < E)).to(tl.int32), axis=0)
+    for expert in range(first, tl.minimum(last + 1, E)):
+        low = tl.maximum(tl.load(offsets + expert).to(tl.int64), start)
+        high = tl.minimum(tl.load(offsets + expert + 1).to(tl.int64), end)
+        sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for at in range(low, high, BLOCK_T):
+            row = at + tl.arange(0, BLOCK_T)
+            mask = (row < high)[:, None] & (column < N)[None, :]
+            part = tl.load(dy + row[:, None] * stride_dy + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            if SCALED:
+                part = part * tl.load(scale + row, mask=row < high, other=0.0).to(tl.float32)[:, None]
+            sums += part
+        tl.store(partials + (chunk + expert) * N + column, tl.sum(sums, axis=0), mask=(column < N) & (low < high))
+
+
+@triton.jit
+def _bias_grad_kernel(
+    partials: tl.tensor, offsets: tl.tensor, out: tl.tensor, T: tl.tensor, N: tl.tensor,
+    CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+) -> None:  # fmt: skip
+    """The sums of one expert's chunks, added up in their order; zeros where it has no rows."""
+    expert = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    low = tl.load(offsets + expert).to(tl.int64)
+    high = tl.minimum(tl.load(offsets + expert + 1).to(tl.int64), T)
+    end = tl.where(low < high, expert + (high - 1) // CHUNK + 1, 0)
+    sums = tl.zeros((BLOCK_S, BLOCK_N), dtype=tl.float32)
+    for at in range(expert + low // CHUNK, end, BLOCK_S):
+        place = at + tl.arange(0, BLOCK_S)
+        mask = (place < end)[:, None] & (column < N)[None, :]
+        sums += tl.load(partials + place[:, None] * N + column[None, :], mask=mask, other=0.0)  # [BLOCK_S, BLOCK_N]
+    tl.store(out + expert * N + column, tl.sum(sums, axis=0).to(out.dtype.element_ty), mask=column < N)
+
+
+@triton.jit
+def _scale_grad_kernel(
+    dy: tl.tensor, bias: tl.tensor, offsets: tl.tensor, out: tl.tensor,
+    T: tl.tensor, N: tl.tensor, E: tl.tensor, stride_dy: tl.tensor, stride_bias: tl.tensor,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+) -> None:  # fmt: skip
+    """BLOCK_T rows, each with its own expert's bias, which the cache holds."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    for base in range(0, E, BLOCK_E):
+        index = base + tl.arange(0, BLOCK_E)
+        ends = tl.load(offsets + 1 + index, mask=index < E, other=0).to(tl.int64)
+        before = (ends[None, :] <= row[:, None]) & (index < E)[None, :]  # [BLOCK_T, BLOCK_E]
+        expert += tl.sum(before.to(tl.int32), axis=1)
+    filled = (row < T) & (expert < E)
+    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for start in range(0, N, BLOCK_N):
+        column = start + tl.arange(0, BLOCK_N)
+        mask = filled[:, None] & (column < N)[None, :]
+        upstream = tl.load(dy + row[:, None] * stride_dy + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(bias + expert.to(tl.int64)[:, None] * stride_bias + column[None, :], mask=mask, other=0.0)
+        sums += upstream * b.to(tl.float32)
+    tl.store(out + row, tl.sum(sums, axis=1), mask=row < T)
+
+
+def group_offsets_triton(splits: Tensor) -> Tensor:
+    """See ``group_offsets``; at most ``MAX_EXPERTS_OF_ONE_LAUNCH`` splits."""
+    num_experts = splits.shape[0]
+    offsets = splits.new_empty(num_experts + 1, dtype=torch.int64)
+    block = triton.next_power_of_2(max(1, num_experts))
+    with device_of(splits):
+        _group_offsets_kernel[(1,)](
+            splits.contiguous(), offsets, num_experts, BLOCK=block, num_warps=max(1, min(8, block // 128))
+        )
+    return offsets
+
+
+def grouped_bias_grad_triton(dy: Tensor, offsets: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
+    """See ``grouped_bias_grad``: two passes, over the rows in chunks and over the chunks' sums; nothing is atomic.
+
+    The order of the sums depends on the shapes and on where the expert's rows lie.
+    """
+    (rows, features), num_experts = dy.shape, out.shape[0]
+    if not out.numel():
+        return
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    scale = None if scale is None else scale.contiguous()
+    chunk = _chunk(rows, num_experts)
+    num_chunks = triton.cdiv(rows, chunk)
+    partials = dy.new_empty(num_chunks + num_experts, features, dtype=torch.float32)
+    block_n = min(128, triton.next_power_of_2(features))
+    columns = triton.cdiv(features, block_n)
+    with device_of(dy):
+        if num_chunks:
+            _bias_grad_chunks_kernel[(num_chunks, columns)](
+                dy, scale, offsets, partials, rows, features, num_experts, dy.stride(0),
+                SCALED=scale is not None, CHUNK=chunk, BLOCK_T=32, BLOCK_N=block_n, BLOCK_E=_searched(num_experts),
+            )  # fmt: skip
+        _bias_grad_kernel[(num_experts, columns)](
+            partials, offsets, out, rows, features, CHUNK=chunk, BLOCK_S=16, BLOCK_N=block_n
+        )
+
+
+def grouped_scale_grad_triton(dy: Tensor, bias: Tensor | Sequence[Tensor], offsets: Tensor, out: Tensor) -> None:
+    """See ``grouped_scale_grad``. Discrete biases are copied side by side: they are E N numbers against T N."""
+    rows, features = dy.shape
+    bias = bias if isinstance(bias, Tensor) else torch.stack(tuple(bias))
+    if not rows:
+        return
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+    block_t = 16
+    with device_of(dy):
+        _scale_grad_kernel[(triton.cdiv(rows, block_t),)](
+            dy, bias, offsets, out, rows, features, bias.shape[0], dy.stride(0), bias.stride(0),
+            BLOCK_T=block_t, BLOCK_N=min(128, triton.next_power_of_2(max(1, features))),
+            BLOCK_E=_searched(bias.shape[0]),
+        )  # fmt: skip
+
+
+def _chunk(rows: int, num_experts: int) -> int:
+    """Rows of a chunk: fewer where experts have few, so that a program does not walk through many of them; more where
+    there are enough programs anyway, so that fewer sums pass through memory."""
+    most = 256 if rows >= 32768 else 128
+    return max(32, min(most, int(triton.next_power_of_2(max(1, rows // num_experts)))))
+
+
+def _searched(num_experts: int) -> int:
+    return min(_BLOCK_E, int(triton.next_power_of_2(num_experts)))

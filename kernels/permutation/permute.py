@@ -1,0 +1,70 @@
+"""Tokens brought into the order of their experts and back: two copies that are each other's transpose.
+
+Legend: T tokens, k experts chosen by each, D features. ``row_id_map`` [T, k] says where copy j of token t lies among
+the T k rows; it is a permutation, so that each row is written once: nothing here adds atomically, and results depend on
+nothing but the inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from ..compat import HAS_TRITON, device_of, runs_on_triton
+from .reference import permute_rows_reference, unpermute_rows_reference
+
+if HAS_TRITON:
+    from .triton_kernels import permute_rows_triton, unpermute_rows_triton
+
+__all__ = ["permute_rows", "unpermute_rows"]
+
+
+def permute_rows(x: Tensor, row_id_map: Tensor) -> Tensor:
+    """``y[map[t, j]] = x[t]``.
+
+    ==========  ========  ==============================================================
+    x           [T, D]    tokens, any floating dtype
+    row_id_map  [T, k]    int32 or int64, a permutation of 0 .. T k - 1 (not checked)
+    y           [T k, D]  rows, dtype of ``x``
+    ==========  ========  ==============================================================
+
+    Raises ``ValueError`` for shapes and dtypes that do not fit together.
+    """
+    _check("permute_rows", x, row_id_map, x.shape[0])
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = x.new_empty(row_id_map.numel(), x.shape[1])
+    run = permute_rows_triton if runs_on_triton("permute_rows", x) else permute_rows_reference
+    with device_of(x):
+        run(x, row_id_map.contiguous(), out)
+    return out
+
+
+def unpermute_rows(rows: Tensor, row_id_map: Tensor) -> Tensor:
+    """``x[t] = sum over j of rows[map[t, j]]``, summed in fp32 (fp64 for fp64) by rising j and rounded once.
+
+    ==========  ========  ======================================
+    rows        [T k, D]  any floating dtype
+    row_id_map  [T, k]    as in ``permute_rows``
+    x           [T, D]    dtype of ``rows``
+    ==========  ========  ======================================
+
+    The gradient of ``permute_rows``, as that is of this. Raises ``ValueError`` as it does.
+    """
+    _check("unpermute_rows", rows, row_id_map, rows.shape[0] // max(1, row_id_map.shape[-1]))
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out = rows.new_empty(row_id_map.shape[0], rows.shape[1])
+    run = unpermute_rows_triton if runs_on_triton("unpermute_rows", rows) else unpermute_rows_reference
+    with device_of(rows):
+        run(rows, row_id_map.contiguous(), out)
+    return out
+
+
+def _check(op: str, x: Tensor, row_id_map: Tensor, num_tokens: int) -> None:
+    if x.dim() != 2 or row_id_map.dim() != 2 or row_id_map.shape[0] != num_tokens or not row_id_map.shape[1]:
+        raise ValueError(
+            f"{op} needs two dims and a row_id_map [tokens, k]; got {tuple(x.shape)} and {tuple(row_id_map.shape)}"
+        )
+    if op == "unpermute_rows" and x.shape[0] != row_id_map.numel():
+        raise ValueError(f"{op} needs a row for each entry of row_id_map, {row_id_map.numel()}; got {x.shape[0]}")
+    if row_id_map.dtype not in (torch.int32, torch.int64) or row_id_map.device != x.device:
+        raise ValueError(
+            f"{op} needs a row_id_map of int32 or int64 on {x.device}; got {row_id_map.dtype} on {row_id_map.device}"
+        )

@@ -1,0 +1,215 @@
+"""What fusing the weight gradient buys on one device: step time and peak memory, four ways to accumulate gradients.
+
+fused         main_grad in fp32, written by the weight-gradient GEMM
+hook          main_grad in fp32; autograd makes each weight gradient in bf16 and a hook adds it
+autograd      plain PyTorch, gradients summed in bf16 (less exact, the same bytes as the parameters), AdamW in bf16
+autograd fp32 plain PyTorch over fp32 parameters under bf16 autocast, gradients summed in fp32
+
+All rows train the same GPT on the same tokens; the first two with ``DistributedOptimizer`` on fp32 masters.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ..config.run import ModelConfig
+from ..model.gpt import build_model
+from ..report.table import Column, machine, write_table
+
+__all__ = ["AccumulationBench", "AccumulationRow", "bench_accumulation", "time_steps", "write_accumulation_report"]
+
+_VARIANTS = ("fused", "hook", "autograd", "autograd fp32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccumulationBench:
+    """Size of the measurement; the defaults are the setting of the published table."""
+
+    dim: int = 4096
+    """Width of the model."""
+    num_layers: int = 8
+    """Number of blocks."""
+    vocab_size: int = 32000
+    """Vocabulary."""
+    num_tokens: int = 4096
+    """Tokens of one microbatch (one sequence)."""
+    num_microbatches: int = 4
+    """Microbatches of one step."""
+    num_steps: int = 10
+    """Consecutive steps of one measurement."""
+    num_rounds: int = 3
+    """Measurements; the median counts. Rounds go over all variants in turn, so that drift hits them alike."""
+    num_warmup_steps: int = 3
+    """Steps before each measurement."""
+
+    def model_config(self, variant: str) -> ModelConfig:
+        """The GPT of one row."""
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            dim=self.dim,
+            num_layers=self.num_layers,
+            num_heads=max(1, self.dim // 128),
+            num_kv_heads=max(1, self.dim // 128),
+            ffn_dim=int(self.dim * 2.6875) // 128 * 128 or 128,
+            context_length=self.num_tokens,
+            param_dtype="float32" if variant == "autograd fp32" else "bfloat16",
+            fuse_wgrad_accumulation=variant == "fused",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AccumulationRow:
+    """One line of the table."""
+
+    variant: str
+    step_ms: float
+    """Median over the rounds of the mean step, optimizer included."""
+    spread_ms: float
+    """Largest minus smallest round."""
+    over_fused: float
+    """Step time over the fused row's."""
+    peak_gib: float
+    """Peak of allocated device memory over the measured steps; 0 on the CPU."""
+    first_loss: float
+    last_loss: float
+    num_params: int
+
+
+def bench_accumulation(
+    bench: AccumulationBench, device: torch.device, log: Callable[[str], None] = lambda _: None
+) -> list[AccumulationRow]:
+    """Measure every variant; a variant's model exists only while it is measured, so that peaks are its own."""
+    times: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
+    peaks: dict[str, float] = {}
+    losses: dict[str, tuple[float, float]] = {}
+    params = 0
+    for round_index in range(bench.num_rounds):
+        for variant in _VARIANTS:
+            step, params = _training_step(bench, variant, device)
+            first = step().item()
+            for _ in range(bench.num_warmup_steps - 1):
+                step()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            milliseconds, last = time_steps(step, bench.num_steps, device)
+            times[variant].append(milliseconds)
+            losses[variant] = (first, last)
+            peaks[variant] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            log(f"round {round_index + 1}: {variant:14s} {milliseconds:8.1f} ms  peak {peaks[variant]:5.1f} GiB")
+            del step
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    fused = statistics.median(times["fused"])
+    return [
+        AccumulationRow(
+            variant=variant,
+            step_ms=statistics.median(times[variant]),
+            spread_ms=max(times[variant]) - min(times[variant]),
+            over_fused=statistics.median(times[variant]) / fused,
+            peak_gib=peaks[variant],
+            first_loss=losses[variant][0],
+            last_loss=losses[variant][1],
+            num_params=params,
+        )
+        for variant in _VARIANTS
+    ]
+
+
+def write_accumulation_report(rows: list[AccumulationRow], bench: AccumulationBench, folder: Path) -> str:
+    """Write ``accumulation.csv`` and ``accumulation.md`` into ``folder``; returns the table."""
+    setting = (
+        f"{machine()}. GPT of {rows[0].num_params / 1e9:.2f} B parameters: hidden {bench.dim}, {bench.num_layers} "
+        f"layers, {bench.num_microbatches} microbatches of {bench.num_tokens} tokens, AdamW included, on one device. "
+        f"Median of {bench.num_rounds} rounds of {bench.num_steps} consecutive steps between two events. "
+        f"Made by `maingrad bench accumulation`."
+    )
+    columns: list[Column] = [
+        ("", lambda row: row.variant),
+        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
+        ("over fused", lambda row: f"{row.over_fused:.3f}"),
+        ("spread of rounds, ms", lambda row: f"{row.spread_ms:.1f}"),
+        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
+    ]
+    return write_table(
+        folder,
+        "accumulation",
+        rows,
+        title="Accumulating gradients: fused, by a hook, by autograd",
+        setting=setting,
+        columns=columns,
+        notes="\n".join(f"- {line}" for line in (__doc__ or "").split("\n\n")[1].splitlines()),
+    )
+
+
+def _training_step(bench: AccumulationBench, variant: str, device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    model = build_model(bench.model_config(variant), seed=0, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    shape = (bench.num_microbatches, 1, bench.num_tokens + 1)
+    tokens = torch.randint(0, bench.vocab_size, shape, device=device, generator=generator)
+    step = _wrapped_step(model, tokens) if variant in ("fused", "hook") else _plain_step(model, tokens, variant)
+    return step, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _wrapped_step(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig())
+    optimizer = DistributedOptimizer(ddp, lr=1e-4)
+
+    def step() -> Tensor:
+        ddp.zero_grad_buffer()
+        with ddp.no_sync():
+            for microbatch in tokens[:-1]:
+                (ddp(microbatch[:, :-1], microbatch[:, 1:]) / len(tokens)).backward()
+        loss: Tensor = ddp(tokens[-1, :, :-1], tokens[-1, :, 1:])
+        (loss / len(tokens)).backward()
+        ddp.finish_grad_sync()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _plain_step(model: nn.Module, tokens: Tensor, variant: str) -> Callable[[], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    device_type = tokens.device.type
+
+    def cast() -> AbstractContextManager[object]:
+        return torch.autocast(device_type, torch.bfloat16) if variant == "autograd fp32" else nullcontext()
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        for microbatch in tokens:
+            with cast():
+                loss: Tensor = model(microbatch[:, :-1], microbatch[:, 1:])
+            (loss / len(tokens)).backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def time_steps(step: Callable[[], Tensor], num_steps: int, device: torch.device) -> tuple[float, float]:
+    """Mean milliseconds of consecutive steps, nothing left on the device at either end; and the last loss."""
+    loss = torch.zeros(())
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(num_steps):
+            loss = step()
+        return (time.perf_counter() - began) * 1e3 / num_steps, loss.item()
+    torch.cuda.synchronize(device)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(num_steps):
+        loss = step()
+    torch.cuda.synchronize(device)  # whatever other streams still do belongs to these steps
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / num_steps, loss.item()

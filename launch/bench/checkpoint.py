@@ -1,0 +1,200 @@
+"""Saving and loading, ours beside plain torch.distributed.checkpoint (DCP), of the same number of bytes in pairs.
+
+ZeRO-1           a ``DistributedDataParallel`` model and its ``DistributedOptimizer``
+fully sharded    a ``fully_shard`` model and ``torch.optim.AdamW``
+DCP              as many tensors of the same shapes as either stores: weights whole on every rank (ZeRO-1) or as
+                 DTensors, moments as DTensors, cut between rows; without what a checkpoint knows beside them (groups,
+                 steps, an id), and without a look at a checksum
+
+Run by torchrun. Each round saves and loads ours, then DCP's; the file system's cache is warm in both.
+"""
+
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ...fsdp import fully_shard
+from ..config.error import ConfigError
+from ..report.table import Column, machine, write_table
+
+__all__ = ["CheckpointBench", "CheckpointRow", "bench_checkpoint", "write_checkpoint_report"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointBench:
+    """What is saved: a chain of square layers in fp32, with both moments of Adam."""
+
+    dim: int = 1020
+    """Rows and columns of a layer."""
+    num_layers: int = 12
+    """With a bias each."""
+    num_rounds: int = 9
+    """After one that is not counted."""
+    folder: Path | None = None
+    """Where the files go, which are removed afterwards; on a file system that all ranks share. None: a new one."""
+
+    def model(self) -> nn.Sequential:
+        """The whole model."""
+        return nn.Sequential(*(nn.Linear(self.dim, self.dim) for _ in range(self.num_layers)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRow:
+    """One verb of one wrapper."""
+
+    name: str
+    verb: str
+    megabytes: float
+    seconds: float
+    """Median over rounds, from one barrier to the next."""
+    dcp_seconds: float
+    ratio: float
+    """Median of the rounds' own ratios."""
+    cpu_ratio: float
+    """The same of the processor time of the first rank, which other programs on the machine change less."""
+
+
+COLUMNS: list[Column] = [
+    ("model", lambda row: row.name),
+    ("", lambda row: row.verb),
+    ("MB", lambda row: f"{row.megabytes:.0f}"),
+    ("s", lambda row: f"{row.seconds:.3f}"),
+    ("DCP, s", lambda row: f"{row.dcp_seconds:.3f}"),
+    ("over DCP", lambda row: f"{row.ratio:.2f}"),
+    ("processor time over DCP", lambda row: f"{row.cpu_ratio:.2f}"),
+]
+
+
+def bench_checkpoint(bench: CheckpointBench, log: Callable[[str], None]) -> list[CheckpointRow]:
+    """Measure. Collective over the default group; every rank gets the first one's numbers or its own."""
+    if not dist.is_initialized():
+        raise ConfigError("bench checkpoint compares ranks that save together: torchrun --nproc-per-node 2 -m maingrad")
+    folder = [tempfile.mkdtemp(dir=bench.folder) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    place = Path(folder[0])
+    rows = []
+    try:
+        for name, make, whole in (("ZeRO-1", _zero1, True), ("fully sharded", _fully_sharded, False)):
+            log(f"{name} ...")
+            rows += _measure(name, make(bench), _torchs(bench, whole), bench, place)
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            rmtree(place)
+    return rows
+
+
+def write_checkpoint_report(rows: list[CheckpointRow], bench: CheckpointBench, folder: Path) -> str:
+    """``checkpoint.csv`` and ``checkpoint.md``; returns the latter."""
+    return write_table(
+        folder,
+        "checkpoint",
+        rows,
+        title="Saving and loading",
+        setting=f"{machine()}. {bench.num_layers} layers of {bench.dim} x {bench.dim} in fp32 with Adam's moments; "
+        f"{dist.get_world_size()} ranks, {dist.get_backend()}; ours beside plain torch.distributed.checkpoint of "
+        f"tensors of the same shapes, in pairs, medians of {bench.num_rounds} rounds. Ours compares checksums when it "
+        f"loads. Made by `torchrun --nproc-per-node {dist.get_world_size()} -m maingrad bench checkpoint`.",
+        columns=COLUMNS,
+    )
+
+
+def _zero1(bench: CheckpointBench) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = DistributedDataParallel(bench.model(), DistributedDataParallelConfig(use_distributed_optimizer=True))
+    optimizer = DistributedOptimizer(model)
+    model(torch.ones(2, bench.dim)).sum().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    return model, optimizer
+
+
+def _fully_sharded(bench: CheckpointBench) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fully_shard(bench.model())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, bench.dim)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _measure(
+    name: str,
+    ours: tuple[nn.Module, torch.optim.Optimizer],
+    tensors: dict[str, Tensor],
+    bench: CheckpointBench,
+    place: Path,
+) -> list[CheckpointRow]:
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "save": (lambda: save_checkpoint(place / "ours", *ours), lambda: save(tensors, checkpoint_id=place / "dcp")),
+        "load": (lambda: load_checkpoint(place / "ours", *ours), lambda: load(tensors, checkpoint_id=place / "dcp")),
+    }
+    times: dict[str, list[tuple[float, float, float, float]]] = {verb: [] for verb in calls}
+    for index in range(bench.num_rounds + 1):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for left in ("ours", "dcp"):
+                rmtree(place / left, ignore_errors=True)
+        for verb, (our_call, their_call) in calls.items():
+            measured = (*_timed(our_call), *_timed(their_call))
+            if index:
+                times[verb].append(measured)
+    megabytes = 12e-6 * sum(param.numel() for param in bench.model().parameters())
+    return [
+        CheckpointRow(
+            name=name,
+            verb=verb,
+            megabytes=megabytes,
+            seconds=statistics.median(ours for ours, _, _, _ in each),
+            dcp_seconds=statistics.median(theirs for _, _, theirs, _ in each),
+            ratio=statistics.median(ours / theirs for ours, _, theirs, _ in each),
+            cpu_ratio=statistics.median(ours / theirs for _, ours, _, theirs in each),
+        )
+        for verb, each in times.items()
+    ]
+
+
+def _timed(call: Callable[[], object]) -> tuple[float, float]:
+    """(seconds from a barrier to the next, processor seconds of this rank)."""
+    dist.barrier()
+    began, busy = time.perf_counter(), time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call()
+    busy = time.process_time() - busy
+    dist.barrier()
+    return time.perf_counter() - began, busy
+
+
+def _torchs(bench: CheckpointBench, whole: bool) -> dict[str, Tensor]:
+    """As a user of DCP has them. whole: every rank has all weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = {
+        f"{kind}.{name}": torch.randn_like(param)
+        for kind in ("model", "exp_avg", "exp_avg_sq")
+        for name, param in bench.model().named_parameters()
+    }
+    return {
+        name: tensor if whole and name.startswith("model.") else distribute_tensor(tensor, mesh, [Shard(0)])
+        for name, tensor in tensors.items()
+    }

@@ -1,0 +1,292 @@
+"""One GPT trained by each data parallelism, the same work for all: step time, peak memory, loss.
+
+Ratios are over a floor: the same model, microbatches and share of the optimizer on each GPU without any communication.
+There are two, ours (our modules and buckets) and the peers' (a plain layer, no wrapper), each measured at the beginning
+and at the end, so that the machine's drift shows; ratios are over the mean of both.
+
+A row's time is the median of rounds of consecutive steps between two events and one synchronize, so that no gather and
+no reduction slips out of the clock; clipping is off. A row that cannot be measured stays in the table with its reason.
+"""
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...config.run import ConfigError
+from ...report.trace_digest import digest_trace, record_trace
+from ..accumulation import time_steps
+from .fsdp_rows import FSDP
+from .model import SETTINGS, Setting
+from .peers import PEERS
+from .ranks import AnyRankFailed, Ranks
+from .rows import FLOOR, OURS, PEER_FLOOR, Case, Row, Step
+
+__all__ = ["DataParallelBench", "Measurement", "bench_data_parallel", "choose_rows", "choose_settings"]
+
+ROWS: Mapping[str, Row] = {**OURS, **FSDP, **PEERS}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataParallelBench:
+    """What is measured; the defaults are the published tables'."""
+
+    settings: tuple[str, ...] = ("large", "one_microbatch", "small")
+    """Tables: large, one_microbatch, small, tiny."""
+    rows: tuple[str, ...] = ()
+    """Rows by name; none: all. The floors come along, for the ratios."""
+    without: tuple[str, ...] = ()
+    """Rows to leave out."""
+    num_steps: int = 10
+    """Consecutive steps of one round."""
+    num_rounds: int = 3
+    """Rounds; the median counts."""
+    num_warmup_steps: int = 3
+    """Steps before the first round."""
+    trace: tuple[str, ...] = ()
+    """Rows of which two further steps are traced; a digest of rank 0's trace goes beside the table."""
+    keep_traces: bool = False
+    """Keep the traces themselves too, as .json.gz."""
+    bucket_size: int | None = None
+    """Elements at which our rows close a bucket, those of sharded units too; None: the library's own rule."""
+    num_buckets: int | None = None
+    """Number of buckets of our rows, instead of their size."""
+    pad_buckets: bool = False
+    """Our rows end buckets at multiples of 2^16 elements."""
+    timeout: float = 120.0
+    """Seconds after which a rank gives up on a collective or on another rank."""
+    stem: str = "data_parallel"
+    """Files are STEM.csv, STEM.md and STEM.png; sections of other settings and numbers of ranks in STEM.csv stay."""
+    redraw: bool = False
+    """Measure nothing: write table and picture again from STEM.csv in the output folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """One row as it was measured; numbers are NaN where ``problem`` says why there are none."""
+
+    setting: str
+    num_ranks: int
+    row: str
+    """Its name; both floors come twice."""
+    label: str
+    step_ms: float = math.nan
+    """Mean step of the median round, by rank 0's clock."""
+    slowest_rank_ms: float = math.nan
+    """The same by the clock of the rank that took longest."""
+    spread_ms: float = math.nan
+    """Largest minus smallest round."""
+    tokens_per_second: float = math.nan
+    """Over all ranks."""
+    peak_gib: float = math.nan
+    """Largest peak of allocated memory of any rank, over the measured steps, beyond ``held_gib``; 0 on the CPU."""
+    held_gib: float = math.nan
+    """What was allocated before the row was built: an earlier row did not give it back."""
+    first_loss: float = math.nan
+    """Of rank 0 in the first step."""
+    last_loss: float = math.nan
+    """Of rank 0 in the last step; a floor trains nothing."""
+    trains: bool = True
+    problem: str = ""
+    machine: str = ""
+    """Device, versions and date."""
+
+
+def choose_settings(names: Sequence[str]) -> list[Setting]:
+    """By name, in that order; raises ``ConfigError``."""
+    _check_names("setting", names, SETTINGS)
+    return [SETTINGS[name] for name in names]
+
+
+def choose_rows(bench: DataParallelBench, rows: Mapping[str, Row] = ROWS) -> list[str]:
+    """Names in measuring order: floors first and again last. Raises ``ConfigError`` for one that does not exist."""
+    for kind in (bench.rows, bench.without, bench.trace):
+        _check_names("row", kind, rows)
+    wanted = set(bench.rows or rows) - set(bench.without)
+    floors = [name for name in (FLOOR, PEER_FLOOR) if name in rows and name not in bench.without]
+    between = [name for name in rows if name in wanted and name not in floors]
+    return [*floors, *between, *floors] if between else floors
+
+
+def _check_names(kind: str, names: Sequence[str], known: Mapping[str, Any]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown {kind} '{name}': it is one of {', '.join(known)}")
+
+
+def bench_data_parallel(
+    bench: DataParallelBench,
+    ranks: Ranks,
+    out_dir: Path,
+    *,
+    machine: str = "",
+    rows: Mapping[str, Row] = ROWS,
+    log: Callable[[str], None] = lambda _: None,
+    save: Callable[[list[Measurement]], None] = lambda _: None,
+) -> list[Measurement]:
+    """Measure every chosen row of every chosen setting, one after the other, each with process groups of its own.
+
+    out_dir  where digests of traces go
+    machine  is written into every measurement
+    save     is called after each row with all that is measured so far: a run that is cut short leaves what it has
+
+    All ranks call it alike and get the same list.
+    """
+    done: list[Measurement] = []
+    for setting in choose_settings(bench.settings):
+        case = Case(setting, ranks.rank, ranks.size, ranks.device, _options_of_ours(bench))
+        traced = set(bench.trace)
+        for name in choose_rows(bench, rows):
+            trace = _Trace(out_dir, f"{setting.name}_{name}", bench.keep_traces) if name in traced else None
+            traced.discard(name)  # once, where a row comes twice
+            done.append(_measure(bench, case, name, rows[name], ranks, machine, trace, log))
+            log(_line(done[-1]))
+            save(done)
+    return done
+
+
+def _options_of_ours(bench: DataParallelBench) -> dict[str, Any]:
+    """Fields of our configuration that the command line sets."""
+    options = {
+        "bucket_size": bench.bucket_size,
+        "num_buckets": bench.num_buckets,
+        "pad_buckets_for_high_nccl_busbw": bench.pad_buckets,
+    }
+    return {name: value for name, value in options.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """Where the trace of a row goes."""
+
+    folder: Path
+    stem: str
+    keep: bool
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _measure(
+    bench: DataParallelBench,
+    case: Case,
+    name: str,
+    row: Row,
+    ranks: Ranks,
+    machine: str,
+    trace: _Trace | None,
+    log: Callable[[str], None],
+) -> Measurement:
+    options = case.ours if name in OURS and row.trains else {}
+    if name in FSDP:
+        options = {key: value for key, value in case.ours.items() if key == "bucket_size"}
+    about: dict[str, Any] = {
+        "setting": case.setting.name,
+        "num_ranks": case.num_ranks,
+        "row": name,
+        "label": ", ".join([row.label, *(f"{key}={value}" for key, value in options.items())]),
+        "trains": row.trains,
+        "machine": machine,
+    }
+    problem = row.refuse(case)
+    mine: dict[str, Any] = {}
+    if problem is None:
+        try:
+            with ranks.attempt(with_groups=row.with_groups):
+                mine = _time_row(bench, case, row, trace)
+                _release(case.device)  # memory that a group has mapped goes before the group does
+        except AnyRankFailed as failure:
+            problem = str(failure)
+            log(failure.details)
+    _release(case.device)  # what failed left its frames behind, and with them a model
+    # A refusal is the same on all ranks, or this is where they notice.
+    told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
+    problem = next((each for each, _ in told if each), None)
+    if problem is not None:
+        return Measurement(**about, problem=" ".join(problem.split())[:400])
+    numbers: dict[str, Any] = dict(told[0][1])
+    setting = case.setting
+    num_tokens = setting.num_tokens * setting.num_microbatches * case.num_ranks
+    return Measurement(
+        **about,
+        **numbers
+        | {
+            "slowest_rank_ms": max(each["step_ms"] for _, each in told),
+            "peak_gib": max(each["peak_gib"] for _, each in told),
+            "held_gib": max(each["held_gib"] for _, each in told),
+            "tokens_per_second": num_tokens / numbers["step_ms"] * 1e3,
+        },
+    )
+
+
+def _time_row(bench: DataParallelBench, case: Case, row: Row, trace: _Trace | None) -> dict[str, Any]:
+    """Build, warm up, time, trace and close one row on this rank."""
+    on_cuda = case.device.type == "cuda"
+    held = torch.cuda.memory_allocated(case.device) / 2**30 if on_cuda else 0.0
+    try:
+        step: Step = row.build(case)
+        first_loss = step().item()
+        for _ in range(bench.num_warmup_steps - 1):
+            step()
+        if on_cuda:
+            torch.cuda.synchronize(case.device)
+            torch.cuda.reset_peak_memory_stats(case.device)
+        times, last_loss = [], first_loss
+        for _ in range(bench.num_rounds):
+            _barrier()
+            milliseconds, last_loss = time_steps(step, bench.num_steps, case.device)
+            times.append(milliseconds)
+        peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if on_cuda else 0.0
+        _barrier()
+        if trace is not None:
+            _write_digest(step, case, trace)
+        del step
+    finally:
+        row.close()
+    return {
+        "step_ms": statistics.median(times),
+        "spread_ms": max(times) - min(times),
+        "peak_gib": peak - held,
+        "held_gib": held,
+        "first_loss": first_loss,
+        "last_loss": last_loss,
+    }
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _write_digest(step: Step, case: Case, trace: _Trace) -> None:
+    """All ranks take the steps; rank 0 writes what it saw."""
+    num_steps = 2
+    trace.folder.mkdir(parents=True, exist_ok=True)
+    path = trace.folder / f"trace_{trace.stem}.json.gz"
+    record_trace(step, num_steps, path if case.rank == 0 else None)
+    if case.rank == 0:
+        text = digest_trace(path, num_steps)
+        (trace.folder / f"trace_{trace.stem}.txt").write_text(text)
+        if not trace.keep:
+            path.unlink()
+
+
+def _line(measured: Measurement) -> str:
+    head = f"{measured.setting:15s} {measured.row:26s}"
+    if measured.problem:
+        return f"{head} not measured: {measured.problem}"
+    return (
+        f"{head} {measured.step_ms:8.1f} ms  spread {measured.spread_ms:5.1f}  "
+        f"{measured.tokens_per_second / 1e3:8.1f} ktok/s  peak {measured.peak_gib:5.1f} GiB  "
+        f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"
+        + (f"  ({measured.held_gib:.1f} GiB held by earlier rows)" if measured.held_gib > 0.1 else "")
+    )

@@ -1,0 +1,253 @@
+"""What every row of ``bench data-parallel`` trains: a GPT, its microbatches, and the choice of linear layer.
+
+Legend: B sequences, T tokens, H width of the model, F width of the feed-forward, V vocabulary, M microbatches.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....ddp.contract.main_grad import accumulator_of, hand_over, open_for_write, record_of
+from ....ddp.torch_internals import current_backward
+from ....te_integration import Linear
+
+__all__ = [
+    "GPT",
+    "SETTINGS",
+    "AddmmLinear",
+    "Block",
+    "LinearFactory",
+    "Setting",
+    "accumulate",
+    "fused_linear",
+    "make_model",
+    "plain_linear",
+    "random_tokens",
+]
+
+LinearFactory = Callable[[int, int], nn.Module]
+"""(in, out) -> a linear layer without bias, whose only parameter is ``weight`` [out, in]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Sizes of one table."""
+
+    name: str
+    hidden: int
+    num_layers: int
+    num_microbatches: int
+    num_tokens: int
+    """Of one microbatch on one rank: one sequence."""
+    vocab_size: int = 32000
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of 128 wherever the width allows."""
+        return max(1, self.hidden // 128)
+
+    @property
+    def ffn_dim(self) -> int:
+        """2.6875 times the width, down to a multiple of 128."""
+        return int(self.hidden * 2.6875) // 128 * 128
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all parameters."""
+        block = self.hidden * (4 * self.hidden + 3 * self.ffn_dim + 2)
+        return self.num_layers * block + self.hidden * (2 * self.vocab_size + 1)
+
+    def describe(self) -> str:
+        """A line for the head of the table."""
+        microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
+        return (
+            f"hidden {self.hidden}, {self.num_layers} layers, {self.num_params / 1e9:.2f} B parameters, "
+            f"{microbatches} of {self.num_tokens:,} tokens on each GPU"
+        )
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting(name="large", hidden=4096, num_layers=8, num_microbatches=4, num_tokens=4096),
+        Setting(name="one_microbatch", hidden=4096, num_layers=8, num_microbatches=1, num_tokens=4096),
+        Setting(name="small", hidden=2048, num_layers=16, num_microbatches=2, num_tokens=2048),
+        # Not for measurements: everything runs, on a CPU too.
+        Setting(name="tiny", hidden=64, num_layers=2, num_microbatches=2, num_tokens=16, vocab_size=128),
+    )
+}
+
+
+# ---- Linear layers. ----
+
+
+def plain_linear(in_features: int, out_features: int) -> nn.Module:
+    """torch's: autograd makes the weight gradient, and whoever wants it elsewhere moves it."""
+    return nn.Linear(in_features, out_features, bias=False)
+
+
+def fused_linear(in_features: int, out_features: int) -> nn.Module:
+    """Ours, with the weight gradient straight into ``main_grad``."""
+    return Linear(in_features, out_features, bias=False, fuse_wgrad_accumulation=True)
+
+
+class AddmmLinear(nn.Linear):
+    """The plainest layer that adds its weight gradient to ``main_grad``: an autograd function around one ``addmm``.
+
+    Peers and their floor get it where they can take a fused weight gradient: what is compared is data parallelism, not
+    layers. It speaks the same contract as ours, to whichever provider there is.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out]."""
+        y: Tensor = _AddmmWgrad.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y
+
+    @classmethod
+    def make(cls, in_features: int, out_features: int) -> nn.Module:
+        """As a ``LinearFactory``."""
+        return cls(in_features, out_features, bias=False)
+
+
+class _AddmmWgrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the object that bears main_grad; a hook of the provider's may unpack another
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        (dy,) = grads
+        x, data = ctx.saved_tensors
+        weight: Tensor = ctx.weight
+        dx = dy @ data
+        record = record_of(weight)
+        total = accumulator_of(weight, "AddmmLinear")
+        rows, columns = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+        overwrite = open_for_write(weight, record, current_backward())
+        _write_product(total, rows, columns, overwrite)
+        return dx, hand_over(weight, record, delayed=False, fused=True)
+
+
+def _write_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
+    """``total += a b``, or ``total = a b``, summed in ``total``'s dtype."""
+    if not total.is_cuda:  # the products of two dtypes are CUDA's
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if overwrite else 1)
+    elif overwrite:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+# ---- The model. ----
+
+
+class Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + feed_forward(norm(x))``."""
+
+    def __init__(self, setting: Setting, linear: LinearFactory) -> None:
+        super().__init__()
+        width, ffn = setting.hidden, setting.ffn_dim
+        self.num_heads = setting.num_heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.qkv = linear(width, 3 * width)
+        self.out = linear(width, width)
+        self.ffn_norm = nn.RMSNorm(width)
+        self.up = linear(width, 2 * ffn)
+        self.down = linear(ffn, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        batch, length, width = x.shape
+        heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.num_heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # [B, heads, T, H / heads] each
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        gate, value = self.up(self.ffn_norm(x)).chunk(2, dim=-1)
+        y: Tensor = x + self.down(F.silu(gate) * value)
+        return y
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """[B, T, V], [B, T] -> their mean, fp32."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+class GPT(nn.Module):
+    """(tokens [B, T], targets [B, T]) -> loss. No rotations, no dropout: nothing that data parallelism would notice."""
+
+    def __init__(self, setting: Setting, linear: LinearFactory) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(setting.vocab_size, setting.hidden)
+        self.blocks = nn.ModuleList(Block(setting, linear) for _ in range(setting.num_layers))
+        self.norm = nn.RMSNorm(setting.hidden)
+        self.head = linear(setting.hidden, setting.vocab_size)
+        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """See the class."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(self.head(self.norm(x)), targets)
+
+    def units(self, *, split_ends: bool = False) -> list[nn.Module]:
+        """What sharded wrappers take one by one before the model: its blocks, and its two ends as well or not."""
+        return [*self.blocks, *((self.embedding, self.head) if split_ends else ())]
+
+    def compile_parts(self) -> None:
+        """torch.compile for every block and for the loss: what sharded wrappers, which hook blocks, leave whole."""
+        for block in self.blocks:
+            block.compile()
+        self.loss = torch.compile(cross_entropy)
+
+
+def make_model(setting: Setting, linear: LinearFactory, dtype: torch.dtype, device: torch.device) -> GPT:
+    """The same weights for every row and rank, drawn in fp32 and rounded to ``dtype``."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+        model = GPT(setting, linear)
+        torch.manual_seed(0)  # behind the constructors, which draw as they like
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+    return model.to(dtype)
+
+
+# ---- Its data. ----
+
+
+def random_tokens(setting: Setting, rank: int, device: torch.device) -> Tensor:
+    """[M, 1, T + 1] int64: the same for every row, other ones on each rank; every step sees them again."""
+    generator = torch.Generator(device=device).manual_seed(rank)
+    shape = (setting.num_microbatches, 1, setting.num_tokens + 1)
+    return torch.randint(0, setting.vocab_size, shape, device=device, generator=generator)
+
+
+def accumulate(
+    forward: Callable[[Tensor, Tensor], Tensor],
+    tokens: Tensor,
+    *,
+    not_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before: Callable[[bool], None] | None = None,
+) -> Tensor:
+    """Forward and backward of all microbatches; returns the last one's loss, detached.
+
+    tokens    [M, 1, T + 1]
+    not_last  the context of every microbatch but the last (``no_sync``)
+    before    called before each microbatch with whether it is the last one
+    """
+    num_microbatches = len(tokens)
+    for index, row in enumerate(tokens):
+        is_last = index == num_microbatches - 1
+        if before is not None:
+            before(is_last)
+        with nullcontext() if is_last else not_last():
+            loss = forward(row[:, :-1], row[:, 1:])
+            (loss / num_microbatches).backward()
+    return loss.detach()

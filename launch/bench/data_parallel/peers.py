@@ -1,0 +1,291 @@
+"""The peers' rows of ``bench data-parallel``: torch's DDP and FSDP2, Megatron-core, Megatron-FSDP.
+
+Each is set up as its own documentation says for bf16 training with gradients summed and reduced in fp32, and overlaps
+whatever it can. Megatron's take the fused weight gradient with the same plain layer as the peers' floor. What is not
+installed refuses with that reason.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from .model import AddmmLinear, Block, LinearFactory, accumulate, make_model, plain_linear
+from .ranks import make_mesh
+from .rows import LEARNING_RATE, Case, Row, Step, reset_compiler
+
+__all__ = ["PEERS", "megatron_core_problem", "peer_versions"]
+
+
+# ---- torch's DistributedDataParallel. ----
+
+
+def _torch_ddp(case: Case, *, compiled: bool) -> Step:
+    """fp32 weights and gradients under bf16 autocast, gradients as views of the buckets."""
+    model = make_model(case.setting, plain_linear, torch.float32, case.device)
+    device_ids = [case.device.index] if case.device.type == "cuda" else None
+    ddp = nn.parallel.DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+    adamw = torch.optim.AdamW(ddp.parameters(), lr=LEARNING_RATE, fused=True)
+    run: Any = torch.compile(ddp) if compiled else ddp
+    tokens = case.tokens()
+
+    def forward(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(case.device.type, torch.bfloat16):
+            loss: Tensor = run(inputs, targets)
+        return loss
+
+    def step() -> Tensor:
+        loss = accumulate(forward, tokens, not_last=ddp.no_sync)
+        adamw.step()
+        adamw.zero_grad()
+        return loss
+
+    return step
+
+
+# ---- FSDP2. ----
+
+
+def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: bool = False) -> Step:
+    """Gradients are reduced in the last microbatch, and whole until then.
+
+    reshard     ZeRO-3; otherwise parameters stay gathered until the last microbatch's backward used them: ZeRO-2
+    split_ends  the embedding and the head are units of their own
+    """
+    model = make_model(case.setting, plain_linear, torch.float32, case.device)
+    if compiled:
+        model.compile_parts()
+    mesh = init_device_mesh(case.device.type, (case.num_ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in model.units(split_ends=split_ends):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    sharded: Any = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    tokens = case.tokens()
+
+    def before(is_last: bool) -> None:
+        sharded.set_requires_gradient_sync(is_last)
+        if not reshard:
+            sharded.set_reshard_after_backward(is_last)
+
+    def step() -> Tensor:
+        loss = accumulate(sharded, tokens, before=before)
+        adamw.step()
+        adamw.zero_grad()
+        return loss
+
+    return step
+
+
+# ---- Megatron-core. ----
+
+
+def _megatron(case: Case, *, fused: bool, zero1: bool) -> Step:
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    distributed = importlib.import_module("megatron.core.distributed")
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    transformer = importlib.import_module("megatron.core.transformer")
+
+    parallel_state.initialize_model_parallel()
+    setting = case.setting
+    config = transformer.TransformerConfig(
+        num_layers=setting.num_layers,
+        hidden_size=setting.hidden,
+        num_attention_heads=setting.num_heads,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+    ddp_config = distributed.DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=zero1,
+        use_distributed_optimizer=zero1,
+        average_in_collective=False,
+    )
+    linear: LinearFactory = AddmmLinear.make if fused else plain_linear
+    model = distributed.DistributedDataParallel(
+        config, ddp_config, make_model(setting, linear, torch.bfloat16, case.device)
+    )
+    model.broadcast_params()
+    optimizer_config = optimizers.OptimizerConfig(
+        optimizer="adam",
+        lr=LEARNING_RATE,
+        weight_decay=0.01,
+        clip_grad=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=zero1,
+        overlap_param_gather=zero1,
+    )
+    optimizer = optimizers.get_megatron_optimizer(optimizer_config, [model])
+    tokens = case.tokens()
+
+    def step() -> Tensor:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = accumulate(model, tokens, not_last=model.no_sync)
+        model.finish_grad_sync()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def _close_megatron() -> None:
+    if _is_installed("megatron.core"):
+        importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
+
+
+# ---- Megatron-FSDP. ----
+
+
+def _megatron_fsdp(case: Case, *, stage: int, fused: bool = False, defaults: bool = False) -> Step:
+    """defaults: gradients are summed and reduced in bf16, the parameters' dtype; otherwise in fp32, as everywhere."""
+    package = _megatron_fsdp_alone()
+    grads_dtype = None if defaults else torch.float32
+    mesh = make_mesh(case.device, {"dp": case.num_ranks, "tp": 1})
+    linear: LinearFactory = AddmmLinear.make if fused else plain_linear
+    module = make_model(case.setting, linear, torch.bfloat16, case.device)
+    model, adamw = package.fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True),
+        device_mesh=mesh,
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=stage,
+        device=case.device,
+        mixed_precision_policy=package.MixedPrecisionPolicy(
+            main_params_dtype=torch.float32, main_grads_dtype=grads_dtype, grad_comm_dtype=grads_dtype
+        ),
+        sync_model_each_microbatch=False,
+    )
+    tokens = case.tokens()
+
+    def step() -> Tensor:
+        loss = accumulate(model, tokens, before=model.set_model_auto_sync)
+        adamw.step()
+        adamw.zero_grad()
+        return loss
+
+    return step
+
+
+def _megatron_fsdp_alone() -> Any:
+    """The package as it is without Megatron-core.
+
+    It takes Megatron-core's configuration class where that is installed, and Megatron-core 0.16's does not know all
+    fields that Megatron-FSDP 0.6 sets.
+    """
+    if "megatron_fsdp" not in sys.modules:
+        core = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
+        for name in core:
+            del sys.modules[name]
+        sys.modules["megatron"] = None  # type: ignore[assignment]  # importing it raises ImportError
+        try:
+            importlib.import_module("megatron_fsdp")
+        finally:
+            del sys.modules["megatron"]
+            sys.modules.update(core)
+    return sys.modules["megatron_fsdp"]
+
+
+def peer_versions() -> str:
+    """Of what the rows depend on beyond torch, as far as it is installed: "triton 3.6.0, NCCL 2.28.9"."""
+    found = []
+    for package in ("triton", "megatron-core", "megatron-fsdp"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    return ", ".join(found)
+
+
+# ---- The table of them. ----
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package above it is missing
+        return False
+
+
+def _needs(name: str, case: Case) -> str | None:
+    return _problem(name, case.device)
+
+
+def _problem(name: str, device: torch.device) -> str | None:
+    if not _is_installed(name):
+        return f"{name} is not installed"
+    return None if device.type == "cuda" else f"{name} runs on CUDA only"
+
+
+def megatron_core_problem(device: torch.device) -> str | None:
+    """Why Megatron-core cannot be measured on ``device``; None: it can."""
+    return _problem("megatron.core", device)
+
+
+def _refuse_overwriting(case: Case) -> str | None:
+    if case.setting.num_microbatches > 1:
+        # 0.6.1 asks fused layers to overwrite main_grad after every unshard, also where it keeps summing there.
+        return (
+            "it has fused layers overwrite the sum of earlier microbatches: only the last one's gradient would be left"
+        )
+    return _needs("megatron_fsdp", case)
+
+
+_CORE = partial(_needs, "megatron.core")
+_MEGATRON_FSDP = partial(_needs, "megatron_fsdp")
+
+PEERS: Mapping[str, Row] = {
+    "megatron_zero1_fused": Row(
+        "Megatron-core ZeRO-1, fused wgrad",
+        partial(_megatron, fused=True, zero1=True),
+        close=_close_megatron,
+        refuse=_CORE,
+    ),
+    "megatron_zero1": Row(
+        "Megatron-core ZeRO-1", partial(_megatron, fused=False, zero1=True), close=_close_megatron, refuse=_CORE
+    ),
+    "megatron_ddp_fused": Row(
+        "Megatron-core DDP, fused wgrad",
+        partial(_megatron, fused=True, zero1=False),
+        close=_close_megatron,
+        refuse=_CORE,
+    ),
+    "fsdp2_zero2": Row("FSDP2, parameters kept (ZeRO-2)", partial(_fsdp2, reshard=False)),
+    "fsdp2_zero3": Row("FSDP2, resharded (ZeRO-3)", partial(_fsdp2, reshard=True)),
+    "fsdp2_zero3_split": Row(
+        "FSDP2, resharded (ZeRO-3), embedding and head units of their own",
+        partial(_fsdp2, reshard=True, split_ends=True),
+    ),
+    "torch_ddp": Row("torch DDP, autocast, fp32 weights", partial(_torch_ddp, compiled=False)),
+    "fsdp2_zero2_compiled": Row(
+        "FSDP2 ZeRO-2, torch.compile", partial(_fsdp2, reshard=False, compiled=True), close=reset_compiler
+    ),
+    "fsdp2_zero3_compiled": Row(
+        "FSDP2 ZeRO-3, torch.compile", partial(_fsdp2, reshard=True, compiled=True), close=reset_compiler
+    ),
+    "torch_ddp_compiled": Row("torch DDP, torch.compile", partial(_torch_ddp, compiled=True), close=reset_compiler),
+    **{
+        f"megatron_fsdp_zero{stage}{suffix}": Row(
+            f"Megatron-FSDP ZeRO-{stage}{what}",
+            partial(_megatron_fsdp, stage=stage, fused=suffix == "_fused", defaults=suffix == "_bf16"),
+            refuse=_refuse_overwriting if (stage, suffix) == (1, "_fused") else _MEGATRON_FSDP,
+        )
+        for stage in (1, 3)
+        for suffix, what in (("", ""), ("_fused", ", fused wgrad"), ("_bf16", ", gradients in bf16"))
+    },
+}
+"""By name, in the order in which they are measured. Megatron-FSDP comes last: 0.6.1 keeps memory for good."""

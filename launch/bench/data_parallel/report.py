@@ -1,0 +1,159 @@
+"""Tables of ``bench data-parallel``: a CSV, and Markdown with a section for each setting and number of ranks."""
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ...report.table import Column, markdown_table, write_csv
+from .measure import Measurement
+from .model import SETTINGS
+from .rows import FLOOR, PEER_FLOOR
+
+__all__ = ["Section", "read_measurements", "sections_of", "write_data_parallel_report"]
+
+_FIRST_LOSS_TOLERANCE = 0.01
+"""Of the first loss: all rows start from the same weights, rounded to bf16 here and not there."""
+_LAST_LOSS_TOLERANCE = 0.2
+"""Of the fall of the loss: rounding grows over the steps."""
+_LEARNS = 0.1
+"""Of the largest fall of the loss: a row that falls by less has learned nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One run's rows of one setting on one number of ranks."""
+
+    setting: str
+    num_ranks: int
+    rows: tuple[Measurement, ...]
+
+    @property
+    def machine(self) -> str:
+        """Device, versions and date."""
+        return self.rows[0].machine
+
+    def floor_ms(self, name: str) -> float:
+        """Mean over the times that this floor was measured; NaN if it never was."""
+        times = self._times(name)
+        return statistics.mean(times) if times else math.nan
+
+    def drift(self, name: str) -> float:
+        """Last time of this floor over its first, minus 1; NaN unless it was measured twice."""
+        times = self._times(name)
+        return times[-1] / times[0] - 1 if len(times) > 1 else math.nan
+
+    def over(self, name: str, row: Measurement) -> float:
+        """Step time of ``row`` over that of a floor."""
+        return row.step_ms / self.floor_ms(name)
+
+    def over_slowest(self, name: str, row: Measurement) -> float:
+        """The same on the rank that takes longest: ranks that communicate cannot be faster than the slowest alone."""
+        alone = [floor.slowest_rank_ms for floor in self.rows if floor.row == name and not floor.problem]
+        return row.slowest_rank_ms / statistics.mean(alone) if alone else math.nan
+
+    def odd_losses(self) -> list[Measurement]:
+        """Rows whose loss is not what the others' is: they do not do the same work."""
+        measured = [row for row in self.rows if not row.problem]
+        trained = [row for row in measured if row.trains]
+        if not measured:
+            return []
+        first = statistics.median(row.first_loss for row in measured)
+        odd = [row for row in measured if not abs(row.first_loss - first) <= _FIRST_LOSS_TOLERANCE * abs(first)]
+        if trained:
+            # What learns nothing is odd, however many such rows there are: it has no say in where the loss should be.
+            falls = [row.first_loss - row.last_loss for row in trained]
+            largest = max((fall for fall in falls if not math.isnan(fall)), default=0.0)
+            learning = [
+                row for row, fall in zip(trained, falls, strict=True) if fall >= _LEARNS * largest and largest > 0
+            ]
+            last = statistics.median(row.last_loss for row in learning or trained)
+            allowed = _LAST_LOSS_TOLERANCE * abs(first - last)
+            odd += [row for row in trained if row not in odd and not abs(row.last_loss - last) <= allowed]
+        return odd
+
+    def _times(self, name: str) -> list[float]:
+        return [row.step_ms for row in self.rows if row.row == name and not row.problem]
+
+
+def sections_of(measurements: Sequence[Measurement]) -> list[Section]:
+    """In the order of the settings, fewer ranks first."""
+    groups: dict[tuple[str, int], list[Measurement]] = {}
+    for row in measurements:
+        groups.setdefault((row.setting, row.num_ranks), []).append(row)
+    order = list(SETTINGS)
+    keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1]))
+    return [Section(setting, num_ranks, tuple(groups[setting, num_ranks])) for setting, num_ranks in keys]
+
+
+def read_measurements(path: Path) -> list[Measurement]:
+    """What ``write_data_parallel_report`` wrote; nothing where there is no such file."""
+    if not path.exists():
+        return []
+    parsers: dict[Any, Callable[[str], Any]] = {str: str, int: int, float: float, bool: lambda text: text == "True"}
+    with path.open(newline="") as file:
+        return [
+            Measurement(**{field.name: parsers[field.type](row[field.name]) for field in fields(Measurement)})
+            for row in csv.DictReader(file)
+        ]
+
+
+def write_data_parallel_report(measurements: Sequence[Measurement], folder: Path, stem: str = "data_parallel") -> str:
+    """Write ``stem.csv`` and ``stem.md`` into ``folder``; returns the latter.
+
+    Sections that the CSV there has, of other settings or numbers of ranks, stay.
+    """
+    path = folder / f"{stem}.csv"
+    mine = {(row.setting, row.num_ranks) for row in measurements}
+    kept = [row for row in read_measurements(path) if (row.setting, row.num_ranks) not in mine]
+    rows = [*kept, *measurements]
+    write_csv(folder, stem, rows)
+    lines = [
+        "# Data parallelism: ours and others on the same work",
+        "",
+        "Made by `torchrun --nproc-per-node N -m maingrad bench data-parallel`; what the columns mean is said "
+        "[here](README.md#data-parallelism-what-is-measured).",
+        "",
+    ]
+    for section in sections_of(rows):
+        lines += _section_lines(section)
+    table = "\n".join(lines)
+    (folder / f"{stem}.md").write_text(table)
+    return table
+
+
+def _section_lines(section: Section) -> list[str]:
+    setting = SETTINGS[section.setting]
+    columns: list[Column] = [
+        ("", lambda row: row.label),
+        ("ms", lambda row: _number(row.step_ms, ".1f")),
+        ("over our floor", lambda row: _number(section.over(FLOOR, row), ".3f")),
+        ("over the slowest GPU's", lambda row: _number(section.over_slowest(FLOOR, row), ".3f")),
+        ("over the peers' floor", lambda row: _number(section.over(PEER_FLOOR, row), ".3f")),
+        ("peak GiB", lambda row: _number(row.peak_gib, ".1f")),
+        ("thousand tokens/s", lambda row: _number(row.tokens_per_second / 1e3, ".1f")),
+        ("loss", lambda row: row.problem or f"{row.first_loss:.3f} to {row.last_loss:.3f}"),
+    ]
+    drifts = [
+        f"{whose} floor {section.drift(name):+.1%}"
+        for whose, name in (("our", FLOOR), ("the peers'", PEER_FLOOR))
+        if not math.isnan(section.drift(name))
+    ]
+    odd = section.odd_losses()
+    return [
+        f"## {section.setting}, {section.num_ranks} ranks",
+        "",
+        f"{section.num_ranks} x {section.machine}. {setting.describe()}. Drift of the machine from the first rows to "
+        f"the last: {', '.join(drifts) or 'not measured'}.",
+        "",
+        *markdown_table(section.rows, columns),
+        "",
+        *([f"**Losses differ from the others'**: {', '.join(row.label for row in odd)}.", ""] if odd else []),
+    ]
+
+
+def _number(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)

@@ -1,0 +1,228 @@
+"""Our own rows of ``bench data-parallel``, and the floors that ratios are taken over.
+
+A row builds a training step. What it needs it makes inside ``build``; what the process keeps of it, ``close`` gives up.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ....ddp.contract.main_grad import absorb_grad, attach
+from ....ddp.contract.record import GradRecord
+from ....ddp.torch_internals import zero_cta_options
+from .model import GPT, AddmmLinear, Setting, accumulate, fused_linear, make_model, plain_linear, random_tokens
+
+__all__ = [
+    "FLOOR",
+    "LEARNING_RATE",
+    "OURS",
+    "PEER_FLOOR",
+    "Case",
+    "Row",
+    "Step",
+    "refuse_copy_engines",
+    "refuse_instances",
+    "reset_compiler",
+]
+
+FLOOR = "floor"
+PEER_FLOOR = "peer_floor"
+LEARNING_RATE = 1e-4
+
+Step = Callable[[], Tensor]
+"""One training step; returns the last microbatch's loss, detached."""
+
+
+class Case(NamedTuple):
+    """What a row is built for."""
+
+    setting: Setting
+    rank: int
+    num_ranks: int
+    device: torch.device
+    ours: Mapping[str, Any] = {}
+    """Fields of ``DistributedDataParallelConfig`` that our rows set beyond their own; units take ``bucket_size``."""
+
+    def tokens(self) -> Tensor:
+        """[M, 1, T + 1] of this rank."""
+        return random_tokens(self.setting, self.rank, self.device)
+
+
+class Row(NamedTuple):
+    """One contender."""
+
+    label: str
+    build: Callable[[Case], Step]
+    with_groups: bool = True
+    """Its ranks communicate; otherwise each is a world of one."""
+    close: Callable[[], None] = lambda: None
+    """Gives up what the row left in the process, before its process groups end."""
+    trains: bool = True
+    """Its loss falls as the others' does."""
+    refuse: Callable[[Case], str | None] = lambda _: None
+    """Why it cannot be measured in this case; None: it can."""
+
+
+# ---- Floors: the same work without a collective. ----
+
+
+def _build_floor(case: Case) -> Step:
+    """Our wrapper and modules in a world of one; AdamW on a rank's shard of each bucket, rounded to bf16 after it."""
+    model = make_model(case.setting, fused_linear, torch.bfloat16, case.device)
+    ddp = DistributedDataParallel(model, process_group=WORLD_OF_ONE)
+    shards = [bucket.grad_data[: bucket.grad_data.numel() // case.num_ranks] for bucket in ddp.buckets]
+    masters = [nn.Parameter(torch.zeros_like(shard)) for shard in shards]
+    rounded = [torch.empty_like(shard, dtype=torch.bfloat16) for shard in shards]  # where parameters would lie
+    for master, shard in zip(masters, shards, strict=True):
+        master.grad = shard
+    adamw = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
+    tokens = case.tokens()
+
+    def step() -> Tensor:
+        ddp.zero_grad_buffer()
+        loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
+        ddp.finish_grad_sync()
+        adamw.step()
+        for master, place in zip(masters, rounded, strict=True):
+            place.copy_(master.detach())
+        return loss
+
+    return step
+
+
+def _build_peer_floor(case: Case) -> Step:
+    """No wrapper: one accumulator for each parameter, ``addmm`` into it, AdamW on a tensor of a rank's share."""
+    model = make_model(case.setting, AddmmLinear.make, torch.bfloat16, case.device)
+    totals = []
+    for name, parameter in model.named_parameters():
+        totals.append(torch.zeros(parameter.shape, device=case.device))
+        record = GradRecord(name, totals[-1], first_write_overwrites=False, shared=False)
+        attach(parameter, record)
+        parameter.register_post_accumulate_grad_hook(lambda weight, record=record: absorb_grad(weight, record))
+    share = sum(total.numel() for total in totals) // case.num_ranks
+    master = nn.Parameter(torch.zeros(share, device=case.device))
+    master.grad = torch.zeros(share, device=case.device)
+    adamw = torch.optim.AdamW([master], lr=LEARNING_RATE, fused=True)
+    tokens = case.tokens()
+
+    def step() -> Tensor:
+        for total in totals:
+            total.zero_()
+        loss = accumulate(model, tokens)
+        adamw.step()
+        return loss
+
+    return step
+
+
+# ---- Ours. ----
+
+
+def _build_ours(
+    case: Case, config: DistributedDataParallelConfig, *, fused: bool = True, compiled: bool = False
+) -> Step:
+    model: GPT = make_model(case.setting, fused_linear if fused else plain_linear, torch.bfloat16, case.device)
+    if compiled:
+        model.compile_parts()
+    ddp = DistributedDataParallel(model, dataclasses.replace(config, **case.ours))
+    optimizer = DistributedOptimizer(ddp, lr=LEARNING_RATE)
+    tokens = case.tokens()
+
+    def step() -> Tensor:
+        ddp.zero_grad_buffer()
+        loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
+        ddp.start_grad_sync()  # the step waits, bucket by bucket
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def _ddp(case: Case) -> Step:
+    return _build_ours(case, DistributedDataParallelConfig(overlap_grad_reduce=True))
+
+
+def _zero1_config() -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+
+
+def _zero1(case: Case) -> Step:
+    return _build_ours(case, _zero1_config())
+
+
+def _zero1_copy_engines(case: Case) -> Step:
+    return _build_ours(case, dataclasses.replace(_zero1_config(), copy_engine_param_gather=True))
+
+
+def refuse_copy_engines(case: Case) -> str | None:
+    """Why gathers cannot run on copy engines; None: they can."""
+    if case.device.type == "cuda" and zero_cta_options() is not None:
+        return None
+    return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
+
+
+def _zero1_no_overlap(case: Case) -> Step:
+    return _build_ours(case, DistributedDataParallelConfig(use_distributed_optimizer=True))
+
+
+def _zero1_bf16_wire(case: Case) -> Step:
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        grad_reduce_wire_dtype=torch.bfloat16,
+    )
+    return _build_ours(case, config)
+
+
+def _hybrid(case: Case) -> Step:
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        num_distributed_optimizer_instances=2,
+    )
+    return _build_ours(case, config)
+
+
+def refuse_instances(case: Case) -> str | None:
+    """Why there cannot be two instances; None: there can."""
+    if case.num_ranks >= 4 and case.num_ranks % 2 == 0:
+        return None
+    return "two instances of two or more ranks each need 4 ranks, or a larger even number"
+
+
+def _zero1_unfused(case: Case) -> Step:
+    return _build_ours(case, _zero1_config(), fused=False)
+
+
+def _zero1_compiled(case: Case) -> Step:
+    return _build_ours(case, _zero1_config(), compiled=True)
+
+
+def reset_compiler() -> None:
+    """Forget compiled graphs, which hold what they were compiled for."""
+    torch._dynamo.reset()
+
+
+OURS: Mapping[str, Row] = {
+    FLOOR: Row("our floor: no collectives", _build_floor, with_groups=False, trains=False),
+    PEER_FLOOR: Row("peers' floor: no collectives", _build_peer_floor, with_groups=False, trains=False),
+    "zero1": Row("maingrad ZeRO-1", _zero1),
+    "zero1_copy_engines": Row(
+        "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=refuse_copy_engines
+    ),
+    "zero1_bf16_wire": Row("maingrad ZeRO-1, bf16 wire", _zero1_bf16_wire),
+    "zero1_no_overlap": Row("maingrad ZeRO-1, no overlap", _zero1_no_overlap),
+    "zero1_unfused": Row("maingrad ZeRO-1, nn.Linear", _zero1_unfused),
+    "zero1_compiled": Row("maingrad ZeRO-1, blocks under torch.compile", _zero1_compiled, close=reset_compiler),
+    "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=refuse_instances),
+    "ddp": Row("maingrad DDP", _ddp),
+}
+"""By name, in the order in which they are measured; ratios are over the first."""

@@ -1,0 +1,170 @@
+"""What delaying weight gradients does to the reduction: step time, and how much of it lies under their products.
+
+overlapped     weight gradients in backward; buckets reduce as backward goes on
+delayed        backward computes input gradients only; then weight gradients in bucket order, each bucket's reduction
+               under the products of the next
+mixed          the head and the last half of the blocks are delayed
+
+All rows train the same GPT on the same tokens over the ranks of the default group, with sharded AdamW. The share is
+read from a profiler's trace of one step: reduce-scatter kernels of all buckets but the last, against the matrix
+products that run at the same time.
+"""
+
+import dataclasses
+import gc
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ...te_integration.wgrad_queue import drain_modules
+from ..model.gpt import build_model
+from ..report.intervals import Interval, clip, length, union
+from ..report.table import Column, machine, write_table
+from .accumulation import AccumulationBench, time_steps
+
+__all__ = ["DelayedRow", "bench_delayed", "covered", "write_delayed_report"]
+
+_PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "xmma")
+"""Parts of the names of matrix-product kernels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DelayedRow:
+    """One line of the table."""
+
+    variant: str
+    step_ms: float
+    """Median over the rounds of the mean step, optimizer included."""
+    over_overlapped: float
+    """Step time over the first row's."""
+    share_under_products: float
+    """Part of the reduce-scatter kernels' time, all buckets but the last, during which a matrix product ran."""
+    share_under_kernels: float
+    """The same under any computing kernel."""
+    peak_gib: float
+
+
+def bench_delayed(
+    bench: AccumulationBench, device: torch.device, log: Callable[[str], None] = lambda _: None
+) -> list[DelayedRow]:
+    """Measure every row; on CUDA only, with a default NCCL group of two or more ranks."""
+    if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() < 2:
+        raise ValueError("bench delayed measures reductions between GPUs: run it under torchrun with two or more")
+    variants = {"overlapped": 0, "delayed": bench.num_layers, "mixed": bench.num_layers // 2}
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    shares: dict[str, tuple[float, float]] = {}
+    peaks: dict[str, float] = {}
+    for round_index in range(bench.num_rounds):
+        for variant, layers in variants.items():
+            step = _training_step(bench, layers, device)
+            for _ in range(bench.num_warmup_steps):
+                step()
+            torch.cuda.reset_peak_memory_stats(device)
+            dist.barrier()
+            milliseconds, _ = time_steps(step, bench.num_steps, device)
+            times[variant].append(milliseconds)
+            peaks[variant] = torch.cuda.max_memory_allocated(device) / 2**30
+            if round_index == 0:
+                shares[variant] = _profile_shares(step, device)
+            share = f"{shares[variant][0]:.1%} of reductions under products"
+            log(f"round {round_index + 1}: {variant:10s} {milliseconds:8.1f} ms, {share}")
+            del step
+            gc.collect()
+            torch.cuda.empty_cache()
+    first = statistics.median(times["overlapped"])
+    return [
+        DelayedRow(
+            variant=variant,
+            step_ms=statistics.median(times[variant]),
+            over_overlapped=statistics.median(times[variant]) / first,
+            share_under_products=shares[variant][0],
+            share_under_kernels=shares[variant][1],
+            peak_gib=peaks[variant],
+        )
+        for variant in variants
+    ]
+
+
+def covered(spans: list[Interval], cover: list[Interval]) -> float:
+    """Part of the time of ``spans`` during which some interval of ``cover`` runs, in [0, 1]; 0 without spans."""
+    total, joined = length(spans), union(cover)
+    return sum(length(clip(joined, span)) for span in spans) / total if total else 0.0
+
+
+def write_delayed_report(rows: list[DelayedRow], bench: AccumulationBench, folder: Path) -> str:
+    """Write ``delayed.csv`` and ``delayed.md`` into ``folder``; returns the table."""
+    setting = (
+        f"{dist.get_world_size()} x {machine()}. GPT: hidden {bench.dim}, {bench.num_layers} layers, "
+        f"{bench.num_microbatches} microbatches of {bench.num_tokens} tokens, reduce-scatter averaged by NCCL, sharded "
+        f"AdamW. Median of {bench.num_rounds} rounds of {bench.num_steps} consecutive steps between two events; shares "
+        f"from a profiler's trace of one step. Made by `maingrad bench delayed`."
+    )
+    columns: list[Column] = [
+        ("", lambda row: row.variant),
+        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
+        ("over overlapped", lambda row: f"{row.over_overlapped:.3f}"),
+        ("reduce-scatter under products", lambda row: f"{row.share_under_products:.1%}"),
+        ("under any kernel", lambda row: f"{row.share_under_kernels:.1%}"),
+        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
+    ]
+    title = "Delayed weight gradients and the reductions under them"
+    return write_table(folder, "delayed", rows, title=title, setting=setting, columns=columns)
+
+
+def _training_step(bench: AccumulationBench, delay_wgrad_layers: int, device: torch.device) -> Callable[[], Tensor]:
+    config = dataclasses.replace(bench.model_config("fused"), delay_wgrad_layers=delay_wgrad_layers)
+    ddp = DistributedDataParallel(
+        build_model(config, seed=0, device=device),
+        DistributedDataParallelConfig(
+            overlap_grad_reduce=True, use_distributed_optimizer=True, average_in_collective=True
+        ),
+    )
+    optimizer = DistributedOptimizer(ddp, lr=1e-4)
+    generator = torch.Generator(device=device).manual_seed(dist.get_rank())
+    shape = (bench.num_microbatches, 1, bench.num_tokens + 1)
+    tokens = torch.randint(0, bench.vocab_size, shape, device=device, generator=generator)
+
+    def step() -> Tensor:
+        ddp.zero_grad_buffer()
+        for index, microbatch in enumerate(tokens):
+            with nullcontext() if index == len(tokens) - 1 else ddp.no_sync():
+                loss: Tensor = ddp(microbatch[:, :-1], microbatch[:, 1:])
+                (loss / len(tokens)).backward()
+                if delay_wgrad_layers:
+                    drain_modules(ddp)
+        ddp.finish_grad_sync()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _profile_shares(step: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
+    """Of the reduce-scatter kernels of all buckets but the last: the part under products, and under any kernel."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize(device)
+    reductions: list[Interval] = []
+    products: list[Interval] = []
+    computing: list[Interval] = []
+    for event in trace.events() or ():
+        name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
+        if event.device_type.name != "CUDA" or "memcpy" in name or "memset" in name:
+            continue
+        if "nccl" in name:
+            if "reducescatter" in name:
+                reductions.append(span)
+            continue
+        computing.append(span)
+        if any(part in name for part in _PRODUCTS):
+            products.append(span)
+    but_last = sorted(reductions)[:-1]
+    return covered(but_last, products), covered(but_last, computing)

@@ -1,0 +1,102 @@
+"""Products as the kernel benchmarks run them: operands of one shape, split sizes drawn as a router's would be.
+
+Legend: E experts, T rows of all of them, N output features, K input features.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ....kernels.tuning import Problem
+from ...config.run import ConfigError
+
+__all__ = ["GROUPED_OPS", "GroupedOperands", "Shape", "dtype_name", "error_of", "parse_shape", "split_sizes"]
+
+Shape: TypeAlias = tuple[int, int, int, int]
+"""E experts (1: a dense layer), T rows, N output features, K input features."""
+
+GROUPED_OPS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad_accumulate", "grouped_wgrad_overwrite")
+_MULTIPLE = 16  # of rows: torch's grouped_mm asks for it
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def split_sizes(experts: int, rows: int, seed: int = 0) -> list[int]:
+    """Uneven sizes, multiples of 16 that sum to ``rows`` (as far as it is one): some experts several times others."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(experts, generator=generator) + 0.2
+    drawn = torch.multinomial(weights, max(rows // _MULTIPLE, 1), replacement=True, generator=generator)
+    sizes: list[int] = (torch.bincount(drawn, minlength=experts) * _MULTIPLE).tolist()
+    return sizes
+
+
+def parse_shape(text: str) -> Shape:
+    """EXPERTSxROWSxNxK. Raises ``ConfigError`` for a text that is no shape, or one that rivals cannot take."""
+    parts = text.split("x")
+    if len(parts) != 4 or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"--shapes: '{text}' is not EXPERTSxROWSxNxK, like 64x32768x2048x2048")
+    experts, rows, n, k = (int(part) for part in parts)
+    if rows % 16 or n % 16 or k % 8:
+        # torch's grouped_mm takes rows of experts and features in units of 16 bytes; scaled_glu halves N.
+        raise ConfigError(f"--shapes: '{text}' needs rows and N in multiples of 16, and K of 8, for the rivals' sake")
+    return experts, rows, n, k
+
+
+class GroupedOperands:
+    """What the four grouped products of one shape read and write."""
+
+    def __init__(self, experts: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device, dtype=dtype)
+
+        self.shape = (experts, rows, n, k)
+        self.sizes = split_sizes(experts, rows)
+        offsets = [sum(self.sizes[:e]) for e in range(experts + 1)]
+        self.offsets = torch.tensor(offsets, device=device)
+        self.slices = [slice(start, start + size) for start, size in zip(offsets, self.sizes, strict=False)]
+        self.x, self.dy = random(rows, k), random(rows, n)
+        self.weights = random(experts, n, k)
+        self.y, self.dx = torch.empty_like(self.dy), torch.empty_like(self.x)
+        self.grads = torch.zeros(experts, n, k, device=device)
+
+    def problem(self, op: str) -> Problem:
+        """Its entry in a tuning table."""
+        return Problem(op, dtype_name(self.x.dtype), *self.shape)
+
+    def check(self, op: str, run: Callable[[], None]) -> float:
+        """Run once into poisoned memory; the relative error against fp64 on the experts with most and fewest rows."""
+        exact_of: Callable[[int], Tensor]
+        if op == "grouped_linear":
+            result, exact_of = self.y, lambda e: self.x[self.slices[e]].double() @ self.weights[e].double().t()
+        elif op == "grouped_dgrad":
+            result, exact_of = self.dx, lambda e: self.dy[self.slices[e]].double() @ self.weights[e].double()
+        else:
+            result = self.grads
+            exact_of = lambda e: self.dy[self.slices[e]].double().t() @ self.x[self.slices[e]].double()  # noqa: E731
+        before = 1.0 if op == "grouped_wgrad_accumulate" else float("nan")
+        result.fill_(before)
+        run()
+        added = before if op == "grouped_wgrad_accumulate" else 0.0
+        order = sorted(range(len(self.sizes)), key=self.sizes.__getitem__)
+        by_expert = op.startswith("grouped_wgrad")
+        errors = [
+            error_of(result[e if by_expert else self.slices[e]], exact_of(e) + added) for e in {order[0], order[-1]}
+        ]
+        return max(errors, key=lambda error: (error != error, error))  # NaN is the largest
+
+
+def error_of(actual: Tensor, exact: Tensor) -> float:
+    """Relative, in the Frobenius norm; NaN where ``actual`` has any. Nothing to compare is no error.
+
+    Where ``exact`` is all zeros, as an expert's gradient without rows, it is the norm of ``actual``.
+    """
+    if exact.numel() == 0:
+        return 0.0
+    difference = (actual.double() - exact).norm()
+    size = exact.norm()
+    return float(difference / size if size else difference)

@@ -1,0 +1,367 @@
+"""Every operation of ``kernels/`` as the benchmarks run it, and beside it what one would otherwise call.
+
+Legend: E experts, T rows of all of them, N output features, K input features. ``sizes`` of experts are lists of the
+host here: loops over experts need them, and are given them for nothing.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....kernels import (
+    grouped_bias_grad,
+    grouped_dgrad,
+    grouped_linear,
+    grouped_wgrad_accumulate,
+    permute_rows,
+    scaled_glu,
+    scaled_glu_backward,
+    unpermute_rows,
+    wgrad_accumulate,
+)
+from ....kernels.glu.reference import Glu, scaled_glu_backward_reference, scaled_glu_reference
+from .problems import GROUPED_OPS, GroupedOperands, error_of
+
+__all__ = [
+    "DENSE_OPS",
+    "DOES_LESS",
+    "OURS",
+    "POINTERS",
+    "STREAMING_OPS",
+    "Case",
+    "Contender",
+    "make_case",
+    "product_work",
+]
+
+DENSE_OPS = ("wgrad_accumulate", "wgrad_overwrite")
+STREAMING_OPS = ("scaled_glu", "scaled_glu_backward", "grouped_bias_grad", "permute_rows", "unpermute_rows")
+"""Bound by memory at any shape."""
+OURS, POINTERS = "ours", "ours, pointers"
+DOES_LESS = "grouped_mm, bf16 result"
+"""What autograd leaves in ``.grad``: half the bytes, and rounded."""
+
+_TOP_K = 8
+_CHECKED_ROWS = 256
+_ROUNDED = 4e-3
+"""Relative error of results that are rounded to bf16; sums in fp32 are far closer to fp64."""
+_ROUNDED_OFTEN = 1e-2
+"""The same after each of several operations."""
+_IN_FP32 = 1e-4
+
+_grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+class Contender(NamedTuple):
+    """One way to compute it."""
+
+    run: Callable[[], Tensor | None]
+    """Returns the result where it is memory of its own; None: it is written in place."""
+    tolerance: float
+    """Largest relative error against fp64."""
+
+
+class Case(NamedTuple):
+    """One operation at one shape."""
+
+    flops: float
+    nbytes: float
+    """Operands read once and results written once."""
+    contenders: dict[str, Contender]
+    error: Callable[[Callable[[], Tensor | None]], float]
+    """Runs a contender once into poisoned memory; its relative error, NaN where it left any."""
+
+
+def product_work(op: str, shape: tuple[int, int, int, int], element_size: int = 2) -> tuple[float, float]:
+    """Floating-point operations and bytes of a product: E, T, N, K; accumulators are fp32, and read where added to."""
+    experts, rows, n, k = shape
+    accumulator = {"accumulate": 8, "overwrite": 4}.get(op.rpartition("_")[2], element_size)
+    return 2.0 * rows * n * k, float(element_size * rows * (n + k) + accumulator * experts * n * k)
+
+
+def make_case(op: str, operands: GroupedOperands) -> Case:
+    """``op`` at the shape of ``operands``: one of GROUPED_, DENSE_ (one expert) or STREAMING_OPS."""
+    if op in _CASES:
+        return _CASES[op](operands)
+    if op.startswith(("wgrad", "grouped_wgrad")):
+        contenders = (_dense_wgrad if op in DENSE_OPS else _grouped_wgrad)(operands, op.endswith("_overwrite"))
+    else:
+        contenders = (_forward if op == "grouped_linear" else _dgrad)(operands)
+    known = op if op in GROUPED_OPS else f"grouped_{op}"
+    result = {"grouped_linear": operands.y, "grouped_dgrad": operands.dx}.get(known, operands.grads)
+
+    def error(run: Callable[[], Tensor | None]) -> float:
+        def into_result() -> None:
+            made = run()
+            if made is not None:
+                result.copy_(made)
+
+        found = operands.check(known, into_result)
+        return found if bool(torch.isfinite(result).all()) else float("nan")
+
+    return Case(*product_work(op, operands.shape, operands.x.element_size()), contenders, error)
+
+
+# ---- Products. ----
+
+
+def _forward(o: GroupedOperands) -> dict[str, Contender]:
+    ends = o.offsets[1:].int()
+
+    def loop() -> None:
+        for expert, rows in enumerate(o.slices):
+            torch.mm(o.x[rows], o.weights[expert].t(), out=o.y[rows])
+
+    contenders = {OURS: Contender(lambda: _nothing(grouped_linear(o.x, o.weights, o.offsets, out=o.y)), _ROUNDED)}
+    contenders |= _pointer_gemm(o, o.x, o.y, transposed=True)
+    contenders["grouped_mm"] = Contender(lambda: _grouped_mm(o.x, o.weights.transpose(1, 2), offs=ends), _ROUNDED)
+    contenders["loop of mm"] = Contender(loop, _ROUNDED)
+    return contenders
+
+
+def _dgrad(o: GroupedOperands) -> dict[str, Contender]:
+    ends = o.offsets[1:].int()
+
+    def loop() -> None:
+        for expert, rows in enumerate(o.slices):
+            torch.mm(o.dy[rows], o.weights[expert], out=o.dx[rows])
+
+    contenders = {OURS: Contender(lambda: _nothing(grouped_dgrad(o.dy, o.weights, o.offsets, out=o.dx)), _ROUNDED)}
+    contenders |= _pointer_gemm(o, o.dy, o.dx, transposed=False)
+    contenders["grouped_mm"] = Contender(lambda: _grouped_mm(o.dy, o.weights, offs=ends), _ROUNDED)
+    contenders["loop of mm"] = Contender(loop, _ROUNDED)
+    return contenders
+
+
+def _grouped_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
+    ends = o.offsets[1:].int()
+
+    def loop() -> None:
+        for expert, rows in enumerate(o.slices):
+            _product_into(o.grads[expert], o.dy[rows], o.x[rows], once)
+
+    def then() -> None:
+        product = _grouped_mm(o.dy.t(), o.x, offs=ends)
+        o.grads.copy_(product) if once else o.grads.add_(product)
+
+    contenders = {
+        OURS: Contender(lambda: grouped_wgrad_accumulate(o.dy, o.x, o.grads, o.offsets, overwrite=once), _IN_FP32)
+    }
+    contenders |= _pointer_wgrad(o, once)
+    if o.x.is_cuda:
+        contenders["loop of mm, fp32 out" if once else "loop of addmm"] = Contender(loop, _IN_FP32)
+    contenders[f"grouped_mm, then {'copy' if once else 'add'}"] = Contender(then, _ROUNDED)
+    if once:
+        contenders[DOES_LESS] = Contender(lambda: _grouped_mm(o.dy.t(), o.x, offs=ends), _ROUNDED)
+    return contenders
+
+
+def _dense_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
+    dy, x, grad = o.dy[: sum(o.sizes)], o.x[: sum(o.sizes)], o.grads[0]
+
+    def then() -> None:
+        product = dy.t() @ x
+        grad.copy_(product) if once else grad.add_(product)
+
+    contenders = {OURS: Contender(lambda: wgrad_accumulate(dy, x, grad, overwrite=once), _IN_FP32)}
+    if x.is_cuda:
+        name = "mm, fp32 out" if once else "addmm in place"
+        contenders[name] = Contender(lambda: _product_into(grad, dy, x, once), _IN_FP32)
+    contenders[f"product, then {'copy' if once else 'add'}"] = Contender(then, _ROUNDED)
+    return contenders
+
+
+def _product_into(grad: Tensor, dy: Tensor, x: Tensor, once: bool) -> None:
+    """cuBLAS with an fp32 epilogue, in place; it takes no matrices without rows."""
+    if not x.shape[0]:
+        if once:
+            grad.zero_()
+    elif once:
+        torch.mm(dy.t(), x, out_dtype=torch.float32, out=grad)
+    else:
+        torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
+
+
+def _nothing(result: Tensor) -> None:
+    """For operations that also return what they were given to write."""
+
+
+# ---- Our kernels without the tensor memory accelerator: what GPUs before sm90 run. ----
+
+
+def _pointer_gemm(o: GroupedOperands, source: Tensor, result: Tensor, *, transposed: bool) -> dict[str, Contender]:
+    if not o.x.is_cuda:
+        return {}
+    from ....kernels.grouped.gemm_triton import GEMM_CANDIDATES, grouped_gemm_triton
+
+    runs: list[Callable[[], None]] = [
+        lambda config=config: grouped_gemm_triton(  # type: ignore[misc]
+            source, o.weights, o.offsets, result, config, transposed=transposed
+        )
+        for config in GEMM_CANDIDATES
+        if not config.tma
+    ]
+    return _fastest(runs, _ROUNDED)
+
+
+def _pointer_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
+    if not o.x.is_cuda:
+        return {}
+    from ....kernels.grouped.wgrad_triton import grouped_wgrad_triton
+    from ....kernels.wgrad_config import WGRAD_CANDIDATES
+
+    runs: list[Callable[[], None]] = [
+        lambda config=config: grouped_wgrad_triton(o.dy, o.x, o.grads, o.offsets, once, config)  # type: ignore[misc]
+        for config in WGRAD_CANDIDATES
+        if not config.tma
+    ]
+    return _fastest(runs, _IN_FP32)
+
+
+def _fastest(runs: list[Callable[[], None]], tolerance: float) -> dict[str, Contender]:
+    """The fastest one, if any fits this GPU's shared memory."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    times: dict[Callable[[], None], float] = {}
+    for run in runs:
+        with suppress(OutOfResources):
+            times[run] = float(do_bench(run, warmup=5, rep=15, return_mode="median"))
+    return {POINTERS: Contender(min(times, key=times.__getitem__), tolerance)} if times else {}
+
+
+# ---- Passes over memory. ----
+
+
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """Memory that is allocated without values holds NaN: torch does that where algorithms are to be deterministic."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operations that are not deterministic, which is of no interest here
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _streaming(
+    nbytes: float,
+    ours: Callable[[], Tensor],
+    rivals: dict[str, Callable[[], Tensor]],
+    exact: Tensor,
+    part: Callable[[Tensor], Tensor],
+) -> Case:
+    """``part`` of a result is compared with ``exact``, fp64; all of it must be finite."""
+
+    def error(run: Callable[[], Tensor | None]) -> float:
+        with _poisoned():
+            made = run()
+        assert made is not None, "a pass over memory returns its result"
+        return error_of(part(made), exact) if bool(torch.isfinite(made).all()) else float("nan")
+
+    contenders = {OURS: Contender(ours, _ROUNDED)}
+    contenders |= {name: Contender(run, _ROUNDED_OFTEN) for name, run in rivals.items()}
+    return Case(0.0, nbytes, contenders, error)
+
+
+def _scaled_glu(o: GroupedOperands) -> Case:
+    h, probs, rows, width = *_activation(o), *o.dy.shape
+
+    def eager() -> Tensor:
+        gate, linear = h.chunk(2, dim=-1)
+        return F.silu(gate) * linear * probs.to(h.dtype)[:, None]
+
+    few = slice(0, _CHECKED_ROWS)
+    exact = scaled_glu_reference(h[few].double(), probs[few].double(), _SWIGLU)
+    nbytes = h.element_size() * rows * width * 1.5 + 4 * rows
+    return _streaming(nbytes, lambda: scaled_glu(h, probs), {"torch, eager": eager}, exact, lambda a: a[few])
+
+
+def _scaled_glu_backward(o: GroupedOperands) -> Case:
+    h, probs, rows, width = *_activation(o), *o.dy.shape
+    da = torch.randn_like(h[:, : width // 2])
+
+    def eager() -> Tensor:
+        gate, linear = h.chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        value = gate * sigmoid
+        scaled = da * probs.to(h.dtype)[:, None]
+        (da * value * linear).sum(-1, dtype=torch.float32)  # the gradient of probs
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((scaled * linear * slope, scaled * value), dim=-1)
+
+    few = slice(0, _CHECKED_ROWS)
+    exact, _ = scaled_glu_backward_reference(da[few].double(), h[few].double(), probs[few].double(), _SWIGLU)
+    nbytes = h.element_size() * rows * width * 2.5 + 8 * rows
+    rivals = {"torch, eager": eager}
+    return _streaming(nbytes, lambda: scaled_glu_backward(da, h, probs)[0], rivals, exact, lambda dh: dh[few])
+
+
+_SWIGLU = Glu("sigmoid_linear", 1.0, None, 0.0)
+
+
+def _activation(o: GroupedOperands) -> tuple[Tensor, Tensor]:
+    """dy as what fc1 gives, gate and linear half, with a routing probability for each row."""
+    return o.dy, torch.rand(o.dy.shape[0], device=o.dy.device)
+
+
+def _bias_grad(o: GroupedOperands) -> Case:
+    experts, rows, n, _ = o.shape
+
+    def loop() -> Tensor:
+        return torch.stack([o.dy[each].sum(0) for each in o.slices])
+
+    most = max(range(experts), key=o.sizes.__getitem__)
+    exact = o.dy[o.slices[most]].double().sum(0)
+    nbytes = o.dy.element_size() * (rows + experts) * n
+    return _streaming(
+        nbytes, lambda: grouped_bias_grad(o.dy, o.offsets), {"loop of sum": loop}, exact, lambda db: db[most]
+    )
+
+
+def _permutation(o: GroupedOperands) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Tokens, where the copies of each lie, which token each row is a copy of; and the bytes of one pass."""
+    rows, k = o.x.shape
+    tokens = o.x[: rows // _TOP_K]
+    order = torch.randperm(tokens.shape[0] * _TOP_K, device=o.x.device)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=o.x.device)
+    size = o.x.element_size() * k
+    return tokens, inverse.view(-1, _TOP_K), order // _TOP_K, tokens.shape[0] * (size * (1 + _TOP_K) + 8.0 * _TOP_K)
+
+
+def _permute(o: GroupedOperands) -> Case:
+    tokens, row_id_map, source, nbytes = _permutation(o)
+    rivals = {"index_select": lambda: tokens.index_select(0, source)}
+    few = slice(0, _CHECKED_ROWS)
+    exact = tokens[source[few]].double()
+    return _streaming(nbytes, lambda: permute_rows(tokens, row_id_map), rivals, exact, lambda y: y[few])
+
+
+def _unpermute(o: GroupedOperands) -> Case:
+    _, row_id_map, source, nbytes = _permutation(o)
+    rows = o.x[: source.numel()]
+
+    def eager() -> Tensor:
+        return rows.index_select(0, row_id_map.view(-1)).view(*row_id_map.shape, -1).sum(1)
+
+    few = slice(0, _CHECKED_ROWS)
+    exact = rows[row_id_map[few].reshape(-1)].double().view(-1, _TOP_K, rows.shape[1]).sum(1)
+    rivals = {"index_select, then sum": eager}
+    return _streaming(nbytes, lambda: unpermute_rows(rows, row_id_map), rivals, exact, lambda x: x[few])
+
+
+_CASES: dict[str, Callable[[GroupedOperands], Case]] = {
+    "scaled_glu": _scaled_glu,
+    "scaled_glu_backward": _scaled_glu_backward,
+    "grouped_bias_grad": _bias_grad,
+    "permute_rows": _permute,
+    "unpermute_rows": _unpermute,
+}

@@ -1,0 +1,381 @@
+"""What a training step of a mixture of experts takes on one device, by how the experts' products are computed.
+
+Rows differ in the experts alone: router, permutation, attention and norms are the same modules with the same weights.
+
+fused                      ``GroupedMLP``: one grouped product writes all experts' weight gradients into fp32 main_grad
+fused, bf16                the same with main_grad in bf16, the bytes of ``.grad``
+autograd                   torch's ``grouped_mm``; autograd sums weight gradients in ``.grad``, bf16
+autograd, our activation   the same with our kernel for SwiGLU times probability instead of torch's operations
+hook                       torch's ``grouped_mm``; a hook adds each weight gradient to main_grad, fp32
+hook, our activation       the same with our kernel
+
+Rows with fp32 main_grad step with ``DistributedOptimizer`` on fp32 masters, others with torch's fused AdamW in bf16.
+In the rows named autograd the other linear layers accumulate by autograd as well: 5 of 100 parameters at default sizes.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ...te_integration import ScaledSwiGLU
+from ..config.run import ModelConfig
+from ..model.gpt import GPT, build_model
+from ..model.moe import MixtureOfExperts
+from ..report.table import Column, machine, write_table
+
+__all__ = ["GroupedMMExperts", "MoEBench", "MoERow", "bench_moe", "write_moe_report"]
+
+_grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEBench:
+    """Size of the measurement; the defaults are the published table's: OLMoE-1B-7B's block, and a quarter of its 16
+    blocks under a quarter of its vocabulary."""
+
+    dim: int = 2048
+    """Width of the model."""
+    num_layers: int = 4
+    """Number of blocks, each with experts."""
+    num_heads: int = 16
+    """Attention heads."""
+    num_experts: int = 64
+    """Experts of a block."""
+    top_k: int = 8
+    """Experts for each token."""
+    expert_ffn_dim: int = 1024
+    """Width of an expert."""
+    vocab_size: int = 12576
+    """Vocabulary."""
+    num_tokens: int = 4096
+    """Tokens of one microbatch (one sequence)."""
+    num_microbatches: int = 4
+    """Microbatches of one step."""
+    num_steps: int = 5
+    """Consecutive steps of one measurement."""
+    num_rounds: int = 5
+    """Measurements; the median counts. Rounds go over all variants in turn, so that drift hits them alike."""
+    num_warmup_steps: int = 3
+    """Steps before each measurement."""
+
+    def model_config(self, *, fused: bool) -> ModelConfig:
+        """The GPT of one row."""
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            dim=self.dim,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_ffn_dim=self.expert_ffn_dim,
+            context_length=self.num_tokens,
+            param_dtype="bfloat16",
+            fuse_wgrad_accumulation=fused,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoERow:
+    """One line of the table; times are medians over the rounds of the mean step."""
+
+    variant: str
+    step_ms: float
+    """Optimizer included."""
+    microbatches_ms: float
+    """Forward and backward of all microbatches alone."""
+    experts_ms: float
+    """Of that, in the experts: their products, activations and gradients, in one step of each round."""
+    over_fused: float
+    """Step time over the first row's."""
+    spread_ms: float
+    """Largest minus smallest round."""
+    peak_gib: float
+    """Peak of allocated device memory over the measured steps; 0 on the CPU."""
+    first_loss: float
+    last_loss: float
+    num_params: int
+
+
+class _Variant(NamedTuple):
+    """One way to compute the experts and to sum their gradients."""
+
+    name: str
+    experts: str
+    """"ours", or how rows of ``grouped_mm`` are activated: "eager" or "kernel"."""
+    sums: str
+    """Where gradients are summed: "fp32" or "bf16" main_grad, or "grad"."""
+
+
+_VARIANTS = (
+    _Variant("fused", "ours", "fp32"),
+    _Variant("fused, bf16", "ours", "bf16"),
+    _Variant("autograd", "eager", "grad"),
+    _Variant("autograd, our activation", "kernel", "grad"),
+    _Variant("hook", "eager", "fp32"),
+    _Variant("hook, our activation", "kernel", "fp32"),
+)
+
+
+class GroupedMMExperts(nn.Module):
+    """A ``GroupedMLP`` as one would write it with torch's ``grouped_mm``, over the same packed parameters.
+
+    x [R, D], splits [E], probs [R] -> [R, D]; ``activation`` None: torch's operations, in the dtype of x.
+    """
+
+    def __init__(self, experts: nn.Module, activation: nn.Module | None) -> None:
+        super().__init__()
+        weights = dict(experts.named_parameters())
+        self.fc1_weight = weights["fc1_weight"]  # [E, 2F, D]
+        self.fc2_weight = weights["fc2_weight"]  # [E, D, F]
+        self.activation = activation
+
+    def forward(self, x: Tensor, splits: Tensor, probs: Tensor) -> Tensor:
+        """See the class."""
+        ends = splits.cumsum(0).to(torch.int32)
+        h = _grouped_mm(x, self.fc1_weight.mT, offs=ends)
+        if self.activation is None:
+            gate, up = h.chunk(2, dim=-1)
+            a = F.silu(gate) * up * probs.to(h.dtype)[:, None]
+        else:
+            a = self.activation(h, probs)
+        return _grouped_mm(a, self.fc2_weight.mT, offs=ends)
+
+
+class _Step(NamedTuple):
+    """A training step in two halves."""
+
+    accumulate: Callable[[], Tensor]
+    update: Callable[[], None]
+    model: GPT
+
+
+class _Times(NamedTuple):
+    step_ms: float
+    microbatches_ms: float
+    experts_ms: float
+    last_loss: float
+
+
+def bench_moe(bench: MoEBench, device: torch.device, log: Callable[[str], None] = lambda _: None) -> list[MoERow]:
+    """Measure every variant; a variant's model exists only while it is measured, so that peaks are its own."""
+    times: dict[str, list[_Times]] = {variant.name: [] for variant in _VARIANTS}
+    peaks: dict[str, float] = {}
+    first_losses: dict[str, float] = {}
+    num_params = 0
+    for round_index in range(bench.num_rounds):
+        for variant in _VARIANTS:
+            step = _training_step(bench, variant, device)
+            name = variant.name
+            num_params = sum(parameter.numel() for parameter in step.model.parameters())
+            first_losses[name] = step.accumulate().item()
+            step.update()
+            if bench.num_warmup_steps:
+                _time_steps(step, bench.num_warmup_steps, device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            measured = _time_steps(step, bench.num_steps, device)
+            times[name].append(measured)
+            peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            log(
+                f"round {round_index + 1}: {name:25s} {measured.step_ms:7.1f} ms, microbatches "
+                f"{measured.microbatches_ms:7.1f}, experts {measured.experts_ms:7.1f}, peak {peaks[name]:5.1f} GiB"
+            )
+            del step
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    medians = {name: statistics.median(each.step_ms for each in rounds) for name, rounds in times.items()}
+    return [
+        MoERow(
+            variant=name,
+            step_ms=medians[name],
+            microbatches_ms=statistics.median(each.microbatches_ms for each in rounds),
+            experts_ms=statistics.median(each.experts_ms for each in rounds),
+            over_fused=medians[name] / medians[_VARIANTS[0].name],
+            spread_ms=max(each.step_ms for each in rounds) - min(each.step_ms for each in rounds),
+            peak_gib=peaks[name],
+            first_loss=first_losses[name],
+            last_loss=rounds[-1].last_loss,
+            num_params=num_params,
+        )
+        for name, rounds in times.items()
+    ]
+
+
+def write_moe_report(rows: list[MoERow], bench: MoEBench, folder: Path) -> str:
+    """Write ``moe.csv`` and ``moe.md`` into ``folder``; returns the table."""
+    rivals = [row for row in rows if not row.variant.startswith("fused")]
+    fastest = min(rivals, key=lambda row: row.step_ms)
+    setting = (
+        f"{machine()}. GPT of {rows[0].num_params / 1e9:.2f} B parameters: hidden {bench.dim}, {bench.num_layers} "
+        f"blocks of {bench.num_experts} experts {bench.expert_ffn_dim} wide, {bench.top_k} for each token, "
+        f"{bench.num_microbatches} microbatches of {bench.num_tokens} tokens, AdamW included, on one device. Median of "
+        f"{bench.num_rounds} rounds of {bench.num_steps} consecutive steps between events. "
+        f"Made by `maingrad bench moe`.\n\n"
+        f"The fastest rival, {fastest.variant}, takes {fastest.over_fused:.3f} times the fused row."
+    )
+    columns: list[Column] = [
+        ("", lambda row: row.variant),
+        ("ms per step", lambda row: f"{row.step_ms:.1f}"),
+        ("over fused", lambda row: f"{row.over_fused:.3f}"),
+        ("ms without the optimizer", lambda row: f"{row.microbatches_ms:.1f}"),
+        ("of it in the experts", lambda row: f"{row.experts_ms:.1f}"),
+        ("spread of rounds, ms", lambda row: f"{row.spread_ms:.1f}"),
+        ("peak GiB", lambda row: f"{row.peak_gib:.1f}"),
+    ]
+    _, _, lines, remarks = (__doc__ or "").split("\n\n")
+    notes = "\n".join(f"- {line}" for line in lines.splitlines()) + "\n\n" + remarks.strip()
+    title = "A training step of a mixture of experts"
+    return write_table(folder, "moe", rows, title=title, setting=setting, columns=columns, notes=notes)
+
+
+def _training_step(bench: MoEBench, variant: _Variant, device: torch.device) -> _Step:
+    model = build_model(bench.model_config(fused=variant.sums != "grad"), seed=0, device=device)
+    if variant.experts != "ours":
+        for ffn in _mixtures(model):
+            ffn.experts = GroupedMMExperts(ffn.experts, ScaledSwiGLU() if variant.experts == "kernel" else None)
+    generator = torch.Generator(device=device).manual_seed(0)
+    shape = (bench.num_microbatches, 1, bench.num_tokens + 1)
+    tokens = torch.randint(0, bench.vocab_size, shape, device=device, generator=generator)
+    make = {"fp32": _fp32_step, "bf16": _bf16_step, "grad": _plain_step}[variant.sums]
+    return make(model, tokens)
+
+
+def _fp32_step(model: GPT, tokens: Tensor) -> _Step:
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig())
+    optimizer = DistributedOptimizer(ddp, lr=1e-4)
+
+    def update() -> None:
+        optimizer.step()
+        ddp.zero_grad_buffer()
+
+    return _Step(_wrapped(ddp, tokens), update, model)
+
+
+def _bf16_step(model: GPT, tokens: Tensor) -> _Step:
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(grad_reduce_in_fp32=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def update() -> None:
+        ddp.expose_grads()
+        optimizer.step()
+        ddp.zero_grad_buffer()
+
+    return _Step(_wrapped(ddp, tokens), update, model)
+
+
+def _wrapped(ddp: DistributedDataParallel, tokens: Tensor) -> Callable[[], Tensor]:
+    def accumulate() -> Tensor:
+        with ddp.no_sync():
+            for microbatch in tokens[:-1]:
+                (ddp(microbatch[:, :-1], microbatch[:, 1:]) / len(tokens)).backward()
+        loss: Tensor = ddp(tokens[-1, :, :-1], tokens[-1, :, 1:])
+        (loss / len(tokens)).backward()
+        ddp.finish_grad_sync()
+        return loss.detach()
+
+    return accumulate
+
+
+def _plain_step(model: GPT, tokens: Tensor) -> _Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def accumulate() -> Tensor:
+        for microbatch in tokens:
+            loss: Tensor = model(microbatch[:, :-1], microbatch[:, 1:])
+            (loss / len(tokens)).backward()
+        return loss.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _Step(accumulate, update, model)
+
+
+def _mixtures(model: GPT) -> list[MixtureOfExperts]:
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+class _ExpertsClock:
+    """Times of all experts' forwards and backwards, between marks that the device passes in order."""
+
+    def __init__(self, model: GPT, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.forwards: list[tuple[Any, Any]] = []
+        self.backwards: list[tuple[Any, Any]] = []
+        self.open: list[Any] = []
+        self.hooks = []
+        for ffn in _mixtures(model):
+            self.hooks.append(ffn.experts.register_forward_pre_hook(self._enter))
+            self.hooks.append(ffn.experts.register_forward_hook(self._leave))
+
+    def _mark(self) -> Any:
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _enter(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # The gradient of the rows is there when all that stands between, sums of weight gradients too, has been issued.
+        args[0].register_hook(lambda _: self.backwards.append((self.open.pop(), self._mark())))
+        self.open.append(self._mark())
+
+    def _leave(self, _: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self.forwards.append((self.open.pop(), self._mark()))
+        output.register_hook(lambda _: self.open.append(self._mark()))
+
+    def milliseconds(self) -> float:
+        """Of everything since it was made; ends the clock."""
+        for hook in self.hooks:
+            hook.remove()
+        spans = self.forwards + self.backwards
+        if not self.on_cuda:
+            return float(sum(end - start for start, end in spans)) * 1e3
+        torch.cuda.synchronize()
+        return float(sum(start.elapsed_time(end) for start, end in spans))
+
+
+def _time_steps(step: _Step, num_steps: int, device: torch.device) -> _Times:
+    """Mean milliseconds of consecutive steps and of their first halves, nothing left on the device at either end.
+
+    One more step says what part of it is the experts'.
+    """
+    loss = torch.zeros(())
+    if device.type != "cuda":
+        began, inner = time.perf_counter(), 0.0
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            loss = step.accumulate()
+            inner += time.perf_counter() - start
+            step.update()
+        total_ms, inner_ms = (time.perf_counter() - began) * 1e3, inner * 1e3
+    else:
+        torch.cuda.synchronize(device)
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num_steps)]
+        end = torch.cuda.Event(enable_timing=True)
+        for start_mark, half_mark in marks:
+            start_mark.record()
+            loss = step.accumulate()
+            half_mark.record()
+            step.update()
+        torch.cuda.synchronize(device)  # whatever other streams still do belongs to these steps
+        end.record()
+        torch.cuda.synchronize(device)
+        total_ms = marks[0][0].elapsed_time(end)
+        inner_ms = sum(start_mark.elapsed_time(half_mark) for start_mark, half_mark in marks)
+    clock = _ExpertsClock(step.model, device)
+    step.accumulate()
+    step.update()
+    return _Times(total_ms / num_steps, inner_ms / num_steps, clock.milliseconds(), loss.item())

@@ -1,0 +1,217 @@
+"""What a sharded unit costs the host: microseconds of one unit in one microbatch, ours beside FSDP2's.
+
+Forward and backward of a chain of tiny units under a wrapper, minus the same without one, over the number of units. The
+optimizer's step, zeroing and waiting are not on the clock, and the collector is off. Units multiply by fp32
+weights in bf16; without a wrapper the weights are bf16. In a group of one rank neither wrapper launches a collective:
+what is left is the wrappers' own work, and the copies into what the collectives would read.
+
+The intermediate microbatch does not reduce whole gradients (``no_sync``); the final one reduces all. All contenders
+take turns in each round.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from ...fsdp import MixedPrecisionPolicy, fully_shard
+from ..report.table import Column
+from .data_parallel.ranks import AnyRankFailed, Ranks
+
+__all__ = ["UNIT_COLUMNS", "UnitRow", "bench_units"]
+
+_SHAPE = (16, 16)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitRow:
+    """One line of the table; NaN where ``problem`` says why."""
+
+    name: str
+    intermediate_forward_us: float = math.nan
+    """Of one unit in a microbatch that is not the last."""
+    intermediate_backward_us: float = math.nan
+    final_forward_us: float = math.nan
+    """In the last microbatch."""
+    final_backward_us: float = math.nan
+    bare_forward_us: float = math.nan
+    """Of one module without a wrapper."""
+    bare_backward_us: float = math.nan
+    problem: str = ""
+
+
+def _cell(name: str) -> Callable[[UnitRow], str]:
+    return lambda row: "" if row.problem else f"{getattr(row, name):.1f}"
+
+
+UNIT_COLUMNS: list[Column] = [
+    ("units of", lambda row: row.name),
+    ("intermediate forward, us", lambda row: row.problem or f"{row.intermediate_forward_us:.1f}"),
+    ("and backward", _cell("intermediate_backward_us")),
+    ("final forward, us", _cell("final_forward_us")),
+    ("and backward", _cell("final_backward_us")),
+    ("module without, forward, us", _cell("bare_forward_us")),
+    ("and backward", _cell("bare_backward_us")),
+]
+
+
+class _Sharded(NamedTuple):
+    """A chain of units, in the verbs that an iteration takes."""
+
+    model: nn.Module
+    begin: Callable[[bool], None]
+    """Called before each microbatch with whether it is the last."""
+    step: Callable[[], None]
+
+
+def bench_units(device: torch.device, *, num_units: int = 24, calls: int = 3, rounds: int = 5) -> list[UnitRow]:
+    """Measure ours and FSDP2's, with parameters let go after forward and with parameters kept."""
+    try:
+        with Ranks.alone(device).attempt(with_groups=True):
+            return _measure(_CONTENDERS, device, num_units, calls, rounds)
+    except AnyRankFailed as failure:
+        return [UnitRow(name=name, problem=f"not measured: {failure}") for name in _CONTENDERS]
+
+
+class _Scale(nn.Module):
+    """x times its weights, both [16, 16]: as little as a unit can do."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_SHAPE, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _chain(num_units: int, device: torch.device, dtype: torch.dtype) -> nn.Sequential:
+    return nn.Sequential(*[_Scale(device, dtype) for _ in range(num_units)])
+
+
+def _wrap_ours(model: nn.Sequential, device: torch.device, placements: str) -> _Sharded:
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for unit in (*model, model):
+        fully_shard(unit, mesh, placements, policy)
+    sharded: Any = model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    quiet: list[Any] = []
+
+    def begin(is_last: bool) -> None:
+        while quiet:
+            quiet.pop().__exit__(None, None, None)
+        if not is_last:
+            quiet.append(sharded.no_sync())
+            quiet[-1].__enter__()
+
+    def step() -> None:
+        sharded.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _Sharded(model, begin, step)
+
+
+def _wrap_fsdp2(model: nn.Sequential, device: torch.device, reshard: bool) -> _Sharded:
+    mesh = init_device_mesh(device.type, (1,))
+    policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in model:
+        torch_fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    sharded: Any = torch_fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def begin(is_last: bool) -> None:
+        sharded.set_requires_gradient_sync(is_last)
+        if not reshard:
+            sharded.set_reshard_after_backward(is_last)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _Sharded(model, begin, step)
+
+
+def _wrap_nothing(model: nn.Sequential) -> _Sharded:
+    return _Sharded(model, lambda is_last: None, lambda: model.zero_grad())
+
+
+_CONTENDERS: Mapping[str, Callable[[nn.Sequential, torch.device], _Sharded]] = {
+    "maingrad ZeRO-3": partial(_wrap_ours, placements="zero3"),
+    "FSDP2, resharded (ZeRO-3)": partial(_wrap_fsdp2, reshard=True),
+    "maingrad ZeRO-2": partial(_wrap_ours, placements="zero2"),
+    "FSDP2, parameters kept (ZeRO-2)": partial(_wrap_fsdp2, reshard=False),
+}
+
+_PARTS = ("intermediate_forward", "intermediate_backward", "final_forward", "final_backward")
+
+
+def _measure(
+    contenders: Mapping[str, Callable[[nn.Sequential, torch.device], _Sharded]],
+    device: torch.device,
+    num_units: int,
+    calls: int,
+    rounds: int,
+) -> list[UnitRow]:
+    chains = {name: wrap(_chain(num_units, device, torch.float32), device) for name, wrap in contenders.items()}
+    bare = _wrap_nothing(_chain(num_units, device, torch.bfloat16))
+    x = torch.ones(_SHAPE, device=device, dtype=torch.bfloat16, requires_grad=True)
+    times: dict[str, list[list[float]]] = {name: [] for name in chains}  # beyond the bare chain's, by round and part
+    alone: list[list[float]] = []
+    for round_index in range(rounds + 1):
+        without = _time(bare, x, num_units, calls)
+        measured = {name: _time(chain, x, num_units, calls) for name, chain in chains.items()}
+        if round_index:  # the first one warms up
+            alone.append(without)
+            for name, values in measured.items():
+                times[name].append([value - other for value, other in zip(values, without, strict=True)])
+    bare_us = [statistics.median(part) for part in zip(*alone, strict=True)]
+    return [
+        UnitRow(
+            name=name,
+            **{
+                f"{part}_us": statistics.median(values)
+                for part, values in zip(_PARTS, zip(*times[name], strict=True), strict=True)
+            },
+            bare_forward_us=bare_us[2],
+            bare_backward_us=bare_us[3],
+        )
+        for name in chains
+    ]
+
+
+def _time(sharded: _Sharded, x: Tensor, num_units: int, calls: int) -> list[float]:
+    """Microseconds of the host for one unit, in each of ``_PARTS``: means over iterations of two microbatches."""
+    totals = [0.0] * len(_PARTS)
+    for _ in range(calls):
+        x.grad = None
+        for is_last in (False, True):
+            sharded.begin(is_last)
+            _synchronize(x)
+            gc.disable()
+            began = time.perf_counter()
+            loss = sharded.model(x).sum()
+            between = time.perf_counter()
+            loss.backward()
+            ended = time.perf_counter()
+            gc.enable()
+            totals[2 * is_last] += between - began
+            totals[2 * is_last + 1] += ended - between
+        _synchronize(x)
+        sharded.step()
+    return [total / calls / num_units * 1e6 for total in totals]
+
+
+def _synchronize(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)

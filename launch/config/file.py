@@ -1,0 +1,154 @@
+"""Reads a configuration: a TOML file, with values overridden from the command line.
+
+Unknown keys are refused with their full path and the nearest valid key, values of the wrong type with what they must
+be. Nothing is converted on the quiet: ``"3"`` is no number and ``"false"`` is not true.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cattrs
+import tyro
+from cattrs.errors import AttributeValidationNote, IterableValidationNote
+
+from .run import Config, ConfigError
+
+__all__ = ["config_to_dict", "flat", "load_config", "override", "structure"]
+
+_PARALLEL = (
+    'parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at the top of the file, before the first table'
+)
+_ELSEWHERE = {
+    "ddp.use_distributed_optimizer": _PARALLEL,
+    "ddp.parallel": _PARALLEL,
+    "fsdp.parallel": _PARALLEL,
+    "train.parallel": _PARALLEL,
+    "optimizer.parallel": _PARALLEL,
+    "ddp.calculate_per_token_loss": "maingrad train averages over sequences of one length; set it in your own loop",
+}
+"""Keys that a user may look for, and where the thing is said."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file; then apply ``overrides``, command-line arguments such as ``["--train.steps", "10"]``.
+
+    Raises ``ConfigError`` for a missing file, invalid TOML, unknown keys and impossible values. Wrong command-line
+    arguments end the process with status 2, as argparse does.
+    """
+    path = Path(path)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file '{path}' does not exist (working directory: {Path.cwd()})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file '{path}' is not valid TOML: {error}") from None
+    try:
+        return override(structure(document), overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def structure(document: Mapping[str, Any]) -> Config:
+    """A nested mapping -> ``Config``. Raises ``ConfigError``."""
+    _check(Config, document, "")
+    try:
+        return _converter().structure(document, Config)
+    except cattrs.BaseValidationError as group:
+        raise _first_cause(group) from None
+
+
+def override(config: Config, arguments: Sequence[str]) -> Config:
+    """Apply command-line arguments (``--parallel ddp``, ``--section.key value``) on top of ``config``."""
+    if not arguments:
+        return config
+    return tyro.cli(Config, default=config, args=list(arguments), prog="maingrad COMMAND CONFIG.toml")
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Nested plain values, ready for JSON; ``structure`` reads it back."""
+    return typing.cast(dict[str, Any], cattrs.Converter().unstructure(config))
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"model": {"dim": 3}}`` -> ``{"model.dim": 3}``."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
+    """Refuse unknown keys, and what cattrs would take for a table, a list or a choice."""
+    hints = typing.get_type_hints(cls)
+    valid = {f.name for f in dataclasses.fields(cls)}
+    for key, value in document.items():
+        if key not in valid:
+            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+            remedy = f"did you mean '{prefix}{near[0]}'?" if near else f"valid keys: {', '.join(sorted(valid))}"
+            raise ConfigError(f"unknown key '{prefix}{key}': {_ELSEWHERE.get(prefix + key, remedy)}")
+        if dataclasses.is_dataclass(hints[key]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{prefix}{key} = {value!r}: must be a table, [{prefix}{key}]")
+            _check(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
+        elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
+            raise ConfigError(f"{prefix}{key} = {value!r}: must be a list, [{value!r}]")
+        elif (choices := _choices(hints[key])) and value not in choices:
+            named = ", ".join(repr(choice) for choice in choices if choice is not None)
+            raise ConfigError(f"{prefix}{key} = {value!r}: must be one of {named}")
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """The values of a ``Literal``, or of one that may be None; () for other types."""
+    if typing.get_origin(hint) is typing.Literal:
+        return typing.get_args(hint)
+    members = typing.get_args(hint)
+    if len(members) == 2 and members[1] is type(None) and typing.get_origin(members[0]) is typing.Literal:
+        return (*typing.get_args(members[0]), None)
+    return ()
+
+
+def _converter() -> cattrs.Converter:
+    """Strict where cattrs is lenient: no ``int("3")``, no ``bool("false") is True``."""
+    converter = cattrs.Converter(detailed_validation=True)
+    for cls, accepted in ((bool, (bool,)), (int, (int,)), (float, (int, float)), (str, (str,))):
+        converter.register_structure_hook(cls, _strict(cls, accepted))
+    # Optional scalars: None means "leave out", which TOML has no word for, but the resolved configuration does.
+    converter.register_structure_hook(typing.cast(type, bool | None), _optional(_strict(bool, (bool,))))
+    converter.register_structure_hook(typing.cast(type, str | None), _optional(_strict(str, (str,))))
+    converter.register_structure_hook(typing.cast(type, int | None), _optional(_strict(int, (int,))))
+    converter.register_structure_hook(typing.cast(type, float | None), _optional(_strict(float, (int, float))))
+    return converter
+
+
+def _strict(cls: type, accepted: tuple[type, ...]) -> Callable[[object, type], Any]:
+    def structure_strictly(value: object, _: type) -> Any:
+        if not isinstance(value, accepted) or (isinstance(value, bool) and cls is not bool):
+            raise TypeError(f"must be {cls.__name__}, not {type(value).__name__}")
+        return cls(value)
+
+    return structure_strictly
+
+
+def _optional(structure_value: Callable[[object, type], Any]) -> Callable[[object, type], Any]:
+    return lambda value, cls: None if value is None else structure_value(value, cls)
+
+
+def _first_cause(group: cattrs.BaseValidationError) -> ConfigError:
+    """The first error of cattrs' tree, with the key's full path."""
+    path: list[str] = []
+    error: BaseException = group
+    while isinstance(error, cattrs.BaseValidationError):
+        error = error.exceptions[0]
+        for note in getattr(error, "__notes__", ()):
+            if isinstance(note, AttributeValidationNote):
+                path.append(note.name)
+            elif isinstance(note, IterableValidationNote):
+                path.append(str(note.index))
+    if isinstance(error, ConfigError):
+        return error  # it names its key itself
+    return ConfigError(f"{'.'.join(path)}: {error}")

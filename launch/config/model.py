@@ -1,0 +1,175 @@
+"""``[model]``: shape of the GPT, and how its weight gradients are computed."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .error import require
+
+__all__ = ["ModelConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of the GPT in ``model.py``."""
+
+    vocab_size: int = 256
+    """Number of token ids; 256 for bytes."""
+    dim: int = 256
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Number of blocks."""
+    num_heads: int = 4
+    """Query heads; divides ``dim`` into heads of even width."""
+    num_kv_heads: int = 2
+    """Key and value heads; divides ``num_heads``. Equal to it: ordinary multi-head attention."""
+    ffn_dim: int = 704
+    """Width of the SwiGLU feed-forward; of the dense blocks, where ``num_experts`` is set."""
+    context_length: int = 256
+    """Longest sequence, in tokens."""
+    dropout: float = 0.0
+    """Dropout on attention weights, on the embedding and on both residual branches, in [0, 1)."""
+    tie_embeddings: bool = False
+    """The head's matrix is the embedding's."""
+    rotary_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights, before the scaling of residual projections."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the parameters; their ``main_grad`` follows ``ddp.grad_reduce_in_fp32``."""
+    fuse_wgrad_accumulation: bool = True
+    """Weight-gradient GEMMs write straight into ``main_grad``."""
+    delay_wgrad_layers: int = 0
+    """The head and the last so many blocks compute their weight gradients after each backward, in bucket order, while
+    buckets reduce; ``num_layers``: all of them, so that backward computes input gradients only. 0: none."""
+    num_experts: int = 0
+    """Experts of a mixture-of-experts block (``moe.py``); 0: every block is dense, and no key below may be set."""
+    top_k: int = 0
+    """Experts that each token is sent to."""
+    expert_ffn_dim: int = 0
+    """Width of each expert's SwiGLU feed-forward."""
+    shared_expert_ffn_dim: int = 0
+    """Width of a dense SwiGLU feed-forward beside the experts, whose output is added to theirs; 0: none."""
+    moe_layer_freq: int = 1
+    """Every so many blocks have experts, the first one among them; 1: all."""
+    normalize_top_k: bool = False
+    """The probabilities of the chosen experts are divided by their sum."""
+    top_k_scaling_factor: float = 1.0
+    """The probabilities of the chosen experts are multiplied by this: ``top_k``, after ``normalize_top_k``, makes an
+    untrained block's output as large as that of a dense one as wide as the chosen experts together."""
+    aux_loss_coefficient: float = 0.01
+    """Factor of each router's load-balancing loss in the training loss."""
+    router_z_loss_coefficient: float = 0.0
+    """Factor of the mean square of each router's log partition function in the training loss."""
+    router_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the router's weight and product: fp32, or that of the other parameters."""
+    single_grouped_weight: bool = True
+    """Experts' weights are one packed parameter [experts, out, in] for each product, and not one for each expert."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context_length"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        require(
+            self.dim % (2 * self.num_heads) == 0,
+            "model.dim",
+            self.dim,
+            f"must be a multiple of 2 * model.num_heads = {2 * self.num_heads} (rotary positions turn pairs)",
+        )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.num_kv_heads",
+            self.num_kv_heads,
+            f"must divide model.num_heads = {self.num_heads}",
+        )
+        require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must lie in [0, 1)")
+        require(
+            0 <= self.delay_wgrad_layers <= self.num_layers,
+            "model.delay_wgrad_layers",
+            self.delay_wgrad_layers,
+            f"must lie between 0 and model.num_layers = {self.num_layers}",
+        )
+        require(self.rotary_base > 1.0, "model.rotary_base", self.rotary_base, "must be greater than 1")
+        require(self.init_std > 0.0, "model.init_std", self.init_std, "must be positive")
+        if self.num_experts:
+            self._check_experts()
+        else:
+            for name, neutral in _EXPERT_KEYS.items():
+                value = getattr(self, name)
+                require(value == neutral, f"model.{name}", value, "has no effect without model.num_experts")
+
+    def _check_experts(self) -> None:
+        for name in ("num_experts", "top_k", "expert_ffn_dim", "moe_layer_freq"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        for name in ("shared_expert_ffn_dim", "aux_loss_coefficient", "router_z_loss_coefficient"):
+            require(getattr(self, name) >= 0, f"model.{name}", getattr(self, name), "must not be negative")
+        require(
+            self.top_k <= self.num_experts,
+            "model.top_k",
+            self.top_k,
+            f"must be at most model.num_experts = {self.num_experts}",
+        )
+        require(
+            not (self.normalize_top_k and self.top_k == 1),
+            "model.normalize_top_k",
+            self.normalize_top_k,
+            "makes the one probability 1 under model.top_k = 1, and the router learns nothing from the experts",
+        )
+        require(
+            self.top_k_scaling_factor > 0.0,
+            "model.top_k_scaling_factor",
+            self.top_k_scaling_factor,
+            "must be positive",
+        )
+        require(
+            self.moe_layer_freq <= self.num_layers,
+            "model.moe_layer_freq",
+            self.moe_layer_freq,
+            f"must be at most model.num_layers = {self.num_layers}",
+        )
+        require(
+            self.router_dtype in ("float32", self.param_dtype),
+            "model.router_dtype",
+            self.router_dtype,
+            f'must be "float32" or model.param_dtype = "{self.param_dtype}"',
+        )
+
+    def has_experts(self, block: int) -> bool:
+        """Whether that block, counted from 0, is a mixture of experts."""
+        return self.num_experts > 0 and block % self.moe_layer_freq == 0
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``param_dtype`` as torch knows it."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.param_dtype]
+
+    @property
+    def torch_router_dtype(self) -> torch.dtype:
+        """``router_dtype`` as torch knows it."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.router_dtype]
+
+
+_EXPERT_KEYS = {
+    field.name: field.default
+    for field in dataclasses.fields(ModelConfig)
+    if field.name
+    in (
+        "top_k",
+        "expert_ffn_dim",
+        "shared_expert_ffn_dim",
+        "moe_layer_freq",
+        "normalize_top_k",
+        "top_k_scaling_factor",
+        "aux_loss_coefficient",
+        "router_z_loss_coefficient",
+        "router_dtype",
+        "single_grouped_weight",
+    )
+}
+"""Keys that say how experts are, with the values they have where there are none."""

@@ -1,0 +1,262 @@
+"""What a run is made of: a TOML file, with any value overridden from the command line.
+
+    parallel    -> "ddp", "zero1", "hybrid", "fsdp" or "hsdp"
+    [model]     -> ModelConfig       [optimizer] -> OptimizerConfig
+    [data]      -> DataConfig        [ddp]       -> DdpConfig
+    [train]     -> TrainConfig       [fsdp]      -> FsdpConfig
+
+Impossible values are refused at construction, with the key and what it may be. ``config_file.py`` reads the file.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...ddp import DistributedDataParallelConfig
+from .ddp import DdpConfig, Parallel
+from .error import ConfigError, require
+from .fsdp import FsdpConfig, is_fully_sharded
+from .model import ModelConfig
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DdpConfig",
+    "FsdpConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Parallel",
+    "TrainConfig",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where tokens come from, and which of them are held back for validation."""
+
+    source: Literal["stdlib", "text", "tokens"] = "stdlib"
+    """``stdlib``: source of the Python standard library that runs this, as bytes. ``text``: any files, as bytes.
+    ``tokens``: a memory-mapped file of token ids."""
+    paths: tuple[str, ...] = ()
+    """Files of a ``text`` source in their order, or the one file of a ``tokens`` source; relative to the working
+    directory."""
+    validation_paths: tuple[str, ...] = ()
+    """Validation files. Without them ``text`` and ``tokens`` hold back the tail of the training data."""
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    """Little-endian integers of a ``tokens`` file."""
+    validation_fraction: float = 0.05
+    """Part of the data that is held back: of the files (``stdlib``), or of the tail."""
+    max_tokens: int | None = None
+    """Use only so many tokens of the training data, from the beginning; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.source == "stdlib":
+            require(not self.paths, "data.paths", self.paths, 'source = "stdlib" finds its files itself; set "text"')
+            require(
+                not self.validation_paths,
+                "data.validation_paths",
+                self.validation_paths,
+                'need source = "text"/"tokens"',
+            )
+        else:
+            require(bool(self.paths), "data.paths", self.paths, f'source = "{self.source}" needs at least one file')
+        require(
+            0.0 < self.validation_fraction < 1.0,
+            "data.validation_fraction",
+            self.validation_fraction,
+            "must lie between 0 and 1: the validation loss needs data of its own",
+        )
+        require(
+            self.max_tokens is None or self.max_tokens >= 1, "data.max_tokens", self.max_tokens, "must be at least 1"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW on fp32 masters, with a cosine schedule."""
+
+    lr: float = 1e-3
+    """Learning rate after the warmup."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this part of ``lr``."""
+    warmup_steps: int = 20
+    """Steps over which the rate grows linearly from ``lr / warmup_steps``."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    decay_vectors: bool = True
+    """Weight decay on parameters of fewer than two dims too: norms, biases and scalars. False: on matrices only."""
+    max_grad_norm: float | None = 1.0
+    """Clip the global gradient norm to this; None: never."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0.0, "optimizer.lr", self.lr, "must be positive")
+        require(0.0 <= self.min_lr_ratio <= 1.0, "optimizer.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
+        require(all(0.0 <= beta < 1.0 for beta in self.betas), "optimizer.betas", self.betas, "must lie in [0, 1)")
+        require(self.eps > 0.0, "optimizer.eps", self.eps, "must be positive")
+        require(self.weight_decay >= 0.0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
+        require(
+            self.max_grad_norm is None or self.max_grad_norm > 0.0,
+            "optimizer.max_grad_norm",
+            self.max_grad_norm,
+            "must be positive; --optimizer.max-grad-norm None turns clipping off",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length, batch and bookkeeping of a run."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    max_seconds: float | None = None
+    """End after so many seconds of training, with the cosine brought to its end by then: a slower machine takes fewer
+    steps of the same schedule. None: the steps alone count."""
+    global_batch_size: int = 16
+    """Sequences of one optimizer step, over all microbatches and ranks: the same on any number of ranks."""
+    num_microbatches: int = 1
+    """Forward and backward passes per step; all but the last run under ``no_sync``."""
+    sequence_length: int = 256
+    """Tokens of one sequence; at most ``model.context_length``."""
+    eval_every: int = 100
+    """Steps between validations; one more follows the last step."""
+    eval_sequences: int = 64
+    """Sequences of the fixed validation set, evenly spread over the validation data."""
+    log_every: int = 1
+    """Steps between records in ``metrics.jsonl``. Ranks agree then whether to stop, so Ctrl-C waits that long."""
+    save_every: int | None = None
+    """Steps between checkpoints in ``out_dir``, a multiple of ``log_every``; another one follows the last step, or
+    Ctrl-C. None: none."""
+    resume: str | None = None
+    """Folder of a checkpoint to go on from, with any number of ranks and any ``parallel``; ``auto``: the newest one in
+    ``out_dir``, if there is one. None: begin anew."""
+    resume_with_other_data: bool = False
+    """Go on from a checkpoint although the data are not what its run read: ``data`` may differ, or files' contents."""
+    seed: int = 0
+    """Seed of weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: CUDA where there is a GPU."""
+    out_dir: str = "runs/default"
+    """Folder for metrics, resolved configuration, pictures and checkpoints; an earlier run in it is replaced, but its
+    checkpoints."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "global_batch_size",
+            "num_microbatches",
+            "sequence_length",
+            "eval_every",
+            "eval_sequences",
+            "log_every",
+        ):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
+        require(
+            self.max_seconds is None or self.max_seconds > 0.0,
+            "train.max_seconds",
+            self.max_seconds,
+            "must be positive",
+        )
+        require(
+            self.save_every is None or (self.save_every >= 1 and self.save_every % self.log_every == 0),
+            "train.save_every",
+            self.save_every,
+            f"must be a multiple of train.log_every = {self.log_every}, so that a resumed run logs the same steps",
+        )
+        require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
+        require(
+            self.global_batch_size % self.num_microbatches == 0,
+            "train.global_batch_size",
+            self.global_batch_size,
+            f"must be a multiple of train.num_microbatches = {self.num_microbatches}",
+        )
+
+    def sequences_per_microbatch(self, world_size: int) -> int:
+        """Sequences of one microbatch on one rank; ``ConfigError`` where the batch does not divide."""
+        parts = self.num_microbatches * world_size
+        require(
+            self.global_batch_size % parts == 0,
+            "train.global_batch_size",
+            self.global_batch_size,
+            f"must be a multiple of train.num_microbatches * ranks = {self.num_microbatches} * {world_size} = {parts}",
+        )
+        return self.global_batch_size // parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """One run."""
+
+    parallel: Parallel = "zero1"
+    """What ranks share: ``ddp`` nothing, ``zero1`` the optimizer's state, ``hybrid`` the same inside each of
+    ``ddp.num_distributed_optimizer_instances`` instances; ``fsdp`` parameters and gradients as well, ``hsdp`` the same
+    inside each of ``fsdp.num_instances`` instances. What is trained stays the same."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Shape of the model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Where tokens come from."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length and batch."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    ddp: DdpConfig = field(default_factory=DdpConfig)
+    """Gradient buckets, their reduction and gathers."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    """Units of ``parallel = "fsdp"`` and ``"hsdp"``: what is sharded, in which dtypes, and when."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.train.sequence_length <= self.model.context_length,
+            "train.sequence_length",
+            self.train.sequence_length,
+            f"must be at most model.context_length = {self.model.context_length}",
+        )
+        require(
+            self.optimizer.warmup_steps < self.train.steps,
+            "optimizer.warmup_steps",
+            self.optimizer.warmup_steps,
+            f"must be less than train.steps = {self.train.steps}",
+        )
+        require(
+            self.data.source == "tokens" or self.model.vocab_size >= 256,
+            "model.vocab_size",
+            self.model.vocab_size,
+            f'must be at least 256 for bytes (data.source = "{self.data.source}")',
+        )
+        # These raise where the two contradict.
+        self.fsdp.check(self.parallel)
+        if self.fully_sharded:
+            self.ddp.check_unused(self.parallel)
+        else:
+            self.ddp.wrapper_config(self.parallel)
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether the model is sharded by ``maingrad.fsdp``, and not wrapped in ``DistributedDataParallel``."""
+        return is_fully_sharded(self.parallel)
+
+    @property
+    def wrapper_config(self) -> DistributedDataParallelConfig:
+        """The configuration of the model's ``DistributedDataParallel``, where it has one."""
+        return self.ddp.wrapper_config(self.parallel)
+
+    @property
+    def num_instances(self) -> int:
+        """Groups of ranks that hold one copy between them of what is sharded."""
+        if self.fully_sharded:
+            return self.fsdp.instances(self.parallel)
+        return self.wrapper_config.num_distributed_optimizer_instances
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ``ConfigError`` where batch or instances do not divide between so many ranks."""
+        self.train.sequences_per_microbatch(world_size)
+        require(
+            world_size % self.num_instances == 0,
+            "fsdp.num_instances" if self.fully_sharded else "ddp.num_distributed_optimizer_instances",
+            self.num_instances,
+            f'must divide the {world_size} rank(s), under parallel = "{self.parallel}"',
+        )

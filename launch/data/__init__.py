@@ -1,0 +1,4 @@
+"""Tokens for configured runs, and the bigram model that a run has to beat.
+
+Imports ``config``.
+"""

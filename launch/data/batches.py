@@ -1,0 +1,153 @@
+"""Tokens: where they come from, which are held back, and which sequence each rank reads at each step.
+
+A step's global batch depends on (seed, step) alone. Row ``(microbatch * ranks + rank) * rows + i`` of it is row ``i``
+of that rank's microbatch, so that N ranks together read exactly what one process reads with the same global batch.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..config.run import DataConfig
+from .tokens import DataError, Digest, FileTokens, Tokens, digest_of, part_of
+
+__all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch", "stdlib_files", "validation_windows"]
+
+# Left out of the standard library's source: tests and third-party packages are not on every machine.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "idlelib", "lib2to3"}
+
+
+class Corpus(NamedTuple):
+    """Training and validation tokens, unsigned integers, one dim each; where one file holds them they stay there."""
+
+    train: Tokens
+    validation: Tokens
+    description: str
+
+    def digests(self) -> dict[str, Digest]:
+        """What tells this data from other data."""
+        return {"training": digest_of(self.train), "validation": digest_of(self.validation)}
+
+
+class Batch(NamedTuple):
+    """``inputs`` and ``targets`` [B, T] int64; a target is the token after its input."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    @property
+    def largest(self) -> int:
+        """The largest token id; a target's may be larger than all inputs'."""
+        return max(int(self.inputs.max()), int(self.targets.max()))
+
+
+def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
+    """Open the data of ``config``.
+
+    Raises ``DataError`` for a missing or empty file, one that does not divide into tokens, and data too short for one
+    sequence of ``sequence_length`` tokens and its targets.
+    """
+    if config.source == "stdlib":
+        train, validation, description = _load_stdlib(config.validation_fraction)
+    else:
+        train = _load_files(config, config.paths)
+        description = ", ".join(config.paths)
+        if config.validation_paths:
+            validation = _load_files(config, config.validation_paths)
+        else:
+            held_back = round(len(train) * config.validation_fraction)
+            whole, kept = train, len(train) - held_back
+            train, validation = part_of(whole, 0, kept), part_of(whole, kept, len(whole))
+    if config.max_tokens is not None:
+        train = part_of(train, 0, config.max_tokens)
+    for part, tokens in (("training", train), ("validation", validation)):
+        if len(tokens) < sequence_length + 1:
+            raise DataError(
+                f"{description}: {len(tokens)} {part} tokens are too few for one sequence of {sequence_length} tokens "
+                f"and its target; lower train.sequence_length below {max(len(tokens), 1)}, or give more data"
+                + (" (data.validation_fraction says how much is held back)" if part == "validation" else "")
+            )
+    return Corpus(train, validation, description)
+
+
+def stdlib_files() -> list[Path]:
+    """Source files of the running Python's standard library, tests left out, sorted by their path inside it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (path for path in root.rglob("*.py") if not _NOT_STDLIB.intersection(path.relative_to(root).parts))
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def sample_batch(
+    tokens: Tokens,
+    *,
+    seed: int,
+    step: int,
+    microbatch: int,
+    num_microbatches: int,
+    rank: int,
+    world_size: int,
+    global_batch_size: int,
+    sequence_length: int,
+) -> Batch:
+    """The sequences of one microbatch of one rank, at random places of ``tokens``.
+
+    The places are drawn from a counter-based generator keyed by (seed, step): no state to keep, nothing to hand over
+    when the number of ranks changes. ``global_batch_size`` divides by ``num_microbatches * world_size``.
+    """
+    generator = np.random.Generator(np.random.Philox(key=[seed, step]))
+    starts = generator.integers(0, len(tokens) - sequence_length, size=global_batch_size)
+    rows = global_batch_size // (num_microbatches * world_size)
+    first = (microbatch * world_size + rank) * rows
+    return _windows(tokens, starts[first : first + rows], sequence_length)
+
+
+def validation_windows(tokens: Tokens, *, count: int, sequence_length: int) -> Batch:
+    """The fixed validation set: ``count`` sequences at evenly spaced places, first and last included.
+
+    Fewer where ``tokens`` hold fewer that do not overlap.
+    """
+    count = min(count, (len(tokens) - 1) // sequence_length)
+    starts = np.linspace(0, len(tokens) - sequence_length - 1, num=count).astype(np.int64)
+    return _windows(tokens, starts, sequence_length)
+
+
+def _windows(tokens: Tokens, starts: NDArray[np.int64], sequence_length: int) -> Batch:
+    rows = [tokens[start : start + sequence_length + 1] for start in starts.tolist()]
+    window = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())
+
+
+def _load_stdlib(validation_fraction: float) -> tuple[Tokens, Tokens, str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    files = stdlib_files()
+    for path in files:
+        # By the hash of its path, so that a file stays on its side when another Python version adds or drops files.
+        digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+        held_back = int.from_bytes(digest[:8], "big") < validation_fraction * 2**64
+        parts[held_back].append(path.read_bytes())
+    if not parts[False]:
+        raise DataError(
+            f"no Python source under '{root}' (a zipped or stripped standard library?); "
+            f'set data.source = "text" and data.paths'
+        )
+    train, validation = (np.frombuffer(b"".join(parts[side]), dtype=np.uint8) for side in (False, True))
+    return train, validation, f"standard library source ({len(files)} files under {root})"
+
+
+def _load_files(config: DataConfig, paths: Sequence[str]) -> Tokens:
+    dtype = np.dtype(np.uint8) if config.source == "text" else np.dtype(config.token_dtype).newbyteorder("<")
+    parts = [FileTokens(Path(path), dtype) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
+    whole = np.concatenate([part[:] for part in parts])
+    for part in parts:
+        part.close()
+    return whole

@@ -1,0 +1,4 @@
+"""The GPT that configured runs train: dense or with experts.
+
+Imports ``config``.
+"""

@@ -1,0 +1,138 @@
+"""Mixture of experts: a router sends each token to k of E feed-forwards and adds up what they say.
+
+Legend, used in every shape below:
+
+    T  tokens of all sequences   E  experts              R  rows, T * k: a token for each expert it goes to
+    D  width of the model        k  experts per token    F  width of one expert
+
+Nothing here is read by the host: which expert gets how many tokens stays on the device. Every weight gradient goes
+through ``main_grad``: the experts' by one grouped product for all of them, the router's by the fused ``Linear`` that it
+is. The router learns from the probabilities by which the experts' activations are multiplied, and from its own losses.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...te_integration import GroupedMLP, moe_permute_with_probs, moe_unpermute
+from ..config.run import ModelConfig
+from .feed_forward import FeedForward, make_linear
+
+__all__ = ["MixtureOfExperts", "Router", "RouterLoss", "Routing", "load_balancing_loss", "router_z_loss"]
+
+
+class Routing(NamedTuple):
+    """What a router chose."""
+
+    expert_ids: Tensor
+    """[T, k] int64, different ones for each token."""
+    probs: Tensor
+    """[T, k] fp32: the factor of each chosen expert."""
+    all_probs: Tensor
+    """[T, E] fp32, rows of sum 1."""
+    logits: Tensor
+    """[T, E] fp32."""
+
+
+class RouterLoss(NamedTuple):
+    """What one router adds to the training loss: fp32 scalars."""
+
+    weighted: Tensor
+    """The sum of both losses below, times their coefficients: the only one with a graph."""
+    load_balancing: Tensor
+    z: Tensor
+    max_load: Tensor
+    """Rows of the fullest expert over an even share."""
+
+
+class Router(nn.Module):
+    """``softmax(x W^T)`` over E experts, of which each token takes the k most probable. Shazeer et al., 2017.
+
+    The product is in ``config.router_dtype``, all that follows in fp32. With ``config.normalize_top_k`` the k
+    probabilities are divided by their sum; then they are multiplied by ``config.top_k_scaling_factor``.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
+        super().__init__()
+        self.top_k, self.normalize, self.scale = config.top_k, config.normalize_top_k, config.top_k_scaling_factor
+        dtype = config.torch_router_dtype
+        self.linear = make_linear(config, config.dim, config.num_experts, device, delay_wgrad, dtype)
+
+    def forward(self, x: Tensor) -> Routing:
+        """``x`` [T, D]."""
+        logits = self.linear(x.to(self.linear.weight.dtype))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        all_probs = logits.softmax(-1)
+        probs, expert_ids = all_probs.topk(self.top_k, sorted=False)
+        if self.normalize:
+            probs = probs / probs.sum(-1, keepdim=True)
+        if self.scale != 1.0:
+            probs = probs * self.scale
+        return Routing(expert_ids, probs, all_probs, logits)
+
+
+class MixtureOfExperts(nn.Module):
+    """``y[t] = sum over the chosen e of p[t, e] W2_e swiglu(W1_e x[t])``, plus a shared feed-forward of all tokens.
+
+    The factor p is applied between the two products, where the rows are F wide and a kernel passes over them anyway.
+    No token is dropped.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.aux_loss_coefficient = config.aux_loss_coefficient
+        self.router_z_loss_coefficient = config.router_z_loss_coefficient
+        self.router = Router(config, device, delay_wgrad=delay_wgrad)
+        self.experts: nn.Module = GroupedMLP(
+            config.num_experts,
+            config.dim,
+            config.expert_ffn_dim,
+            bias=False,
+            single_grouped_weight=config.single_grouped_weight,
+            fuse_wgrad_accumulation=config.fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad,
+            dtype=config.torch_dtype,
+            device=device,
+        )
+        self.shared: FeedForward | None = None
+        if config.shared_expert_ffn_dim:
+            self.shared = FeedForward(config, config.shared_expert_ffn_dim, device, delay_wgrad=delay_wgrad)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, RouterLoss | None]:
+        """``x`` [..., D] -> [..., D], and in training the router's losses over these tokens."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.router(tokens)
+        rows, row_probs, sorting = moe_permute_with_probs(tokens, routing.probs, routing.expert_ids, self.num_experts)
+        y = moe_unpermute(self.experts(rows, sorting.splits, row_probs), sorting).view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, self._losses(routing, sorting.splits) if self.training else None
+
+    def _losses(self, routing: Routing, splits: Tensor) -> RouterLoss:
+        balance = load_balancing_loss(routing.all_probs, splits)
+        z = router_z_loss(routing.logits)
+        weighted = self.aux_loss_coefficient * balance
+        if self.router_z_loss_coefficient:
+            weighted = weighted + self.router_z_loss_coefficient * z
+        even_share = routing.expert_ids.numel() / self.num_experts
+        return RouterLoss(weighted, balance.detach(), z.detach(), splits.max().float() / even_share)
+
+
+def load_balancing_loss(probs: Tensor, splits: Tensor) -> Tensor:
+    """``E * sum over e of f_e P_e``: f the part of all rows that e gets, P its mean probability. 1 at perfect balance.
+
+    probs   [T, E]  fp32, over all experts
+    splits  [E]     rows of each expert, integers: no gradient flows through them
+
+    Of the Switch Transformer (Fedus et al., 2021), with f over the k choices of each token. Of the tokens of one
+    microbatch on one rank.
+    """
+    share = splits.to(probs.dtype) / splits.sum()
+    return probs.shape[1] * (share * probs.mean(0)).sum()
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """Mean over tokens of ``logsumexp(logits)^2``: logits [T, E]. Keeps them small. ST-MoE: Zoph et al., 2022."""
+    return logits.logsumexp(-1).square().mean()

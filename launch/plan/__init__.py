@@ -1,0 +1,4 @@
+"""``maingrad plan``: what a run would allocate and send, from shapes alone.
+
+Imports ``config`` and ``model``.
+"""

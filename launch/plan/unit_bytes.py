@@ -1,0 +1,139 @@
+"""Bytes on one rank of a fully sharded model, at rest and on the wire, from its units' integers alone.
+
+With n elements of a bucket (padding included), s shards of it, i ranks of an instance and o instances; c bytes for an
+element of what is computed with, a of what is at rest, g of a gradient:
+
+    shards            a n/s   they are the masters        gradient shards     g n/s
+    whole parameters  c n     where they are kept whole   sums inside         g n/i  with several instances
+    instance's shard  c n/i   where the optimizer is      copies for .grad    a n/s  where a and g are other dtypes
+                              sharded across as well      whole gradients     g n    where they are kept whole
+    moments           2 a     for each of the rank's elements, without padding
+
+s is i, and i o where the optimizer is sharded across instances as well.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from ...ddp.collectives.placements import Placement, Placements
+from ...ddp.plan.layout import BucketLayout
+from .rank_bytes import RankBytes
+
+__all__ = ["PlacedBucket", "UnitTraffic", "sharded_rank_bytes", "unit_traffic"]
+
+
+class PlacedBucket(NamedTuple):
+    """One bucket of a unit and the ranks that it is sharded over."""
+
+    layout: BucketLayout
+    trainable: bool
+    rest_dtype: torch.dtype
+    """Of the shards."""
+    placements: Placements
+    inner_size: int
+    outer_size: int
+
+    @property
+    def param_nbytes(self) -> int:
+        """Of the whole parameters."""
+        return self.layout.numel * self.layout.slots[0].spec.param_dtype.itemsize
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Of the whole gradients."""
+        return self.layout.numel * self.layout.slots[0].spec.grad_dtype.itemsize if self.trainable else 0
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Whether whole gradients have memory for good."""
+        return self.placements.inner.gradient is Placement.WHOLE
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Of one rank's shard."""
+        return self.layout.numel // self.layout.shard_degree * self.rest_dtype.itemsize
+
+    @property
+    def kept_params(self) -> int:
+        """Whole parameters, or parts of them, that have memory at rest."""
+        kept = self.param_nbytes if self.placements.inner.parameter is Placement.WHOLE else 0
+        return kept + (self.param_nbytes // self.inner_size if self._scatters_across else 0)
+
+    @property
+    def kept_grads(self) -> int:
+        """All of gradients that has memory at rest, once there was a step."""
+        if not self.trainable:
+            return 0
+        numel, degree = self.layout.numel, self.layout.shard_degree
+        grad_dtype = self.layout.slots[0].spec.grad_dtype
+        kept = numel // degree * grad_dtype.itemsize
+        if self.rest_dtype is not grad_dtype:
+            kept += self.shard_nbytes
+        if self.outer_size > 1:
+            kept += self.grad_nbytes // self.inner_size
+        return kept + (self.grad_nbytes if self.keeps_grads else 0)
+
+    @property
+    def _scatters_across(self) -> bool:
+        return self.placements.outer.scatters and self.outer_size > 1
+
+
+class UnitTraffic(NamedTuple):
+    """Bytes that each rank sends for one bucket, each time, by algorithms that send as little as possible."""
+
+    gather: int
+    """All-gather of parameters over the ranks of an instance."""
+    gather_across: int
+    """All-gather of the instance's shard over the instances, once a step."""
+    reduce_inside: int
+    """Reduction of gradients over the ranks of an instance."""
+    reduce_across: int
+    """Reduction of what was summed inside, over the instances, once a step."""
+
+
+def unit_traffic(bucket: PlacedBucket, wire_dtype: torch.dtype | None) -> UnitTraffic:
+    """What the collectives of one bucket send; gradients travel inside in ``wire_dtype``, None: as they are."""
+    inner, outer = bucket.inner_size, bucket.outer_size
+    spec = bucket.layout.slots[0].spec
+    on_wire = bucket.layout.numel * (wire_dtype or spec.grad_dtype).itemsize if bucket.trainable else 0
+    across = bucket.grad_nbytes // inner
+    scatters = bucket.placements.outer.scatters
+    return UnitTraffic(
+        gather=_others(bucket.param_nbytes, inner),
+        gather_across=_others(bucket.param_nbytes // inner, outer) if scatters else 0,
+        reduce_inside=_others(on_wire, inner),
+        reduce_across=_others(across if scatters else 2 * across, outer),
+    )
+
+
+def sharded_rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
+    """What the fullest rank holds between steps; all but the moments is the same on every rank."""
+    parameters = gradients = shards = 0
+    moments: list[int] = []
+    for bucket in buckets:
+        parameters += bucket.kept_params
+        gradients += bucket.kept_grads
+        shards += bucket.shard_nbytes
+        moments += [0] * (bucket.layout.shard_degree - len(moments))
+        if bucket.trainable:
+            for rank, numel in enumerate(_held(bucket.layout)):
+                moments[rank] += 2 * bucket.rest_dtype.itemsize * numel
+    return RankBytes(parameters, gradients, shards, max(moments, default=0))
+
+
+def _held(layout: BucketLayout) -> list[int]:
+    """Elements of parameters in each rank's shard."""
+    size = layout.numel // layout.shard_degree
+    held = [0] * layout.shard_degree
+    for slot in layout.slots:
+        start, end = slot.start - layout.start, slot.end - layout.start
+        for rank in range(start // size, -(-end // size)):
+            held[rank] += max(0, min(end, (rank + 1) * size) - max(start, rank * size))
+    return held
+
+
+def _others(nbytes: int, size: int) -> int:
+    """All of ``size`` equal parts but one's own."""
+    return nbytes * (size - 1) // size

@@ -1,0 +1,161 @@
+"""The units of a run under ``parallel = "fsdp"`` or ``"hsdp"``, from shapes alone: no process group, no storage."""
+
+from typing import NamedTuple
+
+import torch
+
+from ...ddp.collectives.placements import PLACEMENTS, Placement, Placements
+from ...ddp.plan.owned_params import find_owned_params
+from ...fsdp.unit.plan import plan_unit, shard_degree
+from ..config.run import Config, FsdpConfig, ModelConfig, Parallel
+from ..model.gpt import GPT
+from ..training.units import units_of
+from .parameter_count import ParameterCount
+from .rank_bytes import RankBytes
+from .unit_bytes import PlacedBucket, UnitTraffic, sharded_rank_bytes, unit_traffic
+
+__all__ = ["PlacedUnit", "UnitsPlan", "fsdp_alternatives", "place_units"]
+
+
+class PlacedUnit(NamedTuple):
+    """One unit, in the order in which a forward enters them."""
+
+    name: str
+    """In the model; empty for the model itself."""
+    buckets: tuple[PlacedBucket, ...]
+    gathers_in_forward: int
+    gathers_in_backward: int
+    """All-gathers of each bucket in one step, from the second step on: the first one does not know the order yet."""
+    reductions: tuple[int, ...]
+    """Of each bucket in one step, over the ranks of an instance: delayed gradients once."""
+
+    @property
+    def param_nbytes(self) -> int:
+        """Of its whole parameters."""
+        return sum(bucket.param_nbytes for bucket in self.buckets)
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Of its whole gradients."""
+        return sum(bucket.grad_nbytes for bucket in self.buckets)
+
+
+class UnitsPlan(NamedTuple):
+    """The plan of a fully sharded configuration on so many ranks."""
+
+    units: tuple[PlacedUnit, ...]
+    ranks: int
+    outer_size: int
+    parameters: ParameterCount
+    parallel: Parallel
+    fsdp: FsdpConfig
+    model: ModelConfig
+    num_microbatches: int
+    peak_grads: int
+    """Most bytes of whole gradients at once."""
+    alternatives: dict[Parallel, RankBytes]
+    """Bytes at rest under each kind of parallelism that so many ranks allow, this run's among them."""
+
+    @property
+    def placements(self) -> Placements:
+        """Where parameters, gradients and optimizer are whole or sharded."""
+        return self.fsdp.row
+
+    @property
+    def inner_size(self) -> int:
+        """Ranks of an instance."""
+        return self.ranks // self.outer_size
+
+    @property
+    def buckets(self) -> list[PlacedBucket]:
+        """Of all units."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    @property
+    def rank_bytes(self) -> RankBytes:
+        """What the fullest rank holds between steps."""
+        return self.alternatives[self.parallel]
+
+    @property
+    def peak_params(self) -> int:
+        """Most bytes of whole parameters at once: the outermost unit's, and those of two that follow each other.
+
+        While one computes, the next is on its way.
+        """
+        blocks: dict[str, int] = {}  # with the units inside them
+        for unit in self.units[1:]:
+            block = ".".join(unit.name.split(".")[:2])
+            blocks[block] = blocks.get(block, 0) + unit.param_nbytes
+        keeps = self.placements.inner.parameter is Placement.WHOLE or self.fsdp.reshard_after_forward is False
+        inside = list(blocks.values())
+        count = len(inside) if keeps else min(2, len(inside))
+        rows = [sum(inside[first : first + count]) for first in range(len(inside) - count + 1)]
+        return self.units[0].param_nbytes + max(rows)
+
+    def traffic(self, bucket: PlacedBucket) -> UnitTraffic:
+        """What a rank sends for a bucket, each time."""
+        return unit_traffic(bucket, self.fsdp.torch_reduce_dtype)
+
+
+def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig) -> tuple[PlacedUnit, ...]:
+    """The units of the configured model over so many ranks, the outermost first, then as forwards enter them."""
+    model = GPT(config.model, torch.device("meta")).float()  # at rest
+    names = {id(module): name for name, module in model.named_modules()}
+    outer_size, row = fsdp.instances(parallel), fsdp.row
+    inner_size = ranks // outer_size
+    degree = shard_degree(row, inner_size, outer_size)
+    taken: set[int] = set()
+    placed: dict[str, tuple[PlacedBucket, ...]] = {}
+    for module, policy in units_of(model, config.model, fsdp):
+        owned = [entry for entry in find_owned_params(module) if id(entry.param) not in taken]
+        taken.update(id(entry.param) for entry in owned)
+        placed[names[id(module)]] = tuple(
+            PlacedBucket(layout, trainable, torch.float32, row, inner_size, outer_size)
+            for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms, fsdp.bucket_size)
+        )
+    entered = [name for name in names.values() if name in placed]  # registration is the order of this model's forward
+    return tuple(_unit(index, entered, placed, config.train.num_microbatches, fsdp) for index in range(len(entered)))
+
+
+def _unit(
+    index: int,
+    entered: list[str],
+    placed: dict[str, tuple[PlacedBucket, ...]],
+    num_microbatches: int,
+    fsdp: FsdpConfig,
+) -> PlacedUnit:
+    """With how often it is gathered: what a forward begins with stays from one microbatch to the next, what it ends
+    with stays for the backward, and so does the outermost unit."""
+    inner = fsdp.row.inner
+    in_forward, in_backward = 1, 0
+    if inner.parameter is Placement.SHARDED:
+        in_forward = 1 if index < 2 else num_microbatches
+        stays = index in (0, len(entered) - 1) or fsdp.reshard_after_forward is False
+        in_backward = 0 if stays else num_microbatches
+    buckets = placed[entered[index]]
+    reductions = [1 if fsdp.holds_grads or bucket.layout.delayed else num_microbatches for bucket in buckets]
+    return PlacedUnit(entered[index], buckets, in_forward, in_backward, tuple(reductions))
+
+
+def fsdp_alternatives(config: Config, ranks: int) -> dict[Parallel, RankBytes]:
+    """Bytes at rest under ``fsdp`` and, where so many ranks are several instances, ``hsdp``."""
+    found: dict[Parallel, RankBytes] = {}
+    for parallel in ("fsdp", "hsdp"):
+        settings = config.fsdp if config.parallel == parallel else _beside(config, parallel)
+        if ranks % settings.instances(parallel) == 0:
+            units = place_units(config, ranks, parallel, settings)
+            found[parallel] = sharded_rank_bytes(bucket for unit in units for bucket in unit.buckets)
+    return found
+
+
+def _beside(config: Config, parallel: Parallel) -> FsdpConfig:
+    """The other one's settings, in so far as they mean something there."""
+    own = config.fsdp if config.fully_sharded else FsdpConfig()
+    row = Placements(own.row.inner, PLACEMENTS["zero3"].outer)
+    return FsdpConfig(
+        inner=tuple(kind.value for kind in row.inner),
+        grad_dtype=own.grad_dtype if config.fully_sharded or config.ddp.grad_reduce_in_fp32 else "bfloat16",
+        reshard_after_forward=own.reshard_after_forward,
+        bucket_size=own.bucket_size,
+        shard_atoms=own.shard_atoms,
+    )

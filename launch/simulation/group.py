@@ -1,0 +1,341 @@
+"""What ``torch.distributed`` sees of a simulated rank: its process group, and the handles of its operations.
+
+Every rank has its own `SimulatedProcessGroup` per group; what its ranks do together is in ``simulated_meeting``.
+"""
+
+# mypy: disable-error-code="override"
+# The methods take what torch.distributed passes, not every overload of ProcessGroup.
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.futures import Future
+
+from ...ddp.torch_internals import current_backward
+from ..simulation import collectives as move
+from .collectives import Operation, Payload, reduce_op_name
+from .meeting import Pending, SharedGroup, Transfer, describe_launch
+from .schedule import Scheduler, SimulatedRank, current_rank
+
+__all__ = ["BACKEND", "SimulatedProcessGroup", "SimulatedWork"]
+
+BACKEND = "simulated"
+"""What ``dist.get_backend()`` says."""
+
+
+class _SimulatedFuture(Future):  # type: ignore[type-arg]
+    """A future whose wait passes the baton. Its callbacks run on the thread of the rank that asked for it."""
+
+    def __init__(self, work: "SimulatedWork") -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        self._work.wait()
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> "_SimulatedFuture":
+        following = _SimulatedFuture(self._work)
+
+        def run(future: Any) -> None:
+            try:
+                following.set_result(callback(future))
+            except Exception as error:
+                following.set_exception(error)
+
+        self.add_done_callback(run)
+        return following
+
+
+class SimulatedWork(dist.Work):
+    """The handle of an operation for one rank."""
+
+    def __init__(self, group: "SimulatedProcessGroup", pending: Sequence[Pending], results: list[Any]) -> None:
+        super().__init__()
+        self._group = group
+        self._pending = pending
+        self._results = results
+
+    def wait(self, timeout: Any = None) -> bool:
+        for pending in self._pending:
+            self._group.scheduler.wait(self._group.own_rank(), pending)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(self._group.scheduler.poll(self._group.own_rank(), pending) for pending in self._pending)
+
+    def is_success(self) -> bool:
+        return all(pending.done for pending in self._pending)
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Any]:
+        return self._results
+
+    def source_rank(self) -> int:
+        transfer = self._pending[0]
+        if not isinstance(transfer, Transfer) or transfer.source is None:
+            raise RuntimeError("source_rank() is known for a receive that has completed only")
+        return transfer.source
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> Any:
+        # Inside a backward the caller is C++, or hands the future to C++, as in torch's DDP; C++ waits for it where no
+        # baton can be passed. So there, and for several operations at once, it is done before it is handed out.
+        if current_backward() != -1 or len(self._pending) > 1:
+            self.wait()
+        future = _SimulatedFuture(self)
+        if self.is_success():
+            future.set_result(self._results)
+        else:
+            self._pending[0].waiters.append((self._group.own_rank(), lambda: future.set_result(self._results)))
+        return future
+
+
+def _as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _sum_unless_given(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+
+class SimulatedProcessGroup(dist.ProcessGroup):
+    """One rank's end of a group. torch.distributed calls the methods under the names of its own backends."""
+
+    def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: Store, desc: str) -> None:
+        super().__init__(rank, len(shared.members))  # type: ignore[call-arg]  # subclasses take no store
+        self._store = store
+        self._desc = desc
+        self.scheduler = scheduler
+        self.shared = shared
+        self._coalescing: list[Pending] | None = None
+
+    def __repr__(self) -> str:
+        return f"SimulatedProcessGroup(rank {self.rank()} of {self.shared.describe()})"
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    # torch keeps these in the C++ backend of a group, and this group has none.
+
+    @property
+    def group_name(self) -> str:
+        return self.shared.name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+
+    def own_rank(self) -> SimulatedRank:
+        """The rank whose group this is, if that is whose thread calls."""
+        rank = current_rank()
+        owner = self.shared.members[self.rank()]
+        if rank is None or rank is not self.scheduler.ranks[owner]:
+            caller = "a thread that is not a simulated rank" if rank is None else f"rank {rank.index}"
+            raise RuntimeError(
+                f"{caller} uses a process group of simulated rank {owner}: simulated ranks cannot share process groups "
+                "or communicate from threads of their own (asynchronous checkpoints need real processes)"
+            )
+        return rank
+
+    def _join(self, description: str, operation: Operation, payload: Payload, results: list[Any]) -> SimulatedWork:
+        rank = self.own_rank()
+        self.scheduler.raise_if_stopped()
+        self.scheduler.record(rank, f"launch {description} of {self.shared.describe()}")
+        with self._failing(rank):
+            collective = self.shared.join(self.rank(), description, operation, payload)
+        return self._launched(rank, collective, results)
+
+    def _transfer(self, tensor: Tensor, source: int | None, target: int, tag: int, *, sending: bool) -> SimulatedWork:
+        rank = self.own_rank()
+        self.scheduler.raise_if_stopped()
+        transfer = Transfer(self.shared, "send" if sending else "recv", tensor, source, target, tag)
+        self.scheduler.record(rank, f"launch {transfer.describe()}")
+        with self._failing(rank):
+            self.shared.transfer(transfer, sending=sending)
+        return self._launched(rank, transfer, [tensor])
+
+    @contextlib.contextmanager
+    def _failing(self, rank: SimulatedRank) -> Iterator[None]:
+        """What goes wrong where ranks meet ends the simulation, even if the rank that arrived last catches it."""
+        try:
+            yield
+        except Exception as error:
+            self.scheduler.fail(rank, error)
+            raise
+
+    def _launched(self, rank: SimulatedRank, pending: Pending, results: list[Any]) -> SimulatedWork:
+        if self._coalescing is not None:
+            self._coalescing.append(pending)
+        self.scheduler.pass_baton(rank)
+        return SimulatedWork(self, [pending], results)
+
+    # Reductions.
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        return self._reduce("all_reduce", tensors, _sum_unless_given(opts), None)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SimulatedWork:
+        return self._reduce("all_reduce_coalesced", tensors, _sum_unless_given(opts), None)
+
+    def reduce(self, tensors: Any, opts: Any) -> SimulatedWork:
+        return self._reduce("reduce", tensors, opts.reduceOp, opts.rootRank)
+
+    def _reduce(self, name: str, tensors: Any, reduce_op: Any, root: int | None) -> SimulatedWork:
+        tensors = _as_list(tensors)
+        detail = reduce_op_name(reduce_op)
+        payload = Payload(tensors, tensors, reduce_op, root or 0)
+        if root is None:
+            return self._join(describe_launch(name, tensors, detail), move.reduce, payload, list(tensors))
+        detail += f" to rank {self.shared.members[root]}"
+        return self._join(describe_launch(name, tensors, detail), move.reduce_to_root, payload, list(tensors))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        return self._reduce_scatter("reduce_scatter", outputs, inputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts, name="reduce_scatter_single")
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None, name: str = "reduce_scatter_single_coalesced"
+    ) -> SimulatedWork:
+        chunks = [_chunks(whole, part, self.size()) for whole, part in zip(inputs, outputs, strict=True)]
+        return self._reduce_scatter(name, outputs, chunks, opts)
+
+    def _reduce_scatter(self, name: str, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        reduce_op = _sum_unless_given(opts)
+        description = describe_launch(name, outputs, reduce_op_name(reduce_op))
+        return self._join(description, move.reduce_scatter, Payload(inputs, outputs, reduce_op), list(outputs))
+
+    # Gathers.
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        # Ranks may bring tensors of different shapes, so shapes are compared when the data moves.
+        description = f"all_gather {_dtype(inputs[0])}"
+        return self._join(description, move.all_gather, Payload(inputs, outputs), list(outputs))
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        # Indexed by rank first here, by tensor first everywhere else.
+        return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
+        return self.all_gather_single_coalesced([output], [input], opts, name="all_gather_single")
+
+    def all_gather_single_coalesced(
+        self, outputs: Any, inputs: Any, opts: Any = None, name: str = "all_gather_single_coalesced"
+    ) -> SimulatedWork:
+        places = [_chunks(whole, part, self.size()) for whole, part in zip(outputs, inputs, strict=True)]
+        return self._gather_all(name, places, inputs)
+
+    def _gather_all(self, name: str, outputs: Any, inputs: Any) -> SimulatedWork:
+        return self._join(describe_launch(name, inputs), move.all_gather, Payload(inputs, outputs), list(outputs))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        root = opts.rootRank
+        description = describe_launch("gather", inputs, f"to rank {self.shared.members[root]}")
+        places = outputs[0] if outputs else []
+        return self._join(description, move.gather, Payload(inputs, places, None, root), list(places))
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:
+        places = _chunks(output, input, self.size()) if self.rank() == opts.rootRank else []
+        return self.gather([places], [input], opts)
+
+    # From one rank, and between all.
+
+    def broadcast(self, tensors: Any, opts: Any) -> SimulatedWork:
+        tensors, root = _as_list(tensors), opts.rootRank
+        description = describe_launch("broadcast", tensors, f"from rank {self.shared.members[root]}")
+        return self._join(description, move.broadcast, Payload((), tensors, None, root), list(tensors))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> SimulatedWork:
+        root = opts.rootRank
+        description = describe_launch("scatter", outputs, f"from rank {self.shared.members[root]}")
+        values = inputs[0] if inputs else []
+        return self._join(description, move.scatter, Payload(values, outputs, None, root), list(outputs))
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
+        # Shapes differ between ranks by design, so they are compared when the data moves.
+        description = f"all_to_all {_dtype(inputs[0])}"
+        return self._join(description, move.all_to_all, Payload(inputs, outputs), list(outputs))
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> SimulatedWork:
+        description = f"all_to_all_single {_dtype(input)}"
+        payload = Payload(_splits(input, input_splits, self.size()), _splits(output, output_splits, self.size()))
+        return self._join(description, move.all_to_all, payload, [output])
+
+    def barrier(self, opts: Any = None) -> SimulatedWork:
+        return self._join("barrier", move.barrier, Payload(), [])
+
+    # Point to point.
+
+    def send(self, tensors: Any, target: int, tag: int = 0) -> SimulatedWork:
+        return self._transfer(_as_list(tensors)[0], self.rank(), target, tag, sending=True)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> SimulatedWork:
+        return self._transfer(_as_list(tensors)[0], source, self.rank(), tag, sending=False)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> SimulatedWork:
+        return self._transfer(_as_list(tensors)[0], None, self.rank(), tag, sending=False)
+
+    # Coalescing: the operations run as launched, and one handle waits for all of them.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> SimulatedWork:
+        pending, self._coalescing = self._coalescing or [], None
+        return SimulatedWork(self, pending, [])
+
+    # Names of torch 2.11 and 2.12.
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _chunks(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
+    """``whole`` as one view of ``part``'s shape per rank; concatenated and stacked are the same memory."""
+    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+        raise ValueError(
+            f"a {whole.dtype} tensor of shape {tuple(whole.shape)} does not hold {size} of {part.dtype} "
+            f"{tuple(part.shape)}, one for each rank"
+        )
+    return list(whole.data.view(size, *part.shape).unbind(0))
+
+
+def _splits(tensor: Tensor, sizes: list[int], size: int) -> list[Tensor]:
+    """``tensor`` cut along its first dim, evenly unless ``sizes`` are given."""
+    if not sizes:
+        if tensor.shape[0] % size:
+            raise ValueError(f"all_to_all_single: {tensor.shape[0]} rows do not divide among {size} ranks; give splits")
+        sizes = [tensor.shape[0] // size] * size
+    return list(tensor.data.split(sizes))

@@ -1,0 +1,202 @@
+"""N ranks of torch.distributed in one process: threads of which exactly one runs at a time.
+
+    def train(steps):
+        rank = torch.distributed.get_rank()  # the default group is there already
+        ...
+        return weights
+
+    results = simulate(train, 4, 20, seed=1)  # a list: what train(20) returned on each rank
+
+The baton passes only inside communication (collectives, point-to-point, waits), to a rank drawn from ``seed``, so a
+race replays from its seed and another seed tries another order. `simulated_collectives` documents the arithmetic.
+"""
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator, MutableSequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .group import BACKEND, SimulatedProcessGroup
+from .meeting import CollectiveMismatchError, SharedGroup
+from .schedule import Scheduler, SimulatedDeadlockError, current_rank
+from .store import SimulatedStore
+
+__all__ = ["CollectiveMismatchError", "SimulatedDeadlockError", "SimulatedRankError", "simulate"]
+
+T = TypeVar("T")
+
+_running = threading.Lock()
+"""Held while a simulation owns the process's torch.distributed state."""
+
+
+class SimulatedRankError(RuntimeError):
+    """A simulated rank raised: ``rank`` says which, ``__cause__`` is what it raised, the message has its traceback."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        self.rank = rank
+        trace = "".join(traceback.format_exception(error))
+        super().__init__(f"simulated rank {rank} raised {type(error).__name__}: {error}\n\n{trace}")
+
+
+def simulate(
+    fn: Callable[..., T],
+    world_size: int,
+    *args: Any,
+    seed: int = 0,
+    order: Callable[[tuple[int, ...]], int] | None = None,
+    schedule: MutableSequence[tuple[int, str]] | None = None,
+    **kwargs: Any,
+) -> list[T]:
+    """Call ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and return their results, by rank.
+
+    fn          runs on every rank with the default process group initialised: collectives, subgroups, DeviceMesh and
+                synchronous checkpoints work as on real ranks. All ranks get the same objects as arguments: what they
+                change in place they change for each other, as real ranks would not
+    seed        of the order in which ranks go on at each point where they communicate
+    order       decides instead: called with the ranks that can go on (ascending), returns one of them
+    schedule    a list that receives (rank, event) for every start, launch, wait and finish
+
+    Each rank starts from the caller's random state (torch, ``random``, numpy), default dtype, grad mode and autocast,
+    and keeps its own from there. At the end the caller's come back, as does the process's own torch.distributed state.
+
+    Raises SimulatedRankError when a rank raises; the others are unwound at their next collective. Where ranks launch
+    different collectives, its ``__cause__`` is a CollectiveMismatchError. SimulatedDeadlockError, at once, when no rank
+    can go on, when one waits for a rank that has finished, and when all have finished but one never joined an
+    operation. RuntimeError inside another simulation; ValueError for a world of less than one rank.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if not dist.is_available():
+        raise RuntimeError("simulate needs torch.distributed, which this build of torch leaves out")
+    inside = current_rank()
+    if inside is not None:
+        raise RuntimeError(f"simulate was called on simulated rank {inside.index}: simulations do not nest")
+    if not _running.acquire(blocking=False):
+        raise RuntimeError("another thread is inside simulate: it owns torch.distributed in this process")
+    try:
+        scheduler = Scheduler(world_size, seed, order, schedule)
+        groups: dict[tuple[str, tuple[int, ...]], SharedGroup] = {}
+        with _simulated_distributed(scheduler, groups) as on_rank:
+            scheduler.run(lambda rank: on_rank(rank, lambda: fn(*args, **kwargs)))
+    finally:
+        _running.release()
+    if scheduler.failure is None:
+        _check_all_joined(groups)
+        return [rank.result for rank in scheduler.ranks]
+    if scheduler.failed_rank is None:
+        raise scheduler.failure
+    cause = _without_simulator_frames(scheduler.failure)
+    raise SimulatedRankError(scheduler.failed_rank, cause) from cause
+
+
+def _check_all_joined(groups: dict[tuple[str, tuple[int, ...]], SharedGroup]) -> None:
+    left = [pending for group in groups.values() for pending in group.unfinished()]
+    if left:
+        lines = [f"  {p.describe()}; missing ranks: {', '.join(map(str, p.missing()))}" for p in left]
+        raise SimulatedDeadlockError("\n".join(["all ranks have finished, but not all joined:", *lines]))
+
+
+def _without_simulator_frames(error: BaseException) -> BaseException:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(__name__):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
+
+
+class _RankWorld(dist.distributed_c10d._World):
+    """The groups of one rank. torch keeps those of a process in module globals, behind properties of the same names."""
+
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    group_count: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
+        self.tags_to_pg, self.pg_to_tag = {}, {}
+        self.group_count = 0
+
+
+class _WorldOfThread:
+    """Stands in for torch's one world: every simulated rank sees its own, every other thread the process's."""
+
+    def __init__(self, process_world: Any, local: threading.local) -> None:
+        object.__setattr__(self, "_process_world", process_world)
+        object.__setattr__(self, "_local", local)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self._local, "world", self._process_world), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getattr(self._local, "world", self._process_world), name, value)
+
+
+@contextlib.contextmanager
+def _simulated_distributed(
+    scheduler: Scheduler, groups: dict[tuple[str, tuple[int, ...]], SharedGroup]
+) -> Iterator[Callable[[int, Callable[[], Any]], Any]]:
+    """Replace the process's torch.distributed state by one per rank; yields the function that runs a rank in its own.
+
+    Three seams of torch carry it: the world object that its Python code looks groups up in, the function behind
+    ``new_group`` (so that every backend asked for becomes the simulated one), and the registry of group names in C++,
+    which can be kept per thread.
+    """
+    c10d: Any = dist.distributed_c10d
+    c10d_cpp: Any = torch._C._distributed_c10d
+    process_world, process_helper = c10d._world, c10d._new_process_group_helper
+    local = threading.local()
+    store = SimulatedStore(scheduler)
+    everyone = tuple(range(len(scheduler.ranks)))
+
+    def add_group(name: str, members: tuple[int, ...], rank: int, desc: str | None = None) -> SimulatedProcessGroup:
+        world = local.world
+        shared = groups.setdefault((name, members), SharedGroup(name, members))
+        group = SimulatedProcessGroup(scheduler, shared, members.index(rank), store, desc or "undefined")
+        world.pg_map[group] = (BACKEND, store)
+        world.pg_names[group] = name
+        world.pg_group_ranks[group] = {member: index for index, member in enumerate(members)}
+        world.pg_backend_config[group] = ",".join(f"{device.type}:{BACKEND}" for device in group._device_types)
+        world.pg_to_tag[group] = f"ptd:{name}"
+        for tag in ("", f"ptd:{name}"):
+            world.tags_to_pg.setdefault(tag, []).append(group)
+        c10d_cpp._register_process_group(name, group)
+        return group
+
+    def new_group_helper(
+        size: int, group_rank: int, members: list[int], backend: Any, old_store: Any, name: str, **options: Any
+    ) -> tuple[Any, Any]:
+        inside = current_rank()
+        if inside is None:
+            return process_helper(size, group_rank, members, backend, old_store, name, **options)  # type: ignore[no-any-return]
+        if members and inside.index not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER, None
+        # No members: init_process_group, after destroy_process_group, asks for a new default group.
+        return add_group(name, tuple(members) or everyone, inside.index, options.get("group_desc")), store
+
+    def on_rank(rank: int, body: Callable[[], Any]) -> Any:
+        local.world = _RankWorld()
+        try:
+            c10d._update_default_pg(add_group("default", everyone, rank, "default_pg"))
+            return body()
+        finally:
+            c10d_cpp._unregister_all_process_groups()
+            del local.world
+
+    c10d._world = _WorldOfThread(process_world, local)
+    c10d._new_process_group_helper = new_group_helper
+    c10d_cpp._set_thread_isolation_mode(True)
+    try:
+        yield on_rank
+    finally:
+        c10d_cpp._set_thread_isolation_mode(False)
+        c10d._world, c10d._new_process_group_helper = process_world, process_helper
+        default = process_world.default_pg
+        c10d_cpp._set_global_rank(-1 if default is None else default.rank())

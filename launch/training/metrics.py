@@ -1,0 +1,149 @@
+"""``metrics.jsonl``: one JSON object per line, each written out at once, so that a run cut short leaves whole lines,
+but perhaps for the last one.
+
+kind            when                    what
+``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives
+``timeline``    once                    times of one step's forwards, backwards and collectives, and of the forward
+                                        after it, under which parameters arrive: overlap.png is drawn from them
+``step``        every log_every steps   loss (nats per token), lr, grad_norm, tokens per second, seconds per step; of a
+                                        model with experts also its routers' load_balancing_loss and router_z_loss (not
+                                        in loss) and max_expert_load, the fullest expert's over an even share
+``validation``  every eval_every steps  loss on the fixed validation set
+``final``       at the end              validation loss beside the bigram's, steps, seconds
+``interrupted`` instead of ``final``    after Ctrl-C or SIGTERM
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...ddp.collectives.timeline import BucketSpan, GatherSpan, Timeline
+from .runtime import Runtime, versions
+from .wrapping import Wrapped
+
+__all__ = ["MetricsWriter", "observed_facts", "read_metrics", "timeline_record"]
+
+
+class MetricsWriter:
+    """Writes records to a file, begun anew with the first one; on ranks without a file it does nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._resumed_at: int | None = None
+
+    def resume(self, step: int) -> None:
+        """The run goes on from that step: records up to it, of a run in the same folder, stay."""
+        self._resumed_at = step
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """One record. NaN and infinity are written as null: they are not JSON."""
+        if self._path is None:
+            return
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            kept = self._records_to_keep(self._path)
+            # Beside its place first: whatever moment the process dies at, the old records are there, or these.
+            staging = self._path.with_name(f"{self._path.name}.incomplete")
+            self._file = staging.open("w", encoding="utf-8")
+            self._file.writelines(json.dumps(record) + "\n" for record in kept)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            staging.replace(self._path)
+        self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
+        self._file.flush()
+
+    def _records_to_keep(self, path: Path) -> list[dict[str, Any]]:
+        if self._resumed_at is None or not path.exists():
+            return []
+        ends = ("final", "interrupted")
+        return [r for r in read_metrics(path) if r["kind"] not in ends and r.get("step", 0) <= self._resumed_at]
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a file, but a last one that was cut off where the process died.
+
+    Raises ``ValueError`` for another line that is no record.
+    """
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or "kind" not in record:
+                raise ValueError("it has no kind")
+        except ValueError as error:
+            if number == len(lines):  # nothing, where the file is whole
+                break
+            raise ValueError(f"'{path}', line {number}: no record ({error}); mend the line or remove it") from None
+        records.append(record)
+    return records
+
+
+def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
+    """What the first step, recorded by ``timeline``, really did: read from tensors, counters and recorded spans."""
+    parameters, records = wrapped.parameters(), wrapped.records
+    fused = [record for record in records if record.num_fused_writes]
+    synced = Counter(span.synced for span in timeline.backwards)
+    return {
+        "world_size": runtime.world_size,
+        "backend": runtime.backend,
+        "device": str(runtime.device),
+        "num_parameters": sum(parameter.numel for parameter in parameters),
+        "parameter_dtypes": _counts(_dtype_name(parameter) for parameter in parameters),
+        "main_grad_dtypes": _counts(_dtype_name(record.view) for record in records),
+        "fused_weights": len(fused),
+        "fused_writes": sum(record.num_fused_writes for record in fused),
+        "delayed_weights": sum(parameter.delayed for parameter in parameters),
+        "hook_written_parameters": sum(1 for record in records if record.num_hook_writes),
+        "microbatches_no_sync": synced[False],
+        "microbatches_synced": synced[True],
+        "num_buckets": len({span.bucket for span in timeline.buckets}),
+        "collectives": _counts([*(b.collective for b in timeline.buckets), *(g.collective for g in timeline.gathers)]),
+        "buckets": [_sent(span) for span in timeline.buckets],
+        "gathers": [_sent(span) for span in timeline.gathers],
+        "versions": versions(),
+    }
+
+
+def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
+    """Spans of one step and of the forward after it, in seconds, as ``report.py`` reads them back."""
+    return {
+        "step": step,
+        "forwards": [span._asdict() for span in timeline.forwards],
+        "backwards": [span._asdict() for span in timeline.backwards],
+        "buckets": [span._asdict() for span in timeline.buckets],
+        "gathers": [span._asdict() for span in timeline.gathers],
+        "waits": [span._asdict() for span in timeline.waits],
+        "phases": [span._asdict() for span in timeline.phases],
+    }
+
+
+def _sent(span: BucketSpan | GatherSpan) -> dict[str, Any]:
+    return {"bucket": span.bucket, "collective": span.collective, "nbytes": span.nbytes}
+
+
+def _dtype_name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _counts(names: Iterable[str] | Iterator[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,86 @@
+"""Records two steps of a run as they happened: the first one's facts, and a later one's times.
+
+A recording begins with a step and ends after the next forward, under which the parameters of that step are gathered.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from ...ddp.collectives.timeline import Timeline
+from .metrics import MetricsWriter, observed_facts, timeline_record
+from .runtime import Runtime
+from .wrapping import Wrapped
+
+__all__ = ["OPTIMIZER_PHASE", "WGRAD_PHASE", "StepRecorder"]
+
+OPTIMIZER_PHASE = "optimizer"
+WGRAD_PHASE = "weight gradients"
+_TIMELINE_STEP = 10  # late enough for allocations and connections to have settled
+
+
+class StepRecorder:
+    """Writes ``observed`` and ``timeline`` records.
+
+    first_step  the step that the run begins with
+    num_steps   steps that it will take: a short run has its times recorded early, so that a forward follows
+    unit        what a token is called
+    """
+
+    def __init__(
+        self,
+        wrapped: Wrapped,
+        runtime: Runtime,
+        metrics: MetricsWriter,
+        *,
+        first_step: int,
+        num_steps: int,
+        unit: str,
+    ) -> None:
+        self._wrapped, self._runtime, self._metrics, self._unit = wrapped, runtime, metrics, unit
+        self._observed_step = first_step
+        # The first recording covers a part of the second step: the next one begins with the third, or is the same.
+        self._timeline_step = first_step + (min(_TIMELINE_STEP, num_steps - 2) if num_steps >= 4 else 0)
+        self._open = ExitStack()
+        self._timeline: Timeline | None = None
+        self._step = first_step
+        self._stepped = False
+
+    def step_begins(self, step: int) -> None:
+        """Before a step's first forward."""
+        if self._timeline is None and step in (self._observed_step, self._timeline_step):
+            self._timeline = self._open.enter_context(self._wrapped.record_timeline())
+            self._step, self._stepped = step, False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A named stretch of a step."""
+        if self._timeline is None:
+            yield
+            return
+        with self._timeline.phase(name):
+            yield
+
+    def step_ended(self) -> None:
+        """The optimizer has stepped and gradients are cleared: the next forward ends the recording."""
+        self._stepped = True
+
+    def forward_ended(self) -> None:
+        """A forward of the wrapper ended, in training or in validation."""
+        if self._timeline is not None and self._stepped:
+            self._finish()
+
+    def close(self) -> None:
+        """The run is over: no forward follows. A recording is written if its step came to an end."""
+        if self._timeline is not None and self._stepped:
+            self._finish()
+        self._timeline = None
+        self._open.close()
+
+    def _finish(self) -> None:
+        timeline, self._timeline = self._timeline, None
+        assert timeline is not None, "something is being recorded"
+        self._open.close()
+        if self._step == self._observed_step:
+            self._metrics.write("observed", **observed_facts(self._wrapped, timeline, self._runtime), unit=self._unit)
+        if self._step == self._timeline_step:
+            self._metrics.write("timeline", **timeline_record(timeline, self._step))

@@ -1,0 +1,341 @@
+"""The training loop: bf16 parameters over fp32 accumulators, microbatches, overlapped reduction, sharded AdamW.
+
+Every rank runs :func:`train`, in its own process or as a simulated rank; rank 0 writes files and speaks.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ...te_integration.wgrad_queue import drain_modules
+from ..config.file import config_to_dict
+from ..config.run import Config
+from ..data.batches import Batch, load_corpus, sample_batch, validation_windows
+from ..data.bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
+from ..model.gpt import build_model
+from .metrics import MetricsWriter
+from .pace import Pace, cosine_with_warmup
+from .progress import Display, Status, format_rate, make_display
+from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
+from .run_state import resume_run, save_run, where_to_resume
+from .runtime import Runtime, current_runtime, versions
+from .signals import StopRequest
+from .wrapping import wrap
+
+__all__ = ["TrainResult", "train"]
+
+_ROUTER_FIELDS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
+
+
+class TrainResult(NamedTuple):
+    """What a run came to; the losses are the same on every rank."""
+
+    losses: tuple[float, ...]
+    """Cross-entropy of every logged step, averaged over microbatches and ranks, in nats per token."""
+    validation_loss: float | None
+    """Last validation loss in nats per token; None if the run was interrupted before any."""
+    bigram_loss: float | None
+    """The bigram model's on the same validation set; None on ranks other than 0 and for large vocabularies."""
+    steps: int
+    """Optimizer steps taken."""
+    seconds: float
+    """Time from the first step to the end of the last validation."""
+    interrupted: bool
+    """Whether a signal ended the run."""
+    is_main: bool
+    """Whether this is rank 0, which writes files."""
+    model: nn.Module
+    """The trained model; fully sharded, where it is, and in no other wrapper."""
+
+
+def train(config: Config, *, stop: StopRequest | None = None, display: Display | None = None) -> TrainResult:
+    """Train as ``config`` says, on every rank of the default process group, or alone without one.
+
+    Writes ``metrics.jsonl`` and ``resolved_config.json`` to ``config.train.out_dir`` from rank 0. Raises
+    ``ConfigError`` for a batch that does not divide between the ranks and ``DataError`` for data that cannot be used.
+    """
+    runtime = current_runtime(config.train.device)
+    is_main = runtime.rank == 0
+    out_dir = Path(config.train.out_dir)
+    metrics = MetricsWriter(out_dir / "metrics.jsonl" if is_main else None)
+    trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display or make_display(is_main=is_main))
+    if is_main:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": runtime.world_size}
+        (out_dir / "resolved_config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+    try:
+        return trainer.run()
+    finally:
+        trainer.recorder.close()
+        trainer.display.close()
+        metrics.close()
+
+
+class _Trainer:
+    """One rank's state of a run."""
+
+    def __init__(
+        self, config: Config, runtime: Runtime, metrics: MetricsWriter, stop: StopRequest, display: Display
+    ) -> None:
+        self.config, self.runtime, self.metrics, self.stop, self.display = config, runtime, metrics, stop, display
+        settings = config.train
+        config.check_ranks(runtime.world_size)
+        self.rows = settings.sequences_per_microbatch(runtime.world_size)
+
+        # Data: the same validation set on every rank.
+        self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
+        self.windows = validation_windows(
+            self.corpus.validation, count=settings.eval_sequences, sequence_length=settings.sequence_length
+        )
+        check_tokens(self.windows.largest, config.model.vocab_size)
+        keeps = settings.save_every is not None or settings.resume is not None
+        self.digests = self.corpus.digests() if keeps else {}
+        """Of the data as the run found it."""
+        self.unit = "token" if config.data.source == "tokens" else "byte"
+
+        # Model: weights from the seed alone.
+        resume_from = where_to_resume(config)
+        self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
+        self.wrapped = wrap(self.module, config, runtime.device)
+        self.model = self.wrapped.model
+        self.router_sums: Tensor | None = None
+        """Of a model with experts: sums over microbatches since the last record, in the order of ``_ROUTER_FIELDS``."""
+        if config.model.num_experts:
+            self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
+        self.pace = pace = Pace(settings.steps, settings.max_seconds)
+        self.scheduler = LambdaLR(
+            self.wrapped.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
+        )
+        self.validated = True
+        """Whether nothing is owed for the steps taken: a validation that an interrupted run did not come to."""
+        if resume_from is not None:
+            self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler, self.digests)
+            metrics.resume(pace.step)
+            display.message(f"goes on from '{resume_from}', after step {pace.step}")
+            if pace.fraction >= 1.0:
+                display.message(
+                    f"no step is left: train.steps = {settings.steps}, train.max_seconds = {settings.max_seconds}; "
+                    f"raise them to train on"
+                )
+        self.recorder = StepRecorder(
+            self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
+        )
+
+    def run(self) -> TrainResult:
+        """All steps, validations and records."""
+        settings, pace = self.config.train, self.pace
+        self._introduce()
+        bigram_loss = self._bigram_loss()
+        losses: list[float] = []
+        validation_loss: float | None = None
+        interrupted = False
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        since_log, start = 0, time.monotonic() - pace.seconds
+        if not self.validated and self._is_validated_here():
+            validation_loss = self._validate()
+        log_start = time.monotonic()
+        while pace.fraction < 1.0 and not interrupted:
+            lr = float(self.scheduler.get_last_lr()[0])
+            loss_sum += self._step(pace.step)
+            pace.step += 1
+            self.validated = False
+            since_log += 1
+            if since_log == settings.log_every or pace.step == settings.steps:
+                # The one place where the host waits for the device, and ranks for each other's hosts.
+                elapsed, stopping = time.monotonic() - start, float(self.stop.requested)
+                with self.wrapped.failures.watch("the sum of losses"):
+                    sums = self.runtime.all_reduce_sum(
+                        [float(loss_sum) / since_log, stopping, elapsed, *self._router_means(since_log)]
+                    )
+                means = [value / self.runtime.world_size for value in sums]
+                mean_loss, stops, pace.seconds = means[:3]
+                interrupted = stops > 0.0
+                losses.append(mean_loss)
+                routers = dict(zip(_ROUTER_FIELDS, means[3:], strict=False))
+                self._log(mean_loss, lr, since_log, time.monotonic() - log_start, routers)
+                since_log, log_start = 0, time.monotonic()
+                loss_sum.zero_()
+            self.scheduler.step()
+            if not interrupted and self._is_validated_here():
+                validation_loss = self._validate()
+                log_start = time.monotonic()
+            over = pace.fraction >= 1.0
+            if settings.save_every is not None and (over or interrupted or pace.step % settings.save_every == 0):
+                self._save()
+                log_start = time.monotonic()
+        seconds = time.monotonic() - start
+        self.recorder.close()
+        self._conclude(validation_loss, bigram_loss, seconds, interrupted=interrupted)
+        return TrainResult(
+            tuple(losses),
+            validation_loss,
+            bigram_loss,
+            pace.step,
+            seconds,
+            interrupted,
+            self.runtime.rank == 0,
+            self.module,
+        )
+
+    def _step(self, step: int) -> Tensor:
+        """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
+        settings, wrapped, recorder = self.config.train, self.wrapped, self.recorder
+        recorder.step_begins(step)
+        # Dropout follows from seed, step and rank: like the data, without a state to keep.
+        entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
+        torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
+        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        for microbatch in range(settings.num_microbatches):
+            is_last = microbatch == settings.num_microbatches - 1
+            inputs, targets = self._batch(step, microbatch)
+            with nullcontext() if is_last else wrapped.no_sync():
+                loss = self.model(inputs, targets)
+                recorder.forward_ended()
+                (loss / settings.num_microbatches).backward()
+                if self.config.model.delay_wgrad_layers:
+                    with recorder.phase(WGRAD_PHASE):
+                        drain_modules(self.module)
+            total += self._own_loss(loss.detach())
+        wrapped.finish_grad_sync()
+        with recorder.phase(OPTIMIZER_PHASE):
+            wrapped.step()
+        wrapped.clear_grads()
+        recorder.step_ended()
+        return total / settings.num_microbatches
+
+    def _is_validated_here(self) -> bool:
+        """Whether a validation follows the step that the run is after."""
+        return self.pace.fraction >= 1.0 or self.pace.step % self.config.train.eval_every == 0
+
+    def _save(self) -> None:
+        path = save_run(self.config, self.pace, self.wrapped, self.scheduler, self.digests, validated=self.validated)
+        self.display.message(f"step {self.pace.step:>5}  checkpoint in '{path}'")
+
+    def _own_loss(self, loss: Tensor) -> Tensor:
+        """The cross-entropy of a training loss, so that records of dense models and others compare."""
+        parts = self.module.loss_parts
+        if self.router_sums is None or parts is None:
+            return loss
+        self.router_sums += torch.stack([parts.load_balancing, parts.router_z, parts.max_load])
+        return parts.cross_entropy
+
+    def _router_means(self, num_steps: int) -> list[float]:
+        """Means over the microbatches of so many steps on this rank; starts anew."""
+        if self.router_sums is None:
+            return []
+        means = self.router_sums / (num_steps * self.config.train.num_microbatches)
+        self.router_sums.zero_()
+        return [float(value) for value in means.tolist()]
+
+    def _batch(self, step: int, microbatch: int) -> Batch:
+        settings = self.config.train
+        batch = sample_batch(
+            self.corpus.train,
+            seed=settings.seed,
+            step=step,
+            microbatch=microbatch,
+            num_microbatches=settings.num_microbatches,
+            rank=self.runtime.rank,
+            world_size=self.runtime.world_size,
+            global_batch_size=settings.global_batch_size,
+            sequence_length=settings.sequence_length,
+        )
+        check_tokens(batch.largest, self.config.model.vocab_size)
+        device = self.runtime.device
+        return Batch(batch.inputs.to(device), batch.targets.to(device))
+
+    @torch.no_grad()
+    def _validate(self) -> float:
+        """Mean loss over the fixed validation set, its rows dealt out to the ranks; the same number on each of them."""
+        began = time.monotonic()
+        self.model.eval()
+        mine = slice(self.runtime.rank, None, self.runtime.world_size)
+        inputs, targets = (part[mine].to(self.runtime.device) for part in self.windows)
+        total = 0.0
+        for first in range(0, len(inputs), self.rows):
+            rows = slice(first, first + self.rows)
+            total += float(self.model(inputs[rows], targets[rows])) * len(inputs[rows])
+            self.recorder.forward_ended()
+        self.model.train()
+        with self.wrapped.failures.watch("the sum of validation losses"):
+            loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
+        loss = loss_sum / count
+        self.validated = True
+        self.metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
+        self.display.message(f"step {self.pace.step:>5}  validation loss {loss:.4f} nats per {self.unit}")
+        return loss
+
+    def _log(
+        self,
+        loss: float,
+        lr: float,
+        num_steps: int,
+        seconds: float,
+        routers: Mapping[str, float],
+    ) -> None:
+        settings = self.config.train
+        rate = settings.global_batch_size * settings.sequence_length * num_steps / seconds
+        norm = self.wrapped.grad_norm
+        self.metrics.write(
+            "step",
+            step=self.pace.step,
+            loss=loss,
+            lr=lr,
+            grad_norm=None if norm is None else float(norm),
+            tokens_per_second=rate,
+            seconds_per_step=seconds / num_steps,
+            elapsed=self.pace.seconds,
+            **routers,
+        )
+        pace = self.pace
+        self.display.update(Status(pace.step, pace.steps, pace.fraction, pace.seconds, loss, lr, rate))
+
+    def _introduce(self) -> None:
+        numel = sum(parameter.numel for parameter in self.wrapped.parameters())
+        runtime, settings = self.runtime, self.config.train
+        self.display.message(
+            f"{numel / 1e6:.2f}M parameters in {self.config.model.param_dtype}, {self.wrapped.num_buckets} buckets; "
+            f"{runtime.world_size} rank(s) on {runtime.device.type}, {settings.num_microbatches} microbatches of "
+            f"{self.rows} x {settings.sequence_length} tokens each"
+        )
+        self.display.message(
+            f"data: {self.corpus.description}; {format_rate(len(self.corpus.train))} tokens to train on, "
+            f"{format_rate(len(self.corpus.validation))} held back"
+        )
+
+    def _bigram_loss(self) -> float | None:
+        if self.runtime.rank != 0 or self.config.model.vocab_size > MAX_VOCAB_SIZE:
+            return None
+        loss = fit_bigram(self.corpus.train, self.config.model.vocab_size).loss(self.windows)
+        self.display.message(f"{self.unit}-bigram model on the same data: {loss:.4f} nats per {self.unit}")
+        return loss
+
+    def _conclude(self, loss: float | None, bigram: float | None, seconds: float, *, interrupted: bool) -> None:
+        common = {"step": self.pace.step, "seconds": seconds, "validation_loss": loss, "bigram_loss": bigram}
+        if interrupted:
+            self.metrics.write("interrupted", **common, signal=self.stop.signal_name or "another rank's")
+            self.display.message(f"interrupted after step {self.pace.step}; records are in {self.config.train.out_dir}")
+            return
+        below = None if loss is None or bigram is None else bigram - loss
+        digest = self.wrapped.digest(wanted=self.runtime.rank == 0)
+        peak = torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else None
+        self.metrics.write(
+            "final",
+            **common,
+            nats_below_bigram=below,
+            peak_memory_bytes=peak,
+            weights_sha256=digest,
+        )
+        if below is not None:
+            self.display.message(
+                f"validation loss {loss:.4f} nats per {self.unit} after {self.pace.step} steps in {seconds:.0f} s: "
+                f"{abs(below):.4f} {'below' if below >= 0 else 'above'} the {self.unit}-bigram model's {bigram:.4f}"
+            )

@@ -1,0 +1,46 @@
+"""The units of a GPT under ``parallel = "fsdp"``: every block, and the rest of the model around them."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from ...fsdp import MixedPrecisionPolicy
+from ..config.run import FsdpConfig, ModelConfig
+from ..model.gpt import GPT
+from ..model.moe import MixtureOfExperts
+
+__all__ = ["PlannedUnit", "units_of"]
+
+
+class PlannedUnit(NamedTuple):
+    """What one ``fully_shard`` call is given."""
+
+    module: nn.Module
+    policy: MixedPrecisionPolicy
+
+
+def units_of(model: GPT, settings: ModelConfig, fsdp: FsdpConfig) -> Iterator[PlannedUnit]:
+    """From the inside out, the model last.
+
+    Parameters are fp32 at rest and computed with in ``model.param_dtype``. Inputs are not cast: activations follow the
+    parameters, and the rotary tables stay in fp32. A router of another dtype than its block is a unit inside it.
+    """
+    keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
+    policy = MixedPrecisionPolicy(
+        param_dtype=settings.torch_dtype,
+        grad_dtype=fsdp.torch_grad_dtype,
+        reduce_dtype=fsdp.torch_reduce_dtype,
+        cast_forward_inputs=False,
+    )
+    of_router = MixedPrecisionPolicy(
+        param_dtype=settings.torch_router_dtype,
+        grad_dtype=fsdp.torch_grad_dtype,
+        reduce_dtype=fsdp.torch_reduce_dtype,
+        cast_forward_inputs=False,
+    )
+    for block in model.blocks:
+        if keeps_router and isinstance(block.ffn, MixtureOfExperts):
+            yield PlannedUnit(block.ffn.router, of_router)
+        yield PlannedUnit(block, policy)
+    yield PlannedUnit(model, policy)

@@ -1,0 +1,295 @@
+"""A model and its optimizer as the training loop uses them, whatever ``parallel`` says of where their tensors are.
+
+=====================  ==============================================  ================================================
+``parallel``           model                                           optimizer
+=====================  ==============================================  ================================================
+ddp, zero1, hybrid     ``DistributedDataParallel`` around the module   ``DistributedOptimizer``
+fsdp, hsdp             the module itself, after ``fully_shard``        ``torch.optim.AdamW`` over its parameters
+=====================  ==============================================  ================================================
+"""
+
+import abc
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...ddp import DistributedDataParallel, DistributedOptimizer
+from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.timeline import Timeline
+from ...ddp.contract.record import GradRecord
+from ...fsdp import FSDPModule, fully_shard
+from ...fsdp.module import root_of, unit_of
+from ..config.error import require
+from ..config.run import Config
+from ..model.gpt import GPT
+from .units import units_of
+
+__all__ = ["HeldParameter", "Wrapped", "wrap"]
+
+
+class HeldParameter(NamedTuple):
+    """One parameter as the model computes with it."""
+
+    name: str
+    numel: int
+    """Of the whole."""
+    dtype: torch.dtype
+    delayed: bool
+
+
+class Wrapped(abc.ABC):
+    """What the training loop asks of a model and its optimizer.
+
+    model      called with tokens and targets; it has ``no_sync``, ``finish_grad_sync`` and ``record_timeline``
+    optimizer  what schedules and checkpoints act on
+    """
+
+    model: DistributedDataParallel | FSDPModule
+    optimizer: torch.optim.Optimizer
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For every microbatch but the last."""
+        return self.model.no_sync()
+
+    def finish_grad_sync(self) -> None:
+        """After the last backward: reduce what is left, and wait."""
+        self.model.finish_grad_sync()
+
+    def record_timeline(self) -> AbstractContextManager[Timeline]:
+        """Record when things run."""
+        return self.model.record_timeline()
+
+    @abc.abstractmethod
+    def step(self) -> None:
+        """Clip and update."""
+
+    @abc.abstractmethod
+    def clear_grads(self) -> None:
+        """Begin a new iteration."""
+
+    @property
+    @abc.abstractmethod
+    def grad_norm(self) -> Tensor | None:
+        """Global norm of the last step's gradients before clipping; None without clipping."""
+
+    @property
+    @abc.abstractmethod
+    def failures(self) -> FailureReporter:
+        """Puts failed collectives into words."""
+
+    @property
+    @abc.abstractmethod
+    def num_buckets(self) -> int:
+        """Buckets that are reduced."""
+
+    @property
+    @abc.abstractmethod
+    def records(self) -> Sequence[GradRecord]:
+        """Of every trainable parameter."""
+
+    @abc.abstractmethod
+    def parameters(self) -> list[HeldParameter]:
+        """Every trainable parameter."""
+
+    @abc.abstractmethod
+    def digest(self, *, wanted: bool) -> str | None:
+        """Of all weights, bit for bit: two runs that agree here ended in the same place. None where it is not wanted.
+
+        Collective.
+        """
+
+
+def wrap(module: GPT, config: Config, device: torch.device) -> Wrapped:
+    """Give the model its ranks and its optimizer, as ``config.parallel`` says. Collective over all ranks.
+
+    module  on ``device``, in ``config.model.param_dtype``
+    """
+    if config.fully_sharded:
+        return _FullySharded(module, config, device)
+    return _InWrapper(module, config)
+
+
+class _InWrapper(Wrapped):
+    model: DistributedDataParallel
+    optimizer: DistributedOptimizer
+
+    def __init__(self, module: GPT, config: Config) -> None:
+        self._module = module
+        self.model = DistributedDataParallel(module, config.wrapper_config)
+        settings = config.optimizer
+        self.optimizer = DistributedOptimizer(
+            self.model,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            param_groups=[] if settings.decay_vectors else [{"params": _is_vector, "weight_decay": 0.0}],
+        )
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def clear_grads(self) -> None:
+        self.model.zero_grad_buffer()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        return self.optimizer.grad_norm
+
+    @property
+    def failures(self) -> FailureReporter:
+        return self.model.failures
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.model.buckets)
+
+    @property
+    def records(self) -> Sequence[GradRecord]:
+        return self.model.records
+
+    def parameters(self) -> list[HeldParameter]:
+        return [
+            HeldParameter(w.record.name, w.owned.param.numel(), w.owned.param.dtype, w.owned.delayed)
+            for w in self.model.wired
+        ]
+
+    def digest(self, *, wanted: bool) -> str | None:
+        if not wanted:
+            return None
+        return _joined({name: _digest(name, parameter) for name, parameter in self._module.named_parameters()})
+
+
+class _FullySharded(Wrapped):
+    model: FSDPModule
+
+    def __init__(self, module: GPT, config: Config, device: torch.device) -> None:
+        self._names = [name for name, _ in module.named_parameters()]
+        require(
+            not config.fsdp.offload_to_cpu or device.type == "cuda",
+            "fsdp.offload_to_cpu",
+            True,
+            f"has no effect on {device}, where shards are in the host's memory anyway",
+        )
+        require(
+            not config.fsdp.copy_engine_gather or (device.type == "cuda" and dist.is_initialized()),
+            "fsdp.copy_engine_gather",
+            True,
+            f"has no effect on {device} without other ranks on GPUs",
+        )
+        mesh = _mesh(config, device)
+        for unit, policy in units_of(module, config.model, config.fsdp):
+            # Masters start from what the model computes with, as those of DistributedOptimizer do. One unit at a time:
+            # the others' memory is that of their shards already.
+            unit.float()
+            fully_shard(
+                unit,
+                mesh=mesh,
+                placements=config.fsdp.row,
+                mixed_precision=policy,
+                reshard_after_forward=None if unit is module else config.fsdp.reshard_after_forward,
+                reduce_every_microbatch=config.fsdp.reduce_every_microbatch,
+                bucket_size=config.fsdp.bucket_size,
+                shard_atoms=config.fsdp.shard_atoms,
+                offload_to_cpu=config.fsdp.offload_to_cpu,
+                copy_engine_gather=unit is module and config.fsdp.copy_engine_gather,
+                device=device,
+                init_sync=False,  # all ranks have drawn the same
+            )
+        assert isinstance(module, FSDPModule), "fully_shard has made it one"
+        self.model = module
+        self._root = root_of(module)
+        settings = config.optimizer
+        named = list(module.named_parameters())
+        groups: list[dict[str, Any]] = [{"params": [param for _, param in named]}]
+        if not settings.decay_vectors:
+            groups = [
+                {"params": [p for name, p in named if _is_vector(name, p)], "weight_decay": 0.0},
+                {"params": [p for name, p in named if not _is_vector(name, p)]},
+            ]
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self._max_grad_norm = settings.max_grad_norm
+        self._grad_norm: Tensor | None = None
+
+    def step(self) -> None:
+        if self._max_grad_norm is not None:
+            self._grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        self.optimizer.step()
+
+    def clear_grads(self) -> None:
+        self.optimizer.zero_grad()
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        return self._grad_norm
+
+    @property
+    def failures(self) -> FailureReporter:
+        return self._root.failures
+
+    @property
+    def num_buckets(self) -> int:
+        return sum(bucket.trainable for bucket in self._root.buckets)
+
+    @property
+    def records(self) -> Sequence[GradRecord]:
+        return [record for bucket in self._root.buckets for record in bucket.records]
+
+    def parameters(self) -> list[HeldParameter]:
+        return [
+            HeldParameter(pair.sharded.shard.name, pair.whole.numel(), pair.whole.dtype, pair.owned.delayed)
+            for unit in self._root.units
+            for pair in unit.pairs
+            if pair.whole.requires_grad
+        ]
+
+    @torch.no_grad()
+    def digest(self, *, wanted: bool) -> str | None:
+        """One unit after the other is whole."""
+        found: dict[str, str] = {}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                for pair in unit_of(module).pairs if wanted else ():
+                    found[pair.sharded.shard.name] = _digest(pair.sharded.shard.name, pair.whole)
+                module.reshard()
+        return _joined({name: found[name] for name in self._names}) if wanted else None
+
+
+def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
+    """Of two dims where there are several instances; None: all ranks there are."""
+    if config.num_instances == 1:
+        return None
+    shape = (config.num_instances, dist.get_world_size() // config.num_instances)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
+
+
+def _is_vector(name: str, parameter: Tensor) -> bool:
+    """Norms, biases and scalars: an expert's matrices are parameters of three dims."""
+    return parameter.ndim < 2
+
+
+def _digest(name: str, parameter: Tensor) -> str:
+    digest = hashlib.sha256(name.encode())
+    # A copy: memory that numpy has seen cannot be taken from a gathered unit any more.
+    values = parameter.detach().to("cpu", copy=True).contiguous()
+    digest.update(values.view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _joined(digests: dict[str, str]) -> str:
+    return hashlib.sha256("".join(digests.values()).encode()).hexdigest()

@@ -1,0 +1,161 @@
+"""``LayerNormMLP``: a normalisation and the two linear layers of a transformer's feed-forward part.
+
+Legend: K ``hidden_size``, F ``ffn_hidden_size``, G rows of the first weight: F, or 2F where the activation is gated.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from ..wgrad_queue import WgradQueue
+from .activations import activation_named
+from .fused_linear import run_outside_graph
+from .linear_module import InitMethod, LinearModule, one_dtype, reset_linear
+from .normalization import NormalizingModule
+from .te_arguments import refuse_unsupported
+
+__all__ = ["LayerNormMLP"]
+
+
+class LayerNormMLP(LinearModule, NormalizingModule):
+    """``y = act(norm(x) W1^T + b1) W2^T + b2``, with one GEMM into each weight's ``main_grad``.
+
+    =================  ============  ========================================
+    x                  [..., K]      input
+    layer_norm_weight  [K]           see ``NormalizingModule``
+    layer_norm_bias    [K] or None   None for RMSNorm
+    fc1_weight         [G, K]        W1
+    fc1_bias           [G] or None   b1
+    fc2_weight         [K, F]        W2
+    fc2_bias           [K] or None   b2
+    y                  [..., K]      output
+    =================  ============  ========================================
+
+    The two weights have nothing to do with each other: each may be frozen, tied, fused and overwritten by itself.
+
+    eps                        added to the variance
+    normalization              "LayerNorm" or "RMSNorm"
+    zero_centered_gamma        ``layer_norm_weight`` is gamma - 1
+    activation                 by Transformer Engine's names: ``activations.py`` has them all
+    activation_params          of "clamped_swiglu": ``limit`` and ``alpha``
+    checkpoint                 keep x alone, and recompute the rest in backward (``torch.utils.checkpoint``, not
+                               reentrant); all but the second product, where that is fused or delayed
+    return_bias                return ``b2`` beside y, without adding it
+    return_layernorm_output    also return ``norm(x)`` [..., K], last
+    init_method                of W1, and ``output_layer_init_method`` of W2 (None: ``init_method``); biases are zeros
+                               then. None: as ``nn.Linear``
+    delay_wgrad_compute        ``backward_dw()`` computes the oldest pending microbatch's dW2, then its dW1
+    others                     see ``Linear``
+
+    Names of arguments and parameters are Transformer Engine's; its arguments that have no effect here are accepted, and
+    the others refused by name. Raises ``ValueError`` for an unknown ``activation`` or ``normalization``.
+    """
+
+    weight_names: tuple[str, ...] = ("fc1_weight", "fc2_weight")
+    fc1_bias: Tensor | None
+    fc2_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_bias: bool = False,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        checkpoint: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        name: str | None = None,
+        **unsupported: Any,
+    ) -> None:
+        refuse_unsupported("LayerNormMLP", unsupported)
+        super().__init__()
+        dtype = one_dtype("LayerNormMLP", dtype, params_dtype)
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.activation = activation
+        self.activate, gated = activation_named(activation, activation_params)
+        self.checkpoint = checkpoint
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.init_method = init_method
+        self.output_layer_init_method = init_method if output_layer_init_method is None else output_layer_init_method
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        fc1_features = 2 * ffn_hidden_size if gated else ffn_hidden_size
+        self.add_normalization(hidden_size, eps, normalization, zero_centered_gamma, device, dtype)
+        self.fc1_weight = empty(fc1_features, hidden_size)
+        self.register_parameter("fc1_bias", empty(fc1_features) if bias else None)
+        self.fc2_weight = empty(hidden_size, ffn_hidden_size)
+        self.register_parameter("fc2_bias", empty(hidden_size) if bias else None)
+        self.reset_parameters()
+        self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew: after ``to_empty``, or to start over."""
+        self.reset_normalization()
+        reset_linear(self.fc1_weight, self.fc1_bias, self.init_method)
+        reset_linear(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
+
+    def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """[..., K] -> [..., K]; or a tuple of it, b2, and the normalised input, as far as they are asked for.
+
+        ``is_first_microbatch`` is accepted and changes nothing: which writes overwrite is known in backward.
+        """
+        if self.checkpoint and torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                output, normalized = run_outside_graph(LayerNormMLP._recomputed, self, input)
+            else:
+                output, normalized = self._recomputed(input)
+        else:
+            output, normalized = self._run(input, self.queue_now())
+        if not (self.return_bias or self.return_layernorm_output):
+            return output
+        more = (self.fc2_bias,) if self.return_bias else ()
+        return (output, *more, normalized) if self.return_layernorm_output else (output, *more)
+
+    def _run(self, input: Tensor, queue: WgradQueue | None, only_save: bool = False) -> tuple[Tensor, Tensor]:
+        """Output and normalised input; ``only_save`` leaves out the second product, which backward does not need."""
+        normalized = self.normalize(input)
+        hidden = self.activate(self.multiply(normalized, (self.fc1_weight,), self.fc1_bias, queue))
+        bias = None if self.return_bias else self.fc2_bias
+        return self.multiply(hidden, (self.fc2_weight,), bias, queue, only_save), normalized
+
+    def _recomputed(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        queue = self.queue_now()  # the recompute runs in backward, outside any delayed_wgrad block
+        again = False
+
+        def run(x: Tensor) -> tuple[Tensor, Tensor]:
+            nonlocal again
+            only_save, again = again, True
+            return self._run(x, queue, only_save)
+
+        result: tuple[Tensor, Tensor] = recompute(run, input, use_reentrant=False, preserve_rng_state=False)
+        return result
+
+    def sizes(self) -> str:
+        """Its sizes, by the names of its arguments."""
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"normalization={self.normalization}, activation={self.activation}"
+        )
+
+    def extra_repr(self) -> str:
+        """The sizes, and what happens to the weight gradients."""
+        return f"{super().extra_repr()}, bias={self.fc1_bias is not None}, checkpoint={self.checkpoint}"

@@ -1,0 +1,171 @@
+"""What all modules with linear layers share: which way each product takes, and which weights are fused and delayed."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ddp.contract.delayed import queue_of_block
+from ...ddp.contract.main_grad import check_delayable, is_fusable
+from ...ddp.contract.module import DelayedWgradModule
+from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
+from ..wgrad_queue import WgradQueue
+from .fused_linear import LinearUse, fused_linear, run_outside_graph
+from .transforms import in_transform
+
+__all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
+
+InitMethod = Callable[[Tensor], Any]
+
+
+class LinearModule(DelayedWgradModule):
+    """Mixin of modules with one or more products ``x W^T``. The defaults are those of a module that does nothing more.
+
+    They are the class's, so that a module may become one by a change of its class.
+    """
+
+    fuse_wgrad_accumulation = False
+    return_bias = False
+    save_original_input = False
+    init_method: InitMethod | None = None
+    label: str | None = None
+    weight_names: tuple[str, ...] = ("weight",)
+
+    def set_wgrad_options(self, *, fuse: bool, delay: bool, name: str | None) -> None:
+        """To be called when the parameters are there."""
+        self.fuse_wgrad_accumulation = fuse
+        self.label = name
+        if delay:
+            self.wgrad_queue = WgradQueue()
+            self.mark_delayed_weights()
+
+    def fused_wgrad_weights(self) -> Iterable[str]:
+        """The weights, where they are fused."""
+        return self.weight_names if self.fuse_wgrad_accumulation else ()
+
+    def delayed_wgrad_weights(self) -> Iterable[str]:
+        """The weights, where they are delayed by the module itself."""
+        return self.weight_names if self.wgrad_queue is not None else ()
+
+    def queue_now(self) -> WgradQueue | None:
+        """Where weight gradients of a forward that runs now will wait: the module's own queue comes first."""
+        if self.wgrad_queue is not None:
+            own: WgradQueue = self.wgrad_queue
+            return own
+        of_block: WgradQueue | None = queue_of_block()
+        return of_block
+
+    def multiply(
+        self,
+        input: Tensor,
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        queue: WgradQueue | None,
+        only_save: bool = False,
+    ) -> Tensor:
+        """``x W^T + b``: x [..., K], weights [N_i, K] each (slices of W along N), b [N] -> [..., N]."""
+        output = self.fused_product(input, weights, bias, queue, only_save=only_save)
+        if output is None:
+            output = F.linear(input, weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), bias)
+        return output
+
+    def fused_product(
+        self,
+        input: Tensor,
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        queue: WgradQueue | None,
+        transposed: bool = False,
+        only_save: bool = False,
+    ) -> Tensor | None:
+        """The product by ``fused_linear``, which says what the arguments are; None where it is plain autograd's to do.
+
+        It is where no weight needs a gradient, none is to be fused or delayed, or somebody has to see the gradient.
+        """
+        if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
+            if queue is not None:
+                note_without_grad(self)
+            return None
+        needing = [weight for weight in weights if weight.requires_grad]
+        if not needing:
+            return None
+        if torch.compiler.is_compiling() and self.weight_names[0] in self.__dict__["_parameters"]:
+            arguments = (input, weights, bias, queue, transposed, only_save)
+            output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
+            return output
+        if in_transform() or not all(map(is_fusable, needing)):
+            return None
+        if queue is not None and queue is not self.wgrad_queue:
+            check_delayable(needing, self.describe())
+        weight = weights[0]
+        features = weight.shape[0 if transposed else 1]
+        if input.shape[-1:] != (features,):
+            raise ValueError(f"{self.describe()} takes {features} features in the last dim, got {tuple(input.shape)}")
+        if input.dtype is not weight.dtype and not torch.is_autocast_enabled(input.device.type):
+            raise ValueError(
+                f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one or use autocast"
+            )
+        return fused_linear(input, weights, bias, self._use(weights, queue, transposed, only_save))
+
+    def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:
+        """The same object as in the last forward, where nothing has changed: making one costs as much as a product."""
+        if queue is not None:
+            refuse_delay_in_recompute(self, self.describe)
+        uses: dict[tuple[int, bool], LinearUse | None] = self.__dict__.setdefault("_uses", {})
+        key = id(weights[0]), only_save
+        use = uses.get(key)
+        if use is None or not use.serves(weights, self.fuse_wgrad_accumulation, queue):
+            if len(uses) > 8:  # weights that are new in each forward (torch.func.functional_call)
+                uses.clear()
+            use = uses[key] = LinearUse(
+                weights,
+                self.describe(),
+                fused=self.fuse_wgrad_accumulation,
+                queue=queue,
+                transposed=transposed,
+                save_original_input=self.save_original_input,
+                only_save=only_save,
+            )
+        return use
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's scaling factors of FP8
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
+
+    def describe(self) -> str:
+        """For errors: which layer this is."""
+        return self.label or f"{type(self).__name__}({self.sizes()})"
+
+    def sizes(self) -> str:
+        """Its sizes, by the names of its arguments."""
+        raise NotImplementedError(f"{type(self).__name__} must say its sizes")
+
+    def extra_repr(self) -> str:
+        """The sizes, and what happens to the weight gradient."""
+        return (
+            f"{self.sizes()}, fuse_wgrad_accumulation={self.fuse_wgrad_accumulation}, "
+            f"delay_wgrad_compute={self.wgrad_queue is not None}"
+        )
+
+
+def reset_linear(weight: Tensor, bias: Tensor | None, init_method: InitMethod | None) -> None:
+    """As ``nn.Linear`` initialises; with an ``init_method`` that does the weight [N, K], and the bias is zeros."""
+    if init_method is not None:
+        init_method(weight)
+        if bias is not None:
+            nn.init.zeros_(bias)
+        return
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    if bias is not None:
+        bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0
+        nn.init.uniform_(bias, -bound, bound)
+
+
+def one_dtype(module: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None) -> torch.dtype | None:
+    """``dtype`` and ``params_dtype`` are PyTorch's and Transformer Engine's names of one argument."""
+    if dtype is not None and params_dtype is not None and dtype is not params_dtype:
+        raise ValueError(f"{module} got dtype={dtype} and params_dtype={params_dtype}: they are one argument")
+    return dtype or params_dtype

@@ -1,0 +1,328 @@
+"""``fused_grouped_linear``: the one differentiable grouped operation behind every module with experts.
+
+Legend: E experts, T rows, K input features, N output features. Expert e has the rows offsets[e] to offsets[e + 1]; rows
+from offsets[E] on are padding.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ddp.contract.demand import Demand, demand
+from ...ddp.contract.target import GroupedWgradTarget, Place, fresh_grouped_wgrads
+from ...ddp.contract.torch_ddp import in_torch_ddp
+from ...ddp.torch_internals import current_backward
+from ...kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
+from ..dense.fused_linear import refuse_split_backward
+from ..dense.transforms import refuse_in_transform
+from ..torch_internals import watch_prehooks
+from ..wgrad_queue import WgradQueue
+from .grouped_products import (
+    differentiable_bias_grad,
+    differentiable_dgrad,
+    differentiable_scale_grad,
+    differentiable_wgrad,
+)
+
+__all__ = ["GroupedUse", "fused_grouped_linear"]
+
+
+class GroupedUse:
+    """How one grouped product is used: ``LinearUse`` for experts. Forwards that agree on all of it share one.
+
+    weights              the experts' [N, K], or the one packed [E, N, K]
+    names                of the weights, for errors
+    fused, queue         where weight gradients go, as in ``LinearUse``; neither: autograd delivers them
+    save_original_input  keep the input for backward as it came, and not as autocast cast it
+    only_save            do all that backward needs and leave the product out
+    """
+
+    __slots__ = ("_queue", "fused", "only_save", "owner", "packed", "save_original_input", "target")
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        names: Sequence[str],
+        owner: str,
+        *,
+        fused: bool = True,
+        queue: WgradQueue | None = None,
+        save_original_input: bool = False,
+        only_save: bool = False,
+    ) -> None:
+        self.owner, self.fused = owner, fused
+        self._queue = None if queue is None else weakref.ref(queue)  # a module keeps this object
+        self.save_original_input, self.only_save = save_original_input, only_save
+        self.packed = weights[0].dim() == 3
+        self.target: GroupedWgradTarget | None = None
+        if fused or queue is not None:
+            self.target = GroupedWgradTarget(weights, names, owner, packed=self.packed, fused=fused, queue=queue)
+
+    @property
+    def delays(self) -> bool:
+        """Whether weight gradients wait in a queue."""
+        return self._queue is not None
+
+    def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
+        """Whether a forward with these may use this object again: see ``LinearUse``."""
+        if queue is not None and in_torch_ddp():
+            return False
+        if not (queue is None if self._queue is None else queue is not None and self._queue() is queue):
+            return False
+        return self.fused is fused and (self.target is None or self.target.refers_to(weights))
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of a module has weights of its own, and makes its own
+
+
+class _Call(NamedTuple):
+    """What one forward hands to its autograd function beside the tensors that may need a gradient."""
+
+    offsets: Tensor
+    dtype: torch.dtype
+    """Of the products."""
+    num_weights: int
+    packed_bias: bool
+    out: Tensor | None
+    grad_input: Tensor | None
+
+
+def fused_grouped_linear(
+    input: Tensor,
+    weights: PerExpert,
+    bias: PerExpert | None,
+    offsets: Tensor,
+    use: GroupedUse,
+    *,
+    bias_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+) -> Tensor:
+    """``y[t] = x[t] W_e^T + s[t] b_e`` for row t of expert e, and its gradients; pad rows are zeros.
+
+    ==========  =========================  =================================================================
+    input       [T, K]                     x
+    weights     [E, N, K], or E x [N, K]   W: one packed tensor, or one for each expert
+    bias        [E, N], or E x [N]         b; None: none is added
+    offsets     [E + 1]                    int64, from 0 to at most T; on the device, and never read by the host
+    bias_scale  [T]                        s; None: ones
+    out         [T, N]                     memory for y
+    grad_input  [T, K]                     memory for dx
+    y           [T, N]                     in autocast's dtype under autocast, as ``nn.Linear``'s
+    ==========  =========================  =================================================================
+
+    Backward: ``dx[t] = dy[t] W_e``; ``dW_e = dy_e^T x_e`` goes where ``use`` says, each expert's by its own row of the
+    return table; ``db_e`` is the sum of ``s[t] dy[t]`` over the expert's rows, and ``ds[t] = dy[t] . b_e``. Pad rows of
+    x and dy are read by nobody. The weights are used as data and reached through weak references.
+
+    ``out`` and ``grad_input`` are the caller's: plain tensors of the products' dtype, without a gradient. y, and the
+    gradient that backward hands on, are those very memories: before they are filled again, everything that reads y
+    must be done, its own backward included, and so must everything that reads dx (the ``.grad`` of a leaf is one).
+
+    ``autograd.grad`` and a graph of the gradients get ordinary gradients and write nothing.
+    """
+    dtype, device_type = input.dtype, input.device.type
+    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    _check_buffer(use.owner, "out", out, (input.shape[0], _features(weights)), dtype, input.device)
+    _check_buffer(use.owner, "grad_input", grad_input, tuple(input.shape), dtype, input.device)
+    if not use.save_original_input:
+        input = _cast(input, dtype)
+    elif grad_input is not None and input.dtype is not dtype:
+        raise ValueError(f"{use.owner}: grad_input with save_original_input needs an input of {dtype}")
+    experts = (weights,) if isinstance(weights, Tensor) else tuple(weights)
+    biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
+    call = _Call(offsets, dtype, len(experts), isinstance(bias, Tensor), out, grad_input)
+    refuse_in_transform(use.owner)
+    output: Tensor = _apply_directly(input, use, call, *experts, *biases, bias_scale)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _features(weights: PerExpert) -> int:
+    return (weights if isinstance(weights, Tensor) else weights[0]).shape[-2]
+
+
+def _check_buffer(
+    owner: str,
+    name: str,
+    buffer: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    if buffer is None:
+        return
+    if buffer.requires_grad:
+        raise ValueError(f"{owner}: {name} is memory to be written, and must not require a gradient")
+    if buffer.shape != shape or buffer.dtype is not dtype or buffer.device != device:
+        raise ValueError(
+            f"{owner}: {name} must be {shape}, {dtype} on {device}; got {tuple(buffer.shape)}, {buffer.dtype} on "
+            f"{buffer.device}"
+        )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> PerExpert:
+    first = tensors[0]
+    if packed:
+        return _cast(first, dtype)
+    if all(tensor.dtype is dtype for tensor in tensors):
+        return tensors
+    together = first.new_empty(len(tensors), *first.shape, dtype=dtype)  # which kernels find without a table
+    torch._foreach_copy_(together.unbind(), tuple(tensors))
+    return together
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Operands are cast already, and what sums in fp32 is to do so."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def _written(buffer: Tensor) -> Tensor:
+    """An alias for autograd of memory that a kernel wrote: the caller's own tensor gets no history."""
+    if not buffer.is_inference():  # which has no version
+        torch.autograd.graph.increment_version(buffer)  # kernels go by the address; who saved the old content must know
+    return buffer.detach()
+
+
+class _FusedGroupedLinear(torch.autograd.Function):
+    """See ``fused_grouped_linear``. ``apply`` takes input, use, call, weights, biases, and the scale of the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, use: GroupedUse, call: _Call, *tensors: Any) -> Tensor:
+        count = call.num_weights
+        weights, biases, scale = tensors[:count], tensors[count:-1], tensors[-1]
+        needs_dx, _, _, *needs = ctx.needs_input_grad
+        needs_dw, needs_db, needs_ds = True in needs[:count], True in needs[count:-1], needs[-1]
+        # Next_functions and needs_input_grad go by the arguments; everything that is saved has its own place.
+        ctx.save_for_backward(
+            input if needs_dw else None,
+            call.offsets,
+            scale if needs_db else None,
+            *(weights if needs_dx else ()),
+            *(biases if needs_ds else ()),
+        )
+        ctx.use, ctx.call = use, call._replace(out=None)
+        # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
+        ctx.outer_backward = current_backward()
+        ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
+        ctx.bias_dtype = biases[0].dtype if biases else None
+        ctx.scale_dtype = None if scale is None else scale.dtype
+        x = _cast(input, call.dtype)
+        if use.only_save:
+            return x.new_empty(0)
+        with _without_autocast(x.device.type):
+            y = grouped_linear(
+                x,
+                _per_expert(weights, use.packed, call.dtype),
+                call.offsets,
+                bias=_per_expert(biases, call.packed_bias, call.dtype) if biases else None,
+                bias_scale=scale,
+                out=call.out,
+            )
+        return y if call.out is None else _written(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        count, use = ctx.call.num_weights, ctx.use
+        # Who asks, before any product. next_functions has the tensors only: the input, then the weights.
+        nodes, needs = ctx.next_functions, ctx.needs_input_grad[3 : 3 + count]
+        wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs)]
+        if use.fused and Demand.ACCUMULATE not in wanted:
+            refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
+        with _without_autocast(grads[0].device.type):
+            return (_gradients_with_graph if torch.is_grad_enabled() else _gradients)(ctx, grads[0], wanted)
+
+
+# Function.apply in Python serves torch.func's transforms, which are refused; its C++ base does all there is to do.
+_apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
+watch_prehooks(_FusedGroupedLinear)
+
+
+def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
+    """What backward returns for each argument of ``apply``: dy [T, N]."""
+    call: _Call = ctx.call
+    use: GroupedUse = ctx.use
+    x, offsets, scale, *others = ctx.saved_tensors
+    needs_dx, _, _, *needs = ctx.needs_input_grad
+    needs_db, needs_ds = needs[call.num_weights : -1], needs[-1]
+    weights = others[: call.num_weights] if needs_dx else ()
+    biases = others[len(weights) :]
+    # Where each gradient goes, before any product.
+    places: list[Place | None] = [None] * len(wanted)
+    if use.target is not None:
+        places = use.target.resolve([want is Demand.ACCUMULATE for want in wanted])
+
+    dx = None
+    if needs_dx:
+        dx = grouped_dgrad(dy, _per_expert(weights, use.packed, dy.dtype), offsets, out=call.grad_input)
+        dx = _cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
+    dbs: list[Tensor | None] = [None] * len(needs_db)
+    if True in needs_db:
+        db = grouped_bias_grad(dy, offsets, scale=scale, dtype=ctx.bias_dtype)
+        parts = (db,) if call.packed_bias else db.unbind()
+        dbs = [part if need else None for part, need in zip(parts, needs_db, strict=True)]
+    ds = None
+    if needs_ds:
+        ds = _cast(grouped_scale_grad(dy, _per_expert(biases, call.packed_bias, dy.dtype), offsets), ctx.scale_dtype)
+    return (dx, None, None, *_weight_grads(ctx, dy, x, offsets, wanted, places), *dbs, ds)
+
+
+def _weight_grads(
+    ctx: Any, dy: Tensor, x: Tensor | None, offsets: Tensor, wanted: Sequence[Demand], places: Sequence[Place | None]
+) -> list[Tensor | None]:
+    """What backward returns for each weight: dy [T, N], x [T, K]."""
+    use: GroupedUse = ctx.use
+    results: list[Tensor | None] = [None] * len(wanted)
+    if x is None:
+        return results
+    x = _cast(x, dy.dtype)
+    plain = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
+    if True in plain:
+        results = fresh_grouped_wgrads(dy, x, offsets, plain, ctx.weight_dtype, packed=use.packed)
+    if use.target is None or all(place is None for place in places):
+        return results
+    if use.delays:
+        x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
+    backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
+    delivered = use.target.deliver(places, dy, x, offsets, backward)
+    return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
+
+
+def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
+    """The same where somebody will differentiate the gradients: nobody's ``main_grad`` is written then."""
+    call: _Call = ctx.call
+    x, offsets, scale, *others = ctx.saved_tensors
+    needs_dx, _, _, *needs = ctx.needs_input_grad
+    needs_db, needs_ds = needs[call.num_weights : -1], needs[-1]
+    weights = others[: call.num_weights] if needs_dx else ()
+    biases = others[len(weights) :]
+
+    def packed(tensors: Sequence[Tensor], are_packed: bool) -> Tensor:
+        return (tensors[0] if are_packed else torch.stack(tuple(tensors))).to(dy.dtype)
+
+    def each(gradient: Tensor, is_packed: bool, needed: Sequence[bool]) -> list[Tensor | None]:
+        parts = (gradient,) if is_packed else gradient.unbind()
+        return [part if need else None for part, need in zip(parts, needed, strict=True)]
+
+    dx = ds = None
+    if needs_dx:
+        dx = differentiable_dgrad(dy, packed(weights, ctx.use.packed), offsets).to(ctx.input_dtype)
+    dws: list[Tensor | None] = [None] * len(wanted)
+    if x is not None:
+        dw = differentiable_wgrad(dy, x.to(dy.dtype), offsets).to(ctx.weight_dtype)
+        dws = each(dw, ctx.use.packed, [want is not Demand.NOTHING for want in wanted])
+    dbs: list[Tensor | None] = [None] * len(needs_db)
+    if True in needs_db:
+        db = differentiable_bias_grad(dy, scale, offsets).to(ctx.bias_dtype)
+        dbs = each(db, call.packed_bias, needs_db)
+    if needs_ds:
+        ds = differentiable_scale_grad(dy, packed(biases, call.packed_bias), offsets).to(ctx.scale_dtype)
+    return (dx, None, None, *dws, *dbs, ds)

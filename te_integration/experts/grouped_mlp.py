@@ -1,0 +1,162 @@
+"""``GroupedMLP``: the experts of a mixture, two grouped linear layers around a gated activation.
+
+Legend: E ``num_gemms``, the experts; T rows; K ``hidden_size``; F ``ffn_hidden_size``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dense.fused_linear import run_outside_graph
+from ..dense.linear_module import InitMethod, one_dtype
+from ..dense.te_arguments import refuse_unsupported
+from ..wgrad_queue import WgradQueue
+from .grouped_module import ExpertLayer, GroupedModule
+from .row_splits import row_offsets
+from .scaled_activations import glu_options, scaled_activation
+
+__all__ = ["GroupedMLP"]
+
+
+class GroupedMLP(GroupedModule):
+    """``y[t] = W2_e (p[t] act(W1_e x[t] + b1_e)) + b2_e`` for row t of expert e.
+
+    ===========================  ============  =====================================================================
+    input                        [..., K]      x: T rows, those of expert 0 first; pad rows last, if any
+    m_splits                     E             rows of each expert: a list of ints, or a tensor [E]
+    probs                        [...]         p, one for each row: routing probabilities; None: ones
+    fc1_weight0, fc1_weight1...  [2F, K] each  W1, the gate's rows first; packed: one ``fc1_weight`` [E, 2F, K]
+    fc1_bias0, ...               [2F] each     b1; packed: one ``fc1_bias`` [E, 2F]
+    fc2_weight0, ...             [K, F] each   W2; packed: one ``fc2_weight`` [E, K, F]
+    fc2_bias0, ...               [K] each      b2; packed: one ``fc2_bias`` [E, K]
+    y                            [..., K]      zeros in pad rows, whatever x and p hold there
+    ===========================  ============  =====================================================================
+
+    Bit for bit what ``Sequential(GroupedLinear(E, K, 2F), ScaledSwiGLU(), GroupedLinear(E, F, K))`` computes of
+    ``(x, m_splits, p, m_splits)``, in forward and backward, with one split tensor: a tensor of splits stays on the
+    device, and the offsets are computed once. Each weight has its own flag, its own first write and its own frozen
+    state. Probabilities get their gradient, in fp32 if that is their dtype.
+
+    bias                     add b1 and b2
+    single_grouped_weight    packed weights; the state dict of either form loads into the other
+    single_grouped_bias      packed biases, likewise
+    scale_bias               ``+ p[t] b2_e``: the probability scales all of the expert's output
+    activation               a gated one by Transformer Engine's names: swiglu, geglu, clamped_swiglu, qgeglu, ...
+    activation_params        of "clamped_swiglu": ``limit``, ``alpha`` and ``glu_linear_offset``
+    init_method              of each W1_e, and ``output_layer_init_method`` of each W2_e (None: ``init_method``)
+    delay_wgrad_compute      ``backward_dw()`` computes the oldest pending microbatch's dW2, then its dW1: two products
+    others                   see ``GroupedLinear``
+
+    Raises ``ValueError`` for sizes below 1, an activation that is unknown or has no gate, and a scaled bias without a
+    bias.
+    """
+
+    num_extra_inputs = 2
+
+    def __init__(
+        self,
+        num_gemms: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        bias: bool = True,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        scale_bias: bool = False,
+        activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        name: str | None = None,
+        **unsupported: Any,
+    ) -> None:
+        refuse_unsupported("GroupedMLP", unsupported)
+        sizes = {"num_gemms": num_gemms, "hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
+        for argument, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"GroupedMLP needs {argument} of 1 or more, got {size}")
+        if scale_bias and not bias:
+            raise ValueError("GroupedMLP: scale_bias=True needs bias=True")
+        super().__init__()
+        dtype = one_dtype("GroupedMLP", dtype, params_dtype)
+        self.num_gemms, self.hidden_size, self.ffn_hidden_size = num_gemms, hidden_size, ffn_hidden_size
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.scale_bias = scale_bias
+        self.activation = activation
+        self.glu = glu_options("GroupedMLP", activation, activation_params)
+        self.init_method = init_method
+        self.output_layer_init_method = init_method if output_layer_init_method is None else output_layer_init_method
+        packed = {"packed_weight": single_grouped_weight, "packed_bias": single_grouped_bias}
+        self.fc1, self.fc2 = (ExpertLayer.named(prefix, num_gemms, **packed) for prefix in ("fc1_", "fc2_"))
+        self.expert_layers = (self.fc1, self.fc2)
+        self.weight_names = (*self.fc1.weight_names, *self.fc2.weight_names)
+        self.add_layer(self.fc1, 2 * ffn_hidden_size, hidden_size, bias=bias, device=device, dtype=dtype)
+        self.add_layer(self.fc2, hidden_size, ffn_hidden_size, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+        self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew, expert by expert: after ``to_empty``, or to start over."""
+        self.reset_layer(self.fc1, self.init_method)
+        self.reset_layer(self.fc2, self.output_layer_init_method)
+
+    def forward(self, input: Tensor, m_splits: Tensor | Sequence[int], probs: Tensor | None = None) -> Tensor:
+        """[..., K] -> [..., K].
+
+        Raises ``ValueError`` for splits that do not fit (``row_offsets``), missing probabilities under ``scale_bias``,
+        and shapes and dtypes that do not fit together.
+        """
+        if torch.compiler.is_compiling():
+            output: Tensor = run_outside_graph(GroupedMLP._forward, self, input, m_splits, probs)
+            return output
+        return self._forward(input, m_splits, probs)
+
+    def _forward(self, input: Tensor, m_splits: Tensor | Sequence[int], probs: Tensor | None) -> Tensor:
+        if input.dim() < 1 or input.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{self.describe()} takes {self.hidden_size} features in the last dim, got {tuple(input.shape)}"
+            )
+        if probs is None and self.scale_bias:
+            raise ValueError(f"{self.describe()}: scale_bias=True scales the bias by probs, and none were given")
+        rows = input.reshape(-1, self.hidden_size)
+        if probs is not None:
+            if probs.shape not in (input.shape[:-1], rows.shape[:1]):
+                raise ValueError(
+                    f"{self.describe()} needs a probability for each row, {tuple(input.shape[:-1])}; got probs of "
+                    f"{tuple(probs.shape)}"
+                )
+            probs = probs.reshape(-1)
+        offsets = row_offsets(m_splits, self.num_gemms, rows.shape[0], rows.device, self.describe())
+        return self._run(rows, offsets, probs, self.queue_now()).view(input.shape)
+
+    def _run(self, rows: Tensor, offsets: Tensor, probs: Tensor | None, queue: WgradQueue | None) -> Tensor:
+        """The three steps: rows [T, K], offsets [E + 1], probs [T] -> [T, K].
+
+        In backward the second layer comes first, and its weight gradients are queued first. Between the layers lies
+        h [T, 2F], and the activation [T, F], which the second layer's weight gradient needs.
+        """
+        hidden = self.multiply_rows(self.fc1, rows, offsets, None, queue)
+        activated = scaled_activation(hidden, probs, self.glu)
+        return self.multiply_rows(self.fc2, activated, offsets, probs if self.scale_bias else None, queue)
+
+    def sizes(self) -> str:
+        """Its sizes, by the names of its arguments."""
+        return (
+            f"num_gemms={self.num_gemms}, hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"activation={self.activation}"
+        )
+
+    def extra_repr(self) -> str:
+        """The sizes, what form the parameters have, and what happens to the weight gradients."""
+        bias = self._parameters[self.fc1.bias_names[0]] is not None
+        return (
+            f"{super().extra_repr()}, bias={bias}, scale_bias={self.scale_bias}, "
+            f"single_grouped_weight={self.single_grouped_weight}, single_grouped_bias={self.single_grouped_bias}"
+        )

@@ -1,0 +1,189 @@
+"""What modules with experts share: a linear layer of all experts under one prefix, and the way its product takes.
+
+Legend: E ``num_gemms``, the experts; T rows; K input features; N output features.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...ddp.contract.main_grad import check_delayable, is_fusable
+from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
+from ..dense.linear_module import InitMethod, LinearModule, reset_linear
+from ..wgrad_queue import WgradQueue
+from .fused_grouped_linear import GroupedUse, fused_grouped_linear
+
+__all__ = ["ExpertLayer", "GroupedModule"]
+
+
+class ExpertLayer(NamedTuple):
+    """What the parameters of one linear layer of all experts are called: ``{prefix}weight0`` and so on, [N, K] each, or
+    one packed ``{prefix}weight`` [E, N, K]; biases likewise.
+    """
+
+    prefix: str
+    weight_names: tuple[str, ...]
+    bias_names: tuple[str, ...]
+    packed_weight: bool
+    packed_bias: bool
+
+    @classmethod
+    def named(cls, prefix: str, num_gemms: int, *, packed_weight: bool, packed_bias: bool) -> "ExpertLayer":
+        """The layer of ``num_gemms`` experts whose parameters start with ``prefix``."""
+
+        def names(whole: str, packed: bool) -> tuple[str, ...]:
+            return (whole,) if packed else tuple([f"{whole}{expert}" for expert in range(num_gemms)])
+
+        weights, biases = names(f"{prefix}weight", packed_weight), names(f"{prefix}bias", packed_bias)
+        return cls(prefix, weights, biases, packed_weight, packed_bias)
+
+
+class GroupedModule(LinearModule, nn.Module):
+    """Mixin of modules with one or more linear layers of experts."""
+
+    num_gemms: int
+    expert_layers: tuple[ExpertLayer, ...]
+
+    def add_layer(
+        self, layer: ExpertLayer, out_features: int, in_features: int, *, bias: bool, device: Any, dtype: Any
+    ) -> None:
+        """Make the parameters, uninitialised: the weights next to each other in the order of backward, then biases."""
+
+        def empty(packed: bool, *shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty((self.num_gemms,) * packed + shape, device=device, dtype=dtype))
+
+        for name in layer.weight_names:
+            self.register_parameter(name, empty(layer.packed_weight, out_features, in_features))
+        for name in layer.bias_names:
+            self.register_parameter(name, empty(layer.packed_bias, out_features) if bias else None)
+
+    def reset_layer(self, layer: ExpertLayer, init_method: InitMethod | None) -> None:
+        """Initialise it anew, expert by expert, so that both forms start from the same numbers."""
+        weights, biases = self.parameters_named(layer.weight_names), self.parameters_named(layer.bias_names)
+        for expert in range(self.num_gemms):
+            weight = weights[0].detach()[expert] if layer.packed_weight else weights[expert]
+            bias = None
+            if biases:
+                bias = biases[0].detach()[expert] if layer.packed_bias else biases[expert]
+            reset_linear(weight, bias, init_method)
+
+    def parameters_named(self, names: Sequence[str]) -> tuple[Tensor, ...]:
+        """Those of them that there are: a layer has all of its biases, or none."""
+        own = self._parameters  # getattr costs a microsecond for each; what is not there is computed (parametrize)
+        found = [own[name] if name in own else getattr(self, name) for name in names]
+        return tuple([each for each in found if each is not None])
+
+    def multiply_rows(
+        self,
+        layer: ExpertLayer,
+        rows: Tensor,
+        offsets: Tensor,
+        bias_scales: Tensor | None,
+        queue: WgradQueue | None,
+        *,
+        add_bias: bool = True,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        only_save: bool = False,
+    ) -> Tensor:
+        """The layer's product where the offsets are known: rows [T, K], offsets [E + 1] from ``row_offsets`` -> [T, N].
+
+        bias_scales  [T]: see ``fused_grouped_linear``, as of ``out`` and ``grad_input``
+        """
+        weights = self.parameters_named(layer.weight_names)
+        biases = self.parameters_named(layer.bias_names) if add_bias else ()
+        if not torch.is_autocast_enabled(rows.device.type):
+            self._check_dtypes(rows, weights, biases)
+        if bias_scales is not None and bias_scales.shape != (rows.shape[0],):
+            raise ValueError(
+                f"{self.describe()}: bias_scales must be [{rows.shape[0]}], one for each row; got "
+                f"{tuple(bias_scales.shape)}"
+            )
+        return fused_grouped_linear(
+            rows,
+            weights[0] if layer.packed_weight else weights,
+            None if not biases else biases[0] if layer.packed_bias else biases,
+            offsets,
+            self._grouped_use(layer, weights, queue, only_save),
+            bias_scale=bias_scales,
+            out=out,
+            grad_input=grad_input,
+        )
+
+    def _check_dtypes(self, rows: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        dtypes = {tensor.dtype for tensor in (*weights, *biases)}
+        if dtypes != {rows.dtype}:
+            found = " and ".join(sorted(map(str, dtypes)))
+            raise ValueError(
+                f"{self.describe()}: the input is {rows.dtype} and the parameters {found}; cast one or use autocast"
+            )
+
+    def _grouped_use(
+        self, layer: ExpertLayer, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool
+    ) -> GroupedUse:
+        """The same object as in the last forward, where nothing has changed."""
+        if queue is not None:
+            if torch.is_grad_enabled():
+                refuse_delay_in_recompute(self, self.describe)
+            else:
+                note_without_grad(self)
+        fused = self.fuse_wgrad_accumulation
+        if fused or queue is not None:
+            needing = [weight for weight in weights if weight.requires_grad]
+            if not needing or not torch.is_grad_enabled() or not all(map(is_fusable, needing)):
+                fused, queue = False, None
+            elif queue is not None and queue is not self.wgrad_queue:
+                check_delayable(needing, self.describe())
+        uses: dict[tuple[str, bool, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
+        key = layer.prefix, fused, only_save
+        use = uses.get(key)
+        if use is None or not use.serves(weights, fused, queue):
+            use = uses[key] = GroupedUse(
+                weights,
+                layer.weight_names,
+                self.describe(),
+                fused=fused,
+                queue=queue,
+                save_original_input=self.save_original_input,
+                only_save=only_save,
+            )
+        return use
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for layer in self.expert_layers:
+            for whole, packed in (("weight", layer.packed_weight), ("bias", layer.packed_bias)):
+                error = _repack(state_dict, f"{prefix}{layer.prefix}{whole}", self.num_gemms, packed)
+                if error:
+                    error_msgs.append(f"{self.describe()}: {error}")
+        rest = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _repack(state_dict: dict[str, Any], whole: str, count: int, packed: bool) -> str | None:
+    """Bring the experts' tensors under ``whole`` into the other form, where that is the one asked for.
+
+    Returns what is wrong with their number, if anything.
+    """
+    discrete: list[str] = []
+    while f"{whole}{len(discrete)}" in state_dict:
+        discrete.append(f"{whole}{len(discrete)}")
+    stored = len(discrete) or (state_dict[whole].shape[0] if whole in state_dict else 0)
+    if stored and stored != count:
+        return f"the state dict has {whole} of {stored} experts, and the module has {count}"
+    if packed and discrete and whole not in state_dict:
+        state_dict[whole] = torch.stack([state_dict.pop(name) for name in discrete])
+    elif not packed and not discrete and whole in state_dict:
+        for expert, tensor in enumerate(state_dict.pop(whole).unbind()):
+            state_dict[f"{whole}{expert}"] = tensor
+    return None

@@ -1,0 +1,135 @@
+"""Tokens in the order of their experts, and back: what stands on both sides of a ``GroupedLinear`` or ``GroupedMLP``.
+
+Legend: T tokens, k experts chosen by each, E experts, R = T k rows, D features. Counts are computed where the choices
+are: the host reads nothing and waits for nothing, so that a step may be captured in a CUDA graph.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels import permute_rows, unpermute_rows
+from ..dense.transforms import refuse_in_transform
+
+__all__ = ["RowIdMap", "moe_permute", "moe_permute_with_probs", "moe_unpermute", "row_id_map"]
+
+
+class RowIdMap(NamedTuple):
+    """Where each copy of each token lies among the rows, which are sorted by expert."""
+
+    places: Tensor
+    """[T, k] int64: copy j of token t is row ``places[t, j]``."""
+    copies: Tensor
+    """[R] int64: row r is copy ``copies[r] = t k + j``, the inverse of ``places``."""
+    splits: Tensor
+    """[E] int64: rows of each expert; the ``m_splits`` of a grouped layer."""
+
+
+def row_id_map(expert_ids: Tensor, num_experts: int) -> RowIdMap:
+    """Sort the choices ``expert_ids`` [T, k], integers in [0, E], by expert; equal ones stay in the tokens' order.
+
+    An id of E drops that copy: its row lies behind the last expert, where grouped layers write zeros.
+    Raises ``ValueError`` for other shapes and dtypes; values are not read.
+    """
+    if expert_ids.dim() != 2 or not expert_ids.shape[1] or expert_ids.is_floating_point() or num_experts < 1:
+        raise ValueError(
+            f"row_id_map needs integer expert_ids [tokens, k] and at least one expert; got {tuple(expert_ids.shape)}, "
+            f"{expert_ids.dtype}, num_experts={num_experts}"
+        )
+    # A radix sort's passes go by the width of its keys.
+    keys = expert_ids.reshape(-1).to(torch.int16 if num_experts < 2**15 else torch.int32)
+    sorted_keys, copies = torch.sort(keys, stable=True)
+    places = torch.empty_like(copies).scatter_(0, copies, torch.arange(len(copies), device=copies.device))
+    # Counting by adding ones would be atomic; the sorted ids say where each expert begins.
+    bounds = torch.arange(num_experts + 1, device=keys.device, dtype=keys.dtype)
+    splits = torch.searchsorted(sorted_keys, bounds).diff()
+    return RowIdMap(places.view_as(expert_ids), copies, splits)
+
+
+def moe_permute(inp: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tensor, RowIdMap]:
+    """Copy each token to the rows of its experts.
+
+    ==========  ==========  ===================================
+    inp         [T, D]      tokens
+    expert_ids  [T, k]      see ``row_id_map``
+    rows        [R, D]      sorted by expert; first result
+    map                     for ``moe_unpermute``; second result
+    ==========  ==========  ===================================
+
+    The gradient of a token is the sum over its copies, in fp32, rounded once and the same in every run. The name is
+    Transformer Engine's (``map_type="index"``). Raises ``ValueError`` for ids that do not fit the tokens.
+    """
+    refuse_in_transform("moe_permute")
+    sorting = _sorting(inp, expert_ids, num_experts)
+    rows, _ = _Permute.apply(inp, None, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
+    return rows, sorting
+
+
+def moe_permute_with_probs(
+    inp: Tensor, probs: Tensor, expert_ids: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, RowIdMap]:
+    """``moe_permute``, and the probability of each row beside it: ``probs`` [T, k] -> [R], the second result."""
+    if probs.shape != expert_ids.shape:
+        raise ValueError(
+            f"moe_permute_with_probs needs a probability for each choice: probs {tuple(probs.shape)}, "
+            f"expert_ids {tuple(expert_ids.shape)}"
+        )
+    refuse_in_transform("moe_permute_with_probs")
+    sorting = _sorting(inp, expert_ids, num_experts)
+    rows, row_probs = _Permute.apply(inp, probs, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
+    return rows, row_probs, sorting
+
+
+def moe_unpermute(inp: Tensor, sorting: RowIdMap) -> Tensor:
+    """Sum each token's rows: ``inp`` [R, D] -> [T, D], in fp32 and rounded once; see ``moe_permute``."""
+    refuse_in_transform("moe_unpermute")
+    output: Tensor = _Unpermute.apply(inp, sorting.places)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _sorting(inp: Tensor, expert_ids: Tensor, num_experts: int) -> RowIdMap:
+    if inp.dim() != 2 or expert_ids.shape[:1] != inp.shape[:1]:
+        raise ValueError(
+            f"moe_permute needs tokens [T, D] and expert_ids [T, k]; got {tuple(inp.shape)}, {tuple(expert_ids.shape)}"
+        )
+    return row_id_map(expert_ids, num_experts)
+
+
+class _Permute(torch.autograd.Function):
+    """inp [T, D], probs [T, k] or None, places, copies -> rows [R, D], probs [R] or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inp: Tensor, probs: Tensor | None, places: Tensor, copies: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(places)
+        ctx.set_materialize_grads(False)
+        return permute_rows(inp, places), None if probs is None else probs.reshape(-1).index_select(0, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        d_rows, d_row_probs = grads
+        needs_inp, needs_probs, *_ = ctx.needs_input_grad
+        d_inp = d_probs = None
+        if needs_inp and d_rows is not None:
+            d_inp = _Unpermute.apply(d_rows, places)  # type: ignore[no-untyped-call]
+        if needs_probs and d_row_probs is not None:
+            d_probs = d_row_probs.index_select(0, places.reshape(-1)).view_as(places)
+        return d_inp, d_probs, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    """rows [R, D], places -> [T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return unpermute_rows(rows, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        (places,) = ctx.saved_tensors
+        rows, _ = _Permute.apply(grads[0], None, places, None)  # type: ignore[no-untyped-call]
+        return rows, None

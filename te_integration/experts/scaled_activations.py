@@ -1,0 +1,132 @@
+"""Gated activations scaled by row: what stands between the two grouped products of experts, as modules.
+
+Legend: T rows (all leading dims together), F features.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import scaled_glu, scaled_glu_backward
+from ..dense.activations import activation_named
+from ..dense.transforms import in_transform
+
+__all__ = ["ScaledClampedQGeGLU", "ScaledSwiGLU", "glu_options", "scaled_activation"]
+
+
+class ScaledSwiGLU(nn.Module):
+    """``y[t] = s[t] silu(g[t]) l[t]``, where g is the first half of the input's features and l the second.
+
+    ======  =========  ==========================================
+    input   [..., 2F]  what the first product of an expert gives
+    scales  [...]      s, one for each row: routing probabilities
+    y       [..., F]   dtype of the input, or autocast's
+    ======  =========  ==========================================
+
+    glu_interleave_size          None; other layouts of g and l are refused
+    activation_recompute_in_mlp  without effect: backward always computes the activation again, from the input and the
+                                 scales, which are all it keeps
+
+    Computed in fp32 and rounded once; the scales' gradient is summed in fp32, in a fixed order. The
+    module's name and arguments are Transformer Engine's; the scales are not rounded to the input's dtype here.
+    """
+
+    num_extra_inputs = 1
+    activation = "swiglu"
+
+    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        if glu_interleave_size is not None:
+            raise ValueError(
+                f"{type(self).__name__} does not support glu_interleave_size={glu_interleave_size}: the first half of "
+                f"the features is the gate; reorder the rows of the weight in front of it"
+            )
+        self.glu = glu_options(type(self).__name__, self.activation)
+
+    def forward(self, input: Tensor, scales: Tensor) -> Tensor:
+        """[..., 2F] and [...] -> [..., F]. Raises ``ValueError`` for shapes that do not fit together."""
+        return scaled_activation(input, scales, self.glu)
+
+    def extra_repr(self) -> str:
+        """The numbers of the activation, if it has any."""
+        return ", ".join(f"{name}={value}" for name, value in self.glu.items() if name != "activation")
+
+
+class ScaledClampedQGeGLU(ScaledSwiGLU):
+    """``y[t] = s[t] c sigmoid(alpha c) (clamp(l[t], -limit, limit) + glu_linear_offset)`` for ``c = min(g[t], limit)``.
+
+    GPT-OSS's activation, with the shapes and the other arguments of ``ScaledSwiGLU``.
+    """
+
+    activation = "clamped_swiglu"
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        params = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+        self.glu = glu_options(type(self).__name__, self.activation, params)
+
+
+def glu_options(owner: str, activation: str, params: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The options of ``scaled_glu`` for a gated activation by Transformer Engine's name.
+
+    ``params`` are of "clamped_swiglu" alone: ``limit``, ``alpha`` and ``glu_linear_offset``. Raises ``ValueError`` for
+    other names and parameters, and for an activation without a gate.
+    """
+    params = dict(params or {})
+    offset = params.pop("glu_linear_offset", None)
+    if offset is not None and activation != "clamped_swiglu":
+        raise ValueError(f"{owner}: glu_linear_offset is of clamped_swiglu alone, and the activation is '{activation}'")
+    if not activation_named(activation, params).gated:
+        raise ValueError(f"{owner} needs a gated activation, as swiglu, geglu or clamped_swiglu; got '{activation}'")
+    numbers = {} if offset is None else {"linear_offset": offset}
+    return {"activation": activation, **params, **numbers}
+
+
+def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+    """See ``ScaledSwiGLU``; ``options`` are ``glu_options``'. ``scales`` None: ones."""
+    if input.dim() == 0 or input.shape[-1] % 2 or (scales is not None and scales.shape != input.shape[:-1]):
+        raise ValueError(
+            f"a scaled {options['activation']} needs an input [..., 2 features] and a scale for each of its rows; got "
+            f"{tuple(input.shape)} and {None if scales is None else tuple(scales.shape)}"
+        )
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64:
+        input = input.to(torch.get_autocast_dtype(device_type))
+    rows = input.reshape(input.shape[:-1].numel(), input.shape[-1])
+    row_scales = None if scales is None else scales.reshape(-1)
+    if torch.compiler.is_compiling() or in_transform():
+        # A compiler fuses the steps that it sees, and chooses what to keep; transforms differentiate them.
+        output = scaled_glu(rows, row_scales, **options)
+    else:
+        output = _ScaledActivation.apply(rows, row_scales, options)  # type: ignore[no-untyped-call]
+    scaled: Tensor = output.reshape(*input.shape[:-1], input.shape[-1] // 2)
+    return scaled
+
+
+class _ScaledActivation(torch.autograd.Function):
+    """See ``scaled_activation``: rows [T, 2F], scales [T] or None."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, scales: Tensor | None, options: Mapping[str, Any]) -> Tensor:
+        ctx.save_for_backward(rows, scales)
+        ctx.options = options
+        return scaled_glu(rows, scales, **options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, scales = ctx.saved_tensors
+        # Under create_graph autograd records in here, and what is called says so by itself.
+        d_rows, d_scales = scaled_glu_backward(grads[0], rows, scales, **ctx.options)
+        if d_scales is None or not ctx.needs_input_grad[1]:
+            return d_rows, None, None
+        return d_rows, d_scales.to(scales.dtype), None

@@ -1,0 +1,400 @@
+"""Runs the order of a pipeline schedule with real modules, eagerly, one entry at a time.
+
+    forward of chunk c     output = chunk(detached output of chunk c - 1); the last chunk ends with the loss
+    dgrad of chunk c       backward of that output with the gradient that chunk c + 1 sent
+    wgrad of chunk c       backward_dw() of the chunk's delaying modules, last layer first, for that microbatch only
+
+A module delays if it has ``need_backward_dw()`` and ``backward_dw()`` (ours, Transformer Engine's) and holds no other
+module that has: a container that only forwards the call must not run its children twice.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ...ddp.wrapper.parts import parts_of
+from .order import Entry, Kind, Schedule
+
+__all__ = ["ChunkLink", "ConnectedChunks", "ScheduleExecutor", "SlotRecord"]
+
+Tensors: TypeAlias = Tensor | tuple[Tensor, ...]
+Chunk: TypeAlias = nn.Module | Sequence[nn.Module]
+LossFunction: TypeAlias = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRecord:
+    """What one step of a schedule ran. Modules are named as ``named_modules`` of their chunk names them."""
+
+    entry: Entry
+    """The step: an entry of the order, or the implied wgrad after a dgrad."""
+    modules: tuple[str, ...]
+    """Modules with parameters whose GEMMs ran here, in order: forward, input gradient or delayed weight gradient."""
+    delayed: tuple[str, ...] = ()
+    """Of a dgrad: those that put their weight gradients off. The others computed theirs here too."""
+
+
+class ChunkLink(Protocol):
+    """Where a chunk's tensors come from and go to. ``microbatch`` counts from 0, ``chunk`` from 1."""
+
+    def receive_input(self, chunk: int, microbatch: int) -> Tensors:
+        """What the chunk is called with; a gradient comes back for tensors that require one."""
+
+    def send_output(self, chunk: int, microbatch: int, output: tuple[Tensor, ...]) -> None:
+        """What the chunk returned, detached; ``requires_grad`` says which tensors have a graph."""
+
+    def receive_output_grad(self, chunk: int, microbatch: int) -> tuple[Tensor | None, ...]:
+        """Gradients of the outputs; None for an unused one, and for a loss."""
+
+    def send_input_grad(self, chunk: int, microbatch: int, grad: tuple[Tensor | None, ...]) -> None:
+        """Gradients of the inputs; None where there is none."""
+
+
+class ConnectedChunks:
+    """A whole pipeline in one process: each chunk's output is the next one's input, the last one's is the loss."""
+
+    def __init__(self, schedule: Schedule, inputs: Sequence[Tensors]) -> None:
+        schedule.check_connected()
+        if len(inputs) != schedule.num_microbatches:
+            raise ValueError(f"{len(inputs)} inputs for a schedule of {schedule.num_microbatches} microbatches")
+        self._inputs = inputs
+        self._last = schedule.num_chunks
+        self._forward: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._backward: dict[tuple[int, int], tuple[Tensor | None, ...]] = {}
+        self._losses: dict[int, Tensor] = {}
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """Detached, by microbatch."""
+        return [loss.detach() for _, loss in sorted(self._losses.items())]
+
+    def receive_input(self, chunk: int, microbatch: int) -> Tensors:
+        """The caller's input, or the output of the chunk before."""
+        return self._inputs[microbatch] if chunk == 1 else self._forward.pop((chunk, microbatch))
+
+    def send_output(self, chunk: int, microbatch: int, output: tuple[Tensor, ...]) -> None:
+        """To the next chunk."""
+        if chunk == self._last:
+            (self._losses[microbatch],) = output
+        else:
+            self._forward[chunk + 1, microbatch] = output
+
+    def receive_output_grad(self, chunk: int, microbatch: int) -> tuple[Tensor | None, ...]:
+        """From the next chunk; the loss starts with 1."""
+        return (None,) if chunk == self._last else self._backward.pop((chunk, microbatch))
+
+    def send_input_grad(self, chunk: int, microbatch: int, grad: tuple[Tensor | None, ...]) -> None:
+        """To the chunk before; on into the graph of the caller's input, or its ``.grad``, from the first."""
+        if chunk > 1:
+            self._backward[chunk - 1, microbatch] = grad
+            return
+        pairs = zip(_as_tuple(self._inputs[microbatch]), grad, strict=True)
+        reached = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+        if reached:
+            torch.autograd.backward(*map(list, zip(*reached, strict=True)))  # type: ignore[arg-type]
+
+
+class ScheduleExecutor:
+    """``ScheduleExecutor(schedule, chunks)``, then ``run`` as often as there are iterations.
+
+    chunks  of the schedule, in order: modules, or lists of layers that are called one after another. ``ValueError`` for
+            another number of chunks, or of layers where the schedule knows their number
+
+    Gradients land where the modules put them: ``.grad``, or ``main_grad``. Per weight they are added in the order of
+    microbatches, so that any valid order gives bitwise the gradients of any other, unless chunks share weights.
+
+    Our wrappers, in chunks or around several, learn which dgrad and wgrad of a chunk is the last. One wrapper for all
+    chunks launches each bucket as soon as it is complete; of several, or of sharded chunks, all with a chunk's last
+    entry. ``no_sync`` around ``run`` leaves reductions to a later one; ``finish_grad_sync()`` ends the iteration.
+    """
+
+    def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
+        if len(chunks) != schedule.num_chunks:
+            raise ValueError(f"{len(chunks)} chunks for a schedule of {schedule.num_chunks}")
+        self.schedule = schedule
+        self._chunks = [_Chunk(number, chunk) for number, chunk in enumerate(chunks, start=1)]
+        for chunk, layers in zip(self._chunks, schedule.num_layers_per_chunk or (), strict=False):
+            if chunk.num_layers not in (None, layers):
+                raise ValueError(f"chunk {chunk.number} has {chunk.num_layers} layers, the schedule says {layers}")
+        self.records: list[SlotRecord] = []
+        """What the latest run ran, step by step."""
+
+    def run(self, inputs: Sequence[Tensors], loss_fn: LossFunction) -> list[Tensor]:
+        """Run all microbatches; returns their losses, detached.
+
+        inputs   of chunk 1, one per microbatch: a tensor, or a tuple of tensors
+        loss_fn  ``loss_fn(*output of the last chunk, microbatch=k)``, a scalar, scaled as it should be
+
+        ``ScheduleError``, with the index, for an order in which a chunk runs before its neighbour: the chunks are one
+        pipeline here. See ``run_linked`` for those that are not.
+        """
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of the last chunk's output, not {loss_fn!r}")
+        link = ConnectedChunks(self.schedule, inputs)
+        self.run_linked(link, loss_fn)
+        return link.losses
+
+    def run_linked(self, link: ChunkLink, loss_fn: LossFunction | None = None) -> None:
+        """Run with tensors that come from ``link`` and go to it: one rank's chunks, others' between them.
+
+        loss_fn  as in ``run``, where the last chunk here is the pipeline's last
+
+        Raises ``RuntimeError`` that names the entry: a wgrad in a chunk in which nothing delays (some is enough), and
+        any backward entry while gradients are disabled.
+        """
+        for chunk in self._chunks:
+            chunk.find_modules()
+        self._check_runnable()
+        self.records = []
+        run = _Run(self.schedule, self._chunks, link, loss_fn)
+        try:
+            for step in self.schedule.steps:
+                self.records.append(run.step(step))
+        except BaseException:
+            run.fail()
+            raise
+        finally:
+            run.close()
+        pending = [
+            f"{module_name} of chunk {chunk.number}" for chunk in self._chunks for module_name in chunk.pending()
+        ]
+        if pending:
+            raise RuntimeError(
+                f"after the last entry, weight gradients are still pending in {', '.join(pending)}: backward_dw() must "
+                f"run all of the oldest microbatch, and a module that delays must not hold others that do"
+            )
+
+    def _check_runnable(self) -> None:
+        """What can be refused before anything ran."""
+        if not torch.is_grad_enabled():
+            backwards = [entry for entry in self.schedule.entries if entry.kind is not Kind.FORWARD]
+            first = min(backwards, key=lambda entry: entry.kind is not Kind.WGRAD)  # a wgrad, if there is one
+            raise RuntimeError(f"{first} in inference: gradients are disabled, so that there is no backward to run")
+        undelayed = {chunk.number: chunk for chunk in self._chunks if not chunk.delaying}
+        for entry in self.schedule.entries:
+            if entry.kind is Kind.WGRAD and entry.chunk in undelayed:
+                raise _nothing_delays(entry, undelayed[entry.chunk])
+        for chunk in self._chunks:
+            for name in chunk.pending():
+                raise RuntimeError(
+                    f"{name} of chunk {chunk.number} has pending weight gradients from before this run: call its "
+                    f"backward_dw() first, or it would run them in place of this run's"
+                )
+
+
+class _Chunk:
+    """One chunk: how it is called, and its modules by name."""
+
+    def __init__(self, number: int, chunk: Chunk) -> None:
+        self.number = number
+        self.type_name = type(chunk).__name__
+        self._is_list = isinstance(chunk, nn.ModuleList) or not isinstance(chunk, nn.Module)
+        if self._is_list and not isinstance(chunk, Sequence | nn.ModuleList):
+            raise TypeError(f"chunk {number} must be a module or a list of modules, not {self.type_name}")
+        self.layers: list[nn.Module] = list(chunk) if self._is_list else [chunk]  # type: ignore[arg-type, list-item]
+        for layer in self.layers:
+            if not isinstance(layer, nn.Module):
+                raise TypeError(f"chunk {number} must be a module or a list of modules, not of {type(layer).__name__}")
+        if not self.layers:
+            raise ValueError(f"chunk {number} has no layers")
+        self.num_layers = len(chunk) if isinstance(chunk, nn.Sequential | nn.ModuleList | Sequence) else None
+        """Where it can be known."""
+        self.find_modules()
+
+    def find_modules(self) -> None:
+        """Look again: modules may have been replaced or converted."""
+        self.names: dict[nn.Module, str] = {}
+        for index, layer in enumerate(self.layers):
+            for name, module in layer.named_modules(prefix=str(index) if self._is_list else ""):
+                self.names.setdefault(module, name or type(module).__name__)
+        verbs = ("need_backward_dw", "backward_dw")
+        self._able = {module for module in self.names if all(callable(getattr(module, verb, None)) for verb in verbs)}
+        self.delaying = [
+            module
+            for module in self.names
+            if module in self._able and not any(inner in self._able for inner in list(module.modules())[1:])
+        ]
+        """Modules with the delaying verbs, but not the containers of such modules; in layer order."""
+
+    def pending(self) -> list[str]:
+        """Names of modules with pending weight gradients, containers too."""
+        return [name for module, name in self.names.items() if module in self._able and _needs_backward_dw(module)]
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for layer in self.layers:
+            inputs = _as_tuple(layer(*inputs))
+        if not all(isinstance(tensor, Tensor) for tensor in inputs):
+            kinds = ", ".join(type(tensor).__name__ for tensor in inputs)
+            raise TypeError(f"chunk {self.number} must return a tensor or a tuple of tensors, not {kinds}")
+        return inputs
+
+
+class _Run:
+    """The state of one run. Inputs and outputs live from a forward to its dgrad."""
+
+    def __init__(self, schedule: Schedule, chunks: list[_Chunk], link: ChunkLink, loss_fn: LossFunction | None) -> None:
+        self._schedule = schedule
+        self._chunks = chunks
+        self._link = link
+        self._loss_fn = loss_fn
+        self._live: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self._reached: dict[nn.Module, None] = {}  # in this step, in order
+        self._in_forward = False
+        # (chunk, microbatch) of what each delaying module has pending, oldest first.
+        self._pending = {module: deque[tuple[int, int]]() for chunk in chunks for module in chunk.delaying}
+        self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}  # who reduces each one's gradients
+        self._hosts = [parts.host for found in self._parts.values() for parts in found]
+        everybody = {parts for found in self._parts.values() for parts in found}
+        self._launches_early = len(everybody) == 1  # of several, replicas might launch in different orders
+        self._last_dgrads = {step.chunk: step.index for step in schedule.steps if step.kind is Kind.DGRAD}
+        self._last_steps = {step.chunk: number for number, step in enumerate(schedule.steps)}
+        self._num_steps = 0
+        for chunk, found in self._parts.items():
+            for parts in found:
+                parts.begin(chunk, [param for layer in chunk.layers for param in layer.parameters()])
+        self._handles: list[RemovableHandle] = []
+        for module in dict.fromkeys(module for chunk in chunks for module in chunk.names):
+            if module in self._pending or any(True for _ in module.parameters(recurse=False)):
+                self._handles.append(module.register_forward_hook(self._watch))
+
+    def fail(self) -> None:
+        """Nobody waits for gradients that do not come."""
+        for chunk, found in self._parts.items():
+            for parts in found:
+                parts.leave(chunk)
+
+    def close(self) -> None:
+        """Take the hooks off the modules, and let go of graphs."""
+        for handle in self._handles:
+            handle.remove()
+        self._live.clear()  # after an error: graph -> hook -> run -> graph is a circle that no collector sees
+
+    def step(self, entry: Entry) -> SlotRecord:
+        """Run one step."""
+        self._reached = {}
+        chunk = self._chunks[entry.chunk - 1]
+        delayed: list[nn.Module] = []
+        self._in_forward = entry.kind is Kind.FORWARD
+        if entry.kind is Kind.FORWARD:
+            self._run_forward(chunk, entry)
+        elif entry.kind is Kind.DGRAD:
+            delayed = self._run_dgrad(chunk, entry)
+        else:
+            self._run_wgrad(chunk, entry)
+        if self._num_steps == self._last_steps[entry.chunk]:
+            for parts in self._parts[chunk]:
+                parts.end(chunk)
+        self._num_steps += 1
+        return SlotRecord(
+            entry=entry,
+            modules=tuple(chunk.names[module] for module in self._reached),
+            delayed=tuple(chunk.names[module] for module in delayed),
+        )
+
+    def _run_forward(self, chunk: _Chunk, entry: Entry) -> None:
+        received = _as_tuple(self._link.receive_input(entry.chunk, entry.microbatch))
+        inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received)
+        outputs = chunk(inputs)
+        if self._loss_fn is not None and entry.chunk == self._schedule.num_chunks:
+            loss = self._loss_fn(*outputs, microbatch=entry.microbatch)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+                raise ValueError(f"loss_fn must return a scalar tensor, got {shown} for microbatch {entry.microbatch}")
+            outputs = (loss,)
+        self._live[entry.chunk, entry.microbatch] = inputs, outputs
+        detached = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
+        self._link.send_output(entry.chunk, entry.microbatch, detached)
+
+    def _run_dgrad(self, chunk: _Chunk, entry: Entry) -> list[nn.Module]:
+        """Returns the modules that put their weight gradients off."""
+        key = entry.chunk, entry.microbatch
+        inputs, outputs = self._live.pop(key)
+        grads = self._link.receive_output_grad(*key)
+        if len(grads) != len(outputs):
+            raise ValueError(f"{entry}: got {len(grads)} gradients for {len(outputs)} outputs")
+        is_loss = self._loss_fn is not None and entry.chunk == self._schedule.num_chunks
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if output.requires_grad and (is_loss or grad is not None)
+        ]
+        if pairs:
+            final = self._launches_early and entry.index == self._last_dgrads[entry.chunk]
+            with ExitStack() as stack:
+                for parts in self._parts[chunk]:
+                    stack.enter_context(parts.backward(chunk, final=final))
+                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        self._link.send_input_grad(*key, tuple(tensor.grad for tensor in inputs))
+        delayed = []
+        for module in reversed(chunk.delaying):
+            pending = self._pending[module]
+            # Not every backward of such a module delays something: its weight may be frozen, or the delay switched off.
+            if _needs_backward_dw(module) and (module in self._reached or not pending):
+                pending.append(key)
+                delayed.append(module)
+        return delayed
+
+    def _run_wgrad(self, chunk: _Chunk, entry: Entry) -> None:
+        key = entry.chunk, entry.microbatch
+        for module in reversed(chunk.delaying):
+            pending = self._pending[module]
+            if key not in pending:
+                continue
+            if pending[0] != key:
+                raise RuntimeError(
+                    f"{entry}: {chunk.names[module]} is in chunk {pending[0][0]} too, and its oldest pending weight "
+                    f"gradient is that of microbatch {pending[0][1]} there: backward_dw() would run it out of its turn"
+                )
+            _backward_dw(module)
+            pending.popleft()
+            self._reached[module] = None
+        if not self._reached and not entry.implied:
+            raise _nothing_delays(entry, chunk)
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: note the forward, and the backward when it comes."""
+        if self._in_forward:  # and not in a recompute during backward
+            self._reached[module] = None
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(lambda grad: self._reached.setdefault(module))  # dies with the graph
+
+
+def _needs_backward_dw(module: Any) -> bool:
+    """Whether weight gradients are pending. Transformer Engine's verb says whether the module delays at all."""
+    store = getattr(module, "wgrad_store", None)
+    if store is not None:
+        return store.context is not None and not store.context.empty()
+    return bool(module.need_backward_dw())
+
+
+def _backward_dw(module: Any) -> None:
+    module.backward_dw()
+
+
+def _nothing_delays(entry: Entry, chunk: _Chunk) -> RuntimeError:
+    return RuntimeError(
+        f"{entry}: chunk {entry.chunk} ({chunk.type_name}) has no delayed weight gradient to compute; leave its wgrad "
+        f"entries out, or delay its modules (delay_wgrad_compute=True)"
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,416 @@
+"""Files that were damaged, by accident or on purpose: loaded rightly, or refused by name, soon and in little memory."""
+
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Everything, build, model_state, take_steps
+from damage import damage, exchange_chunks
+from loops import assert_same, wrap
+from torch import nn
+
+from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files.boxes import Piece
+from maingrad.ddp.checkpoint.files.storage import open_checkpoint, read_pieces
+from maingrad.launch import simulate
+from maingrad.launch.safetensors_io import export_safetensors, load_safetensors
+
+ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine") / "c"
+    ddp, optimizer = build(torch.bfloat16, **ZERO1)
+    take_steps(ddp, optimizer, range(1), 0)
+    save_checkpoint(folder, ddp, optimizer, extra={"step": 1})
+    return folder
+
+
+@pytest.fixture
+def checkpoint(pristine: Path, tmp_path: Path) -> Path:
+    shutil.copytree(pristine, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def refusal(folder: Path) -> str:
+    """What a load says; within a second, and without much memory of Python's or of the process."""
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        load_checkpoint(folder, ddp, optimizer)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    seconds, (_, most) = time.process_time() - began, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 5.0, "a second, under a tracer"
+    assert most < 100e6
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100e3, "in KiB"
+    return said
+
+
+# ---- Files that were made to hurt. ----
+
+
+def test_a_huge_manifest_is_not_read(checkpoint: Path) -> None:
+    for size in (10**8, 10**11):
+        os.truncate(checkpoint / "maingrad.json", size)
+        assert "/c/maingrad.json' is " in refusal(checkpoint)
+
+
+def test_few_bytes_that_claim_to_be_much_are_not_exported(tmp_path: Path) -> None:
+    """A tensor of a gigabyte where 2 kB are."""
+    save_checkpoint(tmp_path / "c", torch.nn.Linear(2**9, 1, bias=False))
+    content = (tmp_path / "c" / "maingrad.json").read_text()
+    content = (
+        content.replace("   512", "   1073741824")
+        .replace("[1, 512]", "[1, 1073741824]")
+        .replace("[[512", "[[1073741824")
+    )
+    (tmp_path / "c" / "maingrad.json").write_text(re.sub(r'"checksum": \d+', '"checksum": null', content))
+    with pytest.raises(
+        ValueError, match=r"maingrad\.json' is damaged .*1073741824 elements does not fit into '__0_0\.d"
+    ):
+        export_safetensors(tmp_path / "c", tmp_path / "weights")
+
+
+# ---- Manifests of other types. ----
+
+
+def edited(folder: Path, path: tuple[str | int, ...], value: Any) -> None:
+    manifest = json.loads((folder / "maingrad.json").read_text())
+    manifest["checksum"] = None
+    at = manifest
+    for key in path[:-1]:
+        at = at[key]
+    if value is DELETED:
+        del at[path[-1]]
+    elif isinstance(at, list) and path[-1] == len(at):
+        at.append(value)
+    else:
+        at[path[-1]] = value
+    (folder / "maingrad.json").write_text(json.dumps(manifest))
+
+
+DELETED = object()
+UP = ("parameters", "up.weight")
+IN_INDEX = ("tensors", "master.up.weight")
+EDITS: dict[str, tuple[tuple[str | int, ...], Any]] = {
+    "version: true": (("version",), True),
+    "version: 1.0": (("version",), 1.0),
+    "shape: '34'": ((*UP, "shape"), "34"),
+    "shape: Infinity": ((*UP, "shape"), [float("inf"), 15]),
+    "shape: a fraction": ((*UP, "shape"), [17.0, 15]),
+    "shape: huge": ((*UP, "shape"), [2**40, 2**40]),
+    "shape: many": ((*UP, "shape"), [1] * 10_000),
+    "shape: another": ((*UP, "shape"), [15, 17]),
+    "dtype: a list": ((*UP, "dtype"), ["bfloat16"]),
+    "dtype: load": ((*UP, "dtype"), "load"),
+    "group: true": ((*UP, "group"), True),
+    "group: that is not there": ((*UP, "group"), 7),
+    "master: 1": ((*UP, "has_master"), 1),
+    "master: none": ((*UP, "has_master"), False),
+    "state: emptied": ((*UP, "state"), {}),
+    "state: a list": ((*UP, "state"), []),
+    "state: many": ((*UP, "state"), {f"more{index}": "float32" for index in range(10_000)}),
+    "step: missing": ((*UP, "scalars"), {}),
+    "step: a list": ((*UP, "scalars", "step"), {"tensor": [1] * 1000, "dtype": "float32"}),
+    "step: beyond": ((*UP, "scalars", "step"), {"tensor": 2**80, "dtype": "int64"}),
+    "tied: to nothing": (("tied",), {"head.weight": "nowhere"}),
+    "tied: a number": (("tied",), {"head.weight": 1}),
+    "experts: Infinity": (("num_expert_sets",), float("inf")),
+    "groups: a number": (("optimizer", "groups"), 1),
+    "group: a number": (("optimizer", "groups"), [1]),
+    "an option of nothing": (("optimizer", "groups"), [{"lr": {}}]),
+    "id: a number": (("save_id",), 1),
+    "id: another": (("save_id",), "maingrad-" + "0" * 32),
+    "no buffers": (("buffers",), DELETED),
+    "byteorder: the other": (("byteorder",), "big"),
+    "index: none": (("tensors",), DELETED),
+    "index: a list": (("tensors",), []),
+    "files: none": (("files",), []),
+    "files: a number": (("files",), 1),
+    "file: huge": (("files", 0, 1), 2**70),
+    "file: without end": (("files", 0, 1), float("inf")),
+    "file: empty": (("files", 0, 1), 0),
+    "file: elsewhere": (("files", 0, 0), "../c/__0_0.distcp"),
+    "file: anywhere": (("files", 0, 0), "/etc/hostname"),
+    "file: the manifest": (("files", 0, 0), "maingrad.json"),
+    "file: of a long name": (("files", 0, 0), "x" * 10**6 + ".distcp"),
+    "chunks: none": ((*IN_INDEX, "chunks"), []),
+    "chunks: a number": ((*IN_INDEX, "chunks"), 1),
+    "chunks: many": ((*IN_INDEX, "chunks"), [[0, 0, 0, 0]] * 10_000),
+    "chunks: one more": ((*IN_INDEX, "chunks", 1), [1, 0, 64, 0]),
+    "chunk: true": ((*IN_INDEX, "chunks", 0, 0), True),
+    "chunk: a number less": ((*IN_INDEX, "chunks", 0), [255, 0, 64]),
+    "chunk: shorter": ((*IN_INDEX, "chunks", 0, 0), 254),
+    "chunk: negative": ((*IN_INDEX, "chunks", 0, 0), -255),
+    "chunk: huge": ((*IN_INDEX, "chunks", 0, 0), 2**70),
+    "chunk: in no file": ((*IN_INDEX, "chunks", 0, 1), 1),
+    "chunk: in a negative file": ((*IN_INDEX, "chunks", 0, 1), -1),
+    "chunk: before the file": ((*IN_INDEX, "chunks", 0, 2), -1),
+    "chunk: behind the file": ((*IN_INDEX, "chunks", 0, 2), 2**40),
+    "chunk: elsewhere": ((*IN_INDEX, "chunks", 0, 2), 64),
+    "chunk: of another checksum": ((*IN_INDEX, "chunks", 0, 3), 0),
+    "tensor: of other sizes": ((*IN_INDEX, "shape"), [15, 17]),
+    "tensor: of another dtype": ((*IN_INDEX, "dtype"), "int32"),
+    "tensor: of a wider dtype": ((*IN_INDEX, "dtype"), "float64"),
+    "extra: missing": (("extra",), DELETED),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_manifest_of_other_types_is_refused_by_name(checkpoint: Path, name: str) -> None:
+    edited(checkpoint, *EDITS[name])
+    said = refusal(checkpoint)
+    assert "maingrad.json' " in said or "manifest" in said or "up.weight" in said, said
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ("state", r"'optimizer\.state\.\S+' is in the index of the checkpoint's manifest, and nowhere"),
+        ("scalars", r"and no 'step', which AdamW"),
+    ],
+)
+def test_what_an_optimizer_knows_may_not_be_missing_everywhere(checkpoint: Path, field: str, message: str) -> None:
+    for name in json.loads((checkpoint / "maingrad.json").read_text())["parameters"]:
+        edited(checkpoint, ("parameters", name, field), {})
+    assert re.search(message, refusal(checkpoint))
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 200_000, b'{"format": 1e999}', b"\xff\xfe", b"null"])
+def test_json_that_is_no_manifest_is_refused_by_name(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / "maingrad.json").write_bytes(content)
+    assert "/c/maingrad.json' " in refusal(checkpoint)
+
+
+# ---- Damage that is drawn. ----
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, and beside it its export."""
+    folder = tmp_path_factory.mktemp("two") / "c"
+
+    def save() -> None:
+        ddp, optimizer = build(torch.bfloat16, **ZERO1)
+        take_steps(ddp, optimizer, range(1), dist.get_rank())
+        save_checkpoint(folder, ddp, optimizer, extra={"step": 1, "seconds": 0.25})
+
+    simulate(save, 2)
+    export_safetensors(folder, folder.parent / "weights.safetensors", dtype=torch.float32)
+    return folder.parent
+
+
+def assert_equal(found: Any, whole: Any) -> None:
+    """Bitwise, in any containers."""
+    assert type(found) is type(whole)
+    if isinstance(found, dict):
+        assert found.keys() == whole.keys()
+        found, whole = list(found.values()), list(whole.values())
+    if isinstance(found, list | tuple):
+        assert len(found) == len(whole)
+        for one, other in zip(found, whole, strict=True):
+            assert_equal(one, other)
+    elif isinstance(found, torch.Tensor):
+        assert found.dtype == whole.dtype and torch.equal(found, whole)
+    else:
+        assert found == whole
+
+
+def everything_loaded(folder: Path) -> Any:
+    """Into a fresh model: its tensors, moments, and what else there is."""
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    before = model_state(ddp)
+    try:
+        with limited():
+            extra = load_checkpoint(folder / "c", ddp, optimizer)
+    except ValueError as error:
+        if "partly overwritten" not in str(error):
+            assert_same(model_state(ddp), before)
+        raise
+    moments = [(part.name, part.master, part.state(), part.scalars()) for part in optimizer.slices]
+    return model_state(ddp), moments, [{**group, "params": None} for group in optimizer.param_groups], extra
+
+
+def weights_loaded(folder: Path) -> Any:
+    model = Everything(torch.float32, seed=1)
+    with limited(maps=10**11):
+        load_safetensors(folder / "weights.safetensors", model)
+    return model.state_dict()
+
+
+@contextmanager
+def limited(maps: int = 0) -> Iterator[None]:
+    """A second, and 100 MB of address space beside files that are only mapped."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    old = resource.getrlimit(resource.RLIMIT_AS)
+    if pages:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100_000_000 + maps, old[1]))
+    began = time.process_time()
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, old)
+        assert time.process_time() - began < 1.0
+
+
+FILES = ("c/maingrad.json", "c/.metadata", "c/__0_0.distcp", "c/__1_0.distcp", "weights.safetensors")
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(50, 1000, 50))])
+def test_drawn_damage_is_refused_by_name_or_harmless(of_two_ranks: Path, tmp_path: Path, first: int) -> None:
+    whole = {load: load(of_two_ranks) for load in (everything_loaded, weights_loaded)}
+    refused = 0
+    for seed in range(first, first + 50):
+        folder = tmp_path / str(seed)
+        shutil.copytree(of_two_ranks, folder)
+        path = folder / FILES[seed % len(FILES)]
+        if path.name == ".metadata" and seed % 2:  # half of it: a load does not look there
+            done = exchange_chunks(folder / "c", seed)
+            path = path.with_name(done.split()[0])
+        else:
+            done = damage(path, seed)
+        load = weights_loaded if path.parent == folder else everything_loaded
+        try:
+            found = load(folder)
+        except ValueError as error:
+            refused += 1
+            said = str(error)
+        else:
+            assert_equal(found, whole[load])
+            said = path.name
+        assert path.name in said, (seed, done, said)
+        shutil.rmtree(folder)
+    assert refused > 25, "most damage is damage"
+
+
+def places_of_tensors(folder: Path) -> list[tuple[str, str, int, int]]:
+    """(tensor, data file, place of its bytes, how many) of each chunk."""
+    return [
+        (key, chunk.file, chunk.position, (chunk.end - chunk.start) * stored.dtype.itemsize)
+        for key, stored in open_checkpoint(folder).manifest.index.tensors.items()
+        for chunk in stored.chunks
+    ]
+
+
+def with_another_bit(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def test_a_flipped_bit_in_a_tensor_is_noticed(of_two_ranks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "two" / "c"
+    shutil.copytree(of_two_ranks, folder.parent)
+    places = [place for place in places_of_tensors(folder) if place[3]]
+    assert any(key == "model.fixed" for key, *_ in places), "one that lies transposed is among them"
+    for key, name, start, length in places:
+        with_another_bit(folder / name, start + length // 2)
+        with pytest.raises(ValueError, match=rf"/c/{name}' is damaged where '{re.escape(key)}' lies .*checksum"):
+            read_everything(folder)
+        with_another_bit(folder / name, start + length // 2)
+    assert_equal(everything_loaded(folder.parent), everything_loaded(of_two_ranks))
+
+
+def read_everything(folder: Path) -> None:
+    """As a fully sharded model's rank does, whose pieces are not the chunks."""
+    stored = open_checkpoint(folder)
+    pieces = []
+    for key, entry in stored.manifest.index.tensors.items():
+        numel = math.prod(entry.shape)
+        cut = min(1, numel)
+        for start, end in ((0, cut), (cut, numel)):
+            data = torch.empty(end - start, dtype=entry.dtype)
+            pieces.append(Piece((key,), entry.shape, start, end, data))
+    read_pieces(stored, pieces)
+
+
+def test_bytes_of_two_tensors_in_each_others_place_are_noticed(of_two_ranks: Path, tmp_path: Path) -> None:
+    """Of one dtype, as many, whole archives: nothing in the data file says which is whose."""
+    folder = tmp_path / "two" / "c"
+    shutil.copytree(of_two_ranks, folder.parent)
+    for seed in range(4):
+        name = exchange_chunks(folder, seed).split()[0]
+        with pytest.raises(ValueError, match=rf"/c/{name}' is damaged where '\S+' lies .*checksum"):
+            read_everything(folder)
+        shutil.copy(of_two_ranks / "c" / name, folder)
+    assert_equal(everything_loaded(folder.parent), everything_loaded(of_two_ranks))
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors"])
+def test_a_flipped_bit_in_an_export_is_noticed(of_two_ranks: Path, tmp_path: Path, name: str) -> None:
+    shutil.copy(of_two_ranks / name, tmp_path)
+    size = (tmp_path / name).stat().st_size
+    whole = weights_loaded(of_two_ranks)
+    said = []
+    for at in range(0, size, 97):
+        with_another_bit(tmp_path / name, at)
+        try:
+            assert_equal(weights_loaded(tmp_path), whole)
+        except ValueError as error:
+            said.append(str(error))
+        with_another_bit(tmp_path / name, at)
+    assert all(name in each for each in said)
+    assert len(said) > size // 97 - 5
+
+
+def test_files_of_one_checkpoint_in_each_others_place_are_refused(tmp_path: Path) -> None:
+    def save() -> None:
+        model = wrap(nn.Linear(64, 64, bias=False), use_distributed_optimizer=True)
+        save_checkpoint(tmp_path / "c", model, DistributedOptimizer(model))
+
+    simulate(save, 2)
+    load_checkpoint(tmp_path / "c", nn.Linear(64, 64, bias=False))
+    first, second = (tmp_path / "c" / f"__{rank}_0.distcp" for rank in range(2))
+    assert first.stat().st_size == second.stat().st_size
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(ValueError, match=r"/c/__0_0\.distcp' was written as '__1_0\.distcp': files of this"):
+        load_checkpoint(tmp_path / "c", nn.Linear(64, 64, bias=False))
+
+
+def test_a_save_by_a_torch_without_checksums_has_ours(tmp_path: Path) -> None:
+    """Torch has been told to write none."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(tmp_path / "c", Everything(seed=1))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    model = Everything()
+    load_checkpoint(tmp_path / "c", model)
+    assert_same(model.state_dict(), Everything(seed=1).state_dict())
+    for _, name, start, _ in (place for place in places_of_tensors(tmp_path / "c") if place[0] == "model.fixed"):
+        with_another_bit(tmp_path / "c" / name, start)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp' is damaged where 'model\.fixed' lies"):
+        load_checkpoint(tmp_path / "c", model)
+
+
+def test_a_manifest_that_was_changed_by_hand_says_so(checkpoint: Path) -> None:
+    manifest = json.loads((checkpoint / "maingrad.json").read_text())
+    manifest["extra"] = {"step": 2}
+    (checkpoint / "maingrad.json").write_text(json.dumps(manifest))
+    assert "where you have changed it yourself, set its checksum to null" in refusal(checkpoint)
+    edited(checkpoint, ("extra",), {"step": 2})
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    assert load_checkpoint(checkpoint, ddp, optimizer) == {"step": 2}

@@ -1,0 +1,661 @@
+"""Checkpoints that do not fit, are not whole or are not checkpoints: one clear error, alike on all ranks, no hang."""
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Everything, build, model_state, take_steps
+from gloo import run_ranks
+from loops import assert_same, wrap
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import save as torchs_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files import folder as checkpoint_folder
+from maingrad.ddp.checkpoint.files.boxes import Piece
+from maingrad.ddp.checkpoint.files.save_id import new_id
+from maingrad.ddp.checkpoint.files.writer import PieceWriter, write_pieces
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pristine") / "step-3"
+
+    def save() -> None:
+        ddp, optimizer = build(torch.bfloat16, **ZERO1)
+        take_steps(ddp, optimizer, range(1), dist.get_rank())
+        save_checkpoint(folder, ddp, optimizer)
+
+    simulate(save, 3)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(pristine: Path, tmp_path: Path) -> Path:
+    shutil.copytree(pristine, tmp_path / "step-3")
+    return tmp_path / "step-3"
+
+
+# ---- Files. ----
+
+
+def cut_data(folder: Path) -> None:
+    path = folder / "__1_0.distcp"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def lose_data(folder: Path) -> None:
+    (folder / "__2_0.distcp").unlink()
+
+
+def cut_manifest(folder: Path) -> None:
+    os.truncate(folder / "maingrad.json", 100)
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "maingrad.json").unlink()
+
+
+def edit_manifest(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "maingrad.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def other_format(folder: Path) -> None:
+    """A folder of torch's own, without anything of this library."""
+    shutil.rmtree(folder)
+    torchs_save({"model": Everything().state_dict()}, checkpoint_id=folder, no_dist=True)
+
+
+def replace_by_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"weights")
+
+
+def forget_moments(folder: Path) -> None:
+    path = folder / "maingrad.json"
+    manifest = json.loads(path.read_text())
+    for entry in manifest["parameters"].values():
+        if entry["state"]:
+            entry["state"]["exp_avg_cubed"] = "float32"
+    manifest["checksum"] = None
+    path.write_text(json.dumps(manifest))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
+    "data truncated": (
+        cut_data,
+        ValueError,
+        r"data file '.*/__1_0\.distcp' is truncated: \d+ of \d+ bytes, '\S+' is cut",
+    ),
+    "data missing": (lose_data, ValueError, r"data file '.*/__2_0\.distcp' is missing, with elements of"),
+    "manifest truncated": (cut_manifest, ValueError, r"maingrad\.json' is truncated or damaged"),
+    "manifest missing": (lose_manifest, ValueError, r"no complete checkpoint of maingrad: it has no maingrad\.json"),
+    "manifest of another kind": (edit_manifest(format="x"), ValueError, "its format is not 'maingrad.checkpoint'"),
+    "manifest to come": (
+        edit_manifest(version=4),
+        ValueError,
+        "has version 4 of the format, and .* reads version 3: a newer",
+    ),
+    "manifest without parameters": (edit_manifest(parameters=None), ValueError, r"maingrad\.json' is damaged"),
+    "an option of no dtype": (
+        edit_manifest(optimizer={"optimizer_class": "AdamW", "groups": [{"lr": {"tensor": 1.0, "dtype": "x"}}]}),
+        ValueError,
+        r"maingrad\.json' is damaged \(ValueError: 'x' is no dtype\)",
+    ),
+    "a moment nowhere": (forget_moments, ValueError, r"'optimizer\.state\.\S+\.exp_avg_cubed' is missing in the"),
+    "torch's own": (other_format, ValueError, r"no complete checkpoint of maingrad"),
+    "a file": (replace_by_file, ValueError, r"step-3' is a file, and a checkpoint is a folder"),
+    "nothing": (shutil.rmtree, FileNotFoundError, r"there is no checkpoint at '.*/step-3'"),
+}
+
+
+def load_and_compare(folder: Path) -> None:
+    """The error leaves the model as it was."""
+    ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
+    before = model_state(ddp)
+    try:
+        load_checkpoint(folder, ddp, optimizer)
+    finally:
+        assert_same(model_state(ddp), before)
+        assert not any(part.state() for part in optimizer.slices)
+
+
+def errors_of(fn: Callable[..., Any], *args: Any) -> str:
+    try:
+        fn(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("damage, kind, message", DAMAGE.values(), ids=DAMAGE.keys())
+@pytest.mark.sampled(3)
+def test_damage_is_one_error_before_anything_changes(
+    checkpoint: Path, damage: Callable[[Path], None], kind: type[Exception], message: str
+) -> None:
+    damage(checkpoint)
+    with pytest.raises(kind, match=message):
+        load_and_compare(checkpoint)
+    errors = {error.removesuffix(" (on rank 0)") for error in simulate(errors_of, 3, load_and_compare, checkpoint)}
+    assert errors == {errors_of(load_and_compare, checkpoint)}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_damage_inside_a_data_file_is_found_while_reading(checkpoint: Path, ranks: int) -> None:
+    path = checkpoint / "__1_0.distcp"
+    content = path.read_bytes()
+    path.write_bytes(content[:64] + bytes(len(content) - 128) + content[-64:])
+    errors = simulate(errors_of, ranks, lambda: load_checkpoint(checkpoint, *build(torch.bfloat16, **ZERO1)))
+    for error in errors:
+        assert error == errors[0]
+        assert error.startswith("ValueError: '")
+        assert "__1_0.distcp' is damaged where '" in error
+        assert "the model is partly overwritten, do not go on with it" in error
+
+
+# ---- Models and optimizers that do not fit. ----
+
+
+def with_changes(change: Callable[[nn.Module], None] | None = None, **optimizer: Any) -> tuple[Any, Any]:
+    model = Everything(torch.bfloat16)
+    if change is not None:
+        change(model)
+    ddp = wrap(model, **ZERO1)
+    return ddp, DistributedOptimizer(ddp, lr=0.02, **optimizer)
+
+
+def add_parameter(model: nn.Module) -> None:
+    model.more = nn.Parameter(torch.zeros(3))
+
+
+def drop_parameter(model: nn.Module) -> None:
+    del model.cube
+
+
+def reshape_parameter(model: nn.Module) -> None:
+    model.cube = nn.Parameter(torch.zeros(3, 5, 14, dtype=torch.bfloat16))
+
+
+def widen_parameter(model: nn.Module) -> None:
+    model.cube = nn.Parameter(model.cube.detach().float())
+
+
+def freeze_parameter(model: nn.Module) -> None:
+    model.cube.requires_grad_(False)
+
+
+def thaw_parameter(model: nn.Module) -> None:
+    model.fixed.requires_grad_(True)
+
+
+def add_buffer(model: nn.Module) -> None:
+    model.register_buffer("more", torch.zeros(3))
+
+
+MISFITS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+    "missing": (lambda: with_changes(add_parameter), "the model's parameter 'more' is not in the checkpoint"),
+    "unknown": (lambda: with_changes(drop_parameter), "the checkpoint's parameter 'cube' is not in the model"),
+    "shape": (
+        lambda: with_changes(reshape_parameter),
+        r"parameter 'cube' is bfloat16 \[3, 5, 14\] in the model and bfloat16 \[3, 5, 2, 7\] in the checkpoint",
+    ),
+    "dtype": (lambda: with_changes(widen_parameter), r"'cube' is float32 \[3, 5, 2, 7\] in the model and bfloat16"),
+    "frozen": (lambda: with_changes(freeze_parameter), "parameter 'cube' is frozen, and the checkpoint has optimizer"),
+    "thawed": (lambda: with_changes(thaw_parameter), "parameter 'fixed' is in parameter group 0 and was frozen"),
+    "buffer": (lambda: with_changes(add_buffer), "the model's buffer 'more' is not in the checkpoint"),
+    "optimizer": (
+        lambda: with_changes(optimizer_class=torch.optim.SGD, momentum=0.9),
+        "the checkpoint has the state of AdamW, and this optimizer is SGD, which keeps other moments",
+    ),
+    "groups": (
+        lambda: with_changes(param_groups=[{"params": "cube", "lr": 0.0}]),
+        r"the checkpoint has 1 parameter group\(s\), and this optimizer 2",
+    ),
+}
+
+
+def load_misfit(folder: Path, name: str) -> str:
+    return errors_of(lambda: load_checkpoint(folder, *MISFITS[name][0]()))
+
+
+@pytest.mark.parametrize("name", MISFITS)
+@pytest.mark.sampled(4)
+def test_what_does_not_fit_is_named(pristine: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=MISFITS[name][1]):
+        load_checkpoint(pristine, *MISFITS[name][0]())
+    errors = simulate(load_misfit, 2, pristine, name)
+    assert errors[0] == errors[1]
+    assert "on rank" not in errors[0]
+
+
+def test_a_parameter_in_another_group_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", *with_changes(param_groups=[{"params": "cube", "lr": 0.0}]))
+    with pytest.raises(ValueError, match="parameter 'cube' is in parameter group 1 and was in group 0 when"):
+        load_checkpoint(tmp_path / "c", *with_changes(param_groups=[{"params": "scale", "lr": 0.0}]))
+
+
+def test_weights_alone_are_not_an_optimizers_state(tmp_path: Path) -> None:
+    model, optimizer = with_changes()
+    save_checkpoint(tmp_path / "c", model)
+    with pytest.raises(
+        ValueError, match="saved without an optimizer: load_checkpoint\\(path, model\\) takes its weights"
+    ):
+        load_checkpoint(tmp_path / "c", model, optimizer)
+
+
+def test_optimizers_that_cannot_be_saved_are_named(tmp_path: Path) -> None:
+    model, optimizer = with_changes()
+    with pytest.raises(TypeError, match="the state of a DistributedOptimizer, got SGD"):
+        save_checkpoint(tmp_path / "c", model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="this optimizer belongs to another model"):
+        save_checkpoint(tmp_path / "c", with_changes()[0], optimizer)
+    optimizer.param_groups[0]["note"] = {"not": "a number"}
+    with pytest.raises(ValueError, match="option 'note' of parameter group 0 is a dict"):
+        save_checkpoint(tmp_path / "c", model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- Trouble on one rank alone. ----
+
+
+def save_with_trouble_on_rank_1(folder: Path, trouble: str) -> str:
+    ddp, optimizer = build(**ZERO1)
+    rank = dist.get_rank()
+    if trouble == "path" and rank == 1:
+        folder = folder.with_name("elsewhere")
+    if trouble == "optimizer" and rank == 1:
+        optimizer = None
+    if trouble == "value" and rank == 1:
+        optimizer.param_groups[0]["note"] = object()
+    extra = object() if trouble == "extra" and rank == 0 else None
+    return errors_of(lambda: save_checkpoint(folder, ddp, optimizer, extra=extra))
+
+
+TROUBLE = {
+    "path": "all ranks save to and load from one folder; the first one has '.*/c', another '.*/elsewhere'",
+    "optimizer": "ValueError: some ranks give an optimizer and some do not",
+    "value": r"ValueError: option 'note' of parameter group 0 is a object, .* \(on rank 1\)",
+    "extra": r"TypeError: extra must be something that JSON holds .* \(on rank 0\)",
+}
+
+
+@pytest.mark.parametrize(
+    "run, trouble",
+    [
+        *((simulate, trouble) for trouble in TROUBLE),
+        *(
+            pytest.param(run_ranks, trouble, marks=() if trouble == "value" else pytest.mark.slow)
+            for trouble in TROUBLE
+        ),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_trouble_on_one_rank_is_an_error_on_all(tmp_path: Path, run: Callable[..., list[str]], trouble: str) -> None:
+    errors = run(save_with_trouble_on_rank_1, 2, tmp_path / "c", trouble)
+    assert errors[0] == errors[1]
+    assert re.search(TROUBLE[trouble], errors[0]), errors[0]
+    assert not (tmp_path / "c").exists()
+
+
+def load_damaged_on_real_ranks(folder: Path, name: str) -> str:
+    if name == "optimizer of rank 1" and dist.get_rank() == 1:
+        return errors_of(lambda: load_checkpoint(folder, *MISFITS["optimizer"][0]()))
+    if name in MISFITS:
+        return load_misfit(folder, name)
+    return errors_of(lambda: load_checkpoint(folder, *with_changes()))
+
+
+@pytest.mark.parametrize("name", ["shape", "optimizer of rank 1", "damaged"])
+def test_real_ranks_raise_alike_and_go_on(checkpoint: Path, name: str) -> None:
+    if name == "damaged":
+        cut_data(checkpoint)
+    errors = run_ranks(load_damaged_on_real_ranks, 2, checkpoint, name)
+    assert errors[0] == errors[1] != "nothing was raised"
+    assert ("(on rank 1)" in errors[0]) == (name == "optimizer of rank 1")
+
+
+# ---- Saves that are interrupted, and saves onto something. ----
+
+
+def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, Everything(seed=1), extra=1)
+    save_checkpoint(path, Everything(seed=2), extra=2)
+    model = Everything()
+    assert load_checkpoint(path, model) == 2
+    assert_same(dict(model.named_parameters()), dict(Everything(seed=2).named_parameters()))
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+STAGES = {
+    "tensors": "maingrad.ddp.checkpoint.files.writer.PieceWriter.finish",
+    "manifest": "maingrad.ddp.checkpoint.files.manifest.Manifest.write",
+    "move": "maingrad.ddp.checkpoint.files.folder.Staging.complete",
+}
+
+
+class Interrupted(BaseException):
+    """Nobody handles it."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_that_dies_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, Everything(seed=1), extra=1)
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(STAGES[stage], die)
+        with pytest.raises(Interrupted):
+            save_checkpoint(path, Everything(seed=2), extra=2)
+    assert (tmp_path / "c.incomplete").is_dir()
+    assert load_checkpoint(path, Everything()) == 1
+    if stage != "move":
+        with pytest.raises(ValueError, match=r"c\.incomplete' is no complete checkpoint"):
+            load_checkpoint(tmp_path / "c.incomplete", Everything())
+    save_checkpoint(path, Everything(seed=3), extra=3)
+    assert load_checkpoint(path, Everything()) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_between_the_two_renames_both_checkpoints_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c"
+    save_checkpoint(path, Everything(seed=1), extra=1)
+    original = Path.rename
+
+    def die_at_the_second(self: Path, target: Path) -> Path:
+        if self.name == "c.incomplete":
+            raise Interrupted
+        return original(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die_at_the_second)
+        with pytest.raises(Interrupted):
+            save_checkpoint(path, Everything(seed=2), extra=2)
+    assert not path.exists()
+    assert load_checkpoint(path, Everything()) == 2
+    assert load_checkpoint(tmp_path / "c.replaced", Everything()) == 1
+    assert load_checkpoint(tmp_path / "c.incomplete", Everything()) == 2
+    save_checkpoint(path, Everything(seed=3), extra=3)
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("name", ["c", "c.incomplete", "c.replaced"])
+def test_a_save_never_deletes_what_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "thesis.tex").write_text("years of work")
+    if name == "c":
+        (tmp_path / name / "maingrad.json").write_text("{}")
+    with pytest.raises(FileExistsError, match=rf"'{tmp_path / name}' is (there and is not just|in the way and is no)"):
+        save_checkpoint(tmp_path / "c", Everything())
+    assert (tmp_path / name / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_empty_folder_is_a_fine_place(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, Everything(), extra="here")
+    assert load_checkpoint(tmp_path, Everything()) == "here"
+    assert not checkpoint_folder.replaced(tmp_path).exists()
+
+
+@pytest.mark.parametrize("path", ["", "."])
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileExistsError), match=r"name a folder|save to a folder in it"):
+        save_checkpoint(path, Everything())
+    assert Path.cwd() == tmp_path
+    save_checkpoint("c", Everything())
+
+
+def test_a_missing_parent_is_made(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
+    load_checkpoint(tmp_path / "runs" / "today" / "c", Everything())
+
+
+def save_where_rank_1_cannot_write(folder: Path) -> str:
+    ddp, optimizer = build(seed=1, **ZERO1)
+    return errors_of(lambda: save_checkpoint(folder, ddp, optimizer))
+
+
+def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PieceWriter.write_data
+
+    def full(self: PieceWriter, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("No space left on device")
+        return original(self, plan, planner)
+
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(PieceWriter, "write_data", full)
+        errors = simulate(save_where_rank_1_cannot_write, 3, checkpoint)
+    assert set(errors) == {"OSError: No space left on device (on rank 1)"}
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank does not see what the others wrote."""
+    original = PieceWriter.write_data
+
+    def elsewhere(self: PieceWriter, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            self.path = tmp_path / "disk of rank 1"
+            self.path.mkdir()
+        return original(self, plan, planner)
+
+    monkeypatch.setattr(PieceWriter, "write_data", elsewhere)
+    errors = simulate(save_where_rank_1_cannot_write, 2, tmp_path / "c")
+    assert errors[0] == errors[1]
+    assert "__1_0.distcp' is missing" in errors[0]
+    assert "a checkpoint lies on a file system that all ranks share" in errors[0]
+    assert not (tmp_path / "c").exists()
+
+
+# ---- Models that no wrapper here holds, on many ranks. ----
+
+
+def save_a_bare_model(path: Path, kind: str) -> str:
+    model: nn.Module = nn.Linear(4, 4)
+    if kind == "torch's":
+        model = TorchDDP(model)
+    return errors_of(save_checkpoint, path, model)
+
+
+def test_a_model_in_torchs_wrapper_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for error in run_ranks(save_a_bare_model, 2, tmp_path / "c", "torch's"):
+        assert error.startswith("ValueError: the model is in torch's DistributedDataParallel"), error
+        assert "save_checkpoint(path, model.module)" in error
+    assert not (tmp_path / "c").exists()
+
+
+def save_while_another_rank_does(path: Path) -> str:
+    """Rank 1 comes when rank 0 is in the middle."""
+    original = PieceWriter.write_data
+
+    def slow(self: PieceWriter, plan: Any, planner: Any) -> Any:
+        dist.barrier()
+        dist.barrier()
+        return original(self, plan, planner)
+
+    if dist.get_rank() == 0:
+        PieceWriter.write_data = slow  # type: ignore[method-assign]
+        try:
+            return save_a_bare_model(path, "plain")
+        finally:
+            PieceWriter.write_data = original  # type: ignore[method-assign]
+    dist.barrier()
+    said = save_a_bare_model(path, "plain")
+    dist.barrier()
+    return said
+
+
+def test_ranks_that_save_one_bare_model_are_told_to_save_it_once(tmp_path: Path) -> None:
+    first, second = run_ranks(save_while_another_rank_does, 2, tmp_path / "c")
+    assert first == "nothing was raised"
+    assert second.startswith("FileExistsError: another save is writing into")
+    assert "each rank saves it by itself: where all of them do, save on one (if torch.distributed.get_rank() == 0)" in (
+        second
+    )
+    load_checkpoint(tmp_path / "c", nn.Linear(4, 4))
+
+
+def save_dtensors(path: Path) -> list[str]:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    return [errors_of(save_checkpoint, path, model), errors_of(load_checkpoint, path, model)]
+
+
+def test_dtensors_are_refused_by_name(tmp_path: Path) -> None:
+    for errors in run_ranks(save_dtensors, 2, tmp_path / "c"):
+        assert all(error.startswith("ValueError: parameter 'weight' is a DTensor") for error in errors), errors
+    assert not (tmp_path / "c").exists()
+
+
+# ---- What does not fit together. ----
+
+
+def test_a_save_whose_pieces_are_incomplete_is_refused_by_name(tmp_path: Path) -> None:
+    data = torch.arange(12.0)
+    for parts, lost in (([(0, 5)], r"\[5, 12\)"), ([(0, 5), (7, 12)], r"\[5, 7\)")):
+        pieces = [Piece(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
+        with pytest.raises(ValueError, match=rf"'model\.w' of shape \[3, 4\] is not held .* elements {lost} are mis"):
+            write_pieces(tmp_path, new_id(), pieces, None, None)
+
+
+def test_a_chunk_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
+    """A whole tensor of as many bytes, as torch saves it; and an index that was changed to tell of it."""
+    save_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
+    (place,) = FileSystemReader(tmp_path / "c").read_metadata().storage_data.values()
+    other = io.BytesIO()
+    torch.save(torch.ones(4, 4, dtype=torch.int32), other)
+    assert len(other.getvalue()) == place.length
+    with (tmp_path / "c" / place.relative_path).open("r+b") as file:
+        file.seek(place.offset)
+        file.write(other.getvalue())
+    with pytest.raises(ValueError, match=r"__0_0\.distcp' is damaged where 'model\.weight' lies .*have checksum"):
+        load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
+    path = tmp_path / "c" / "maingrad.json"
+    path.write_text(re.sub(r'"float32", "shape"', '"int32", "shape"', re.sub(r'm": \d+', 'm": null', path.read_text())))
+    with pytest.raises(
+        ValueError, match=r"'model\.weight' is int32 \[4, 4\] in the index of .* torch\.float32 \[4, 4\]"
+    ):
+        load_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
+
+
+def test_extra_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    extra: Any = []
+    for _ in range(100_000):
+        extra = [extra]
+    with pytest.raises(TypeError, match="extra is nested too deeply for JSON"):
+        save_checkpoint(tmp_path / "c", nn.Linear(2, 2), extra=extra)
+    assert not list(tmp_path.iterdir())
+
+
+class SometimesUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def sharded_and_stepped(first_alone: int, together: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = SometimesUsed()
+    for unit in (model.first, model.second):
+        fully_shard(unit)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(first_alone + together):
+        (model.first if step < first_alone else model)(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("together", [0, 1])
+def test_a_unit_that_was_used_later_or_never_goes_on_sharded_and_is_refused_elsewhere(
+    tmp_path: Path, together: int
+) -> None:
+    def save() -> None:
+        save_checkpoint(tmp_path / "c", *sharded_and_stepped(2, together), extra="it")
+
+    def load_sharded() -> Any:
+        return load_checkpoint(tmp_path / "c", *sharded_and_stepped(0, 0))
+
+    def load_wrapped(sharding: bool) -> str:
+        model = wrap(SometimesUsed(), use_distributed_optimizer=sharding)
+        said = errors_of(load_checkpoint, tmp_path / "c", model, DistributedOptimizer(model))
+        assert load_checkpoint(tmp_path / "c", model) == "it", "as the error says"
+        return said
+
+    simulate(save, 2)
+    assert simulate(load_sharded, 3) == ["it"] * 3
+    # On two ranks of ZeRO-1 the border between shards is the border between the two: that loads.
+    assert simulate(load_wrapped, 2, True) == ["nothing was raised"] * 2
+    for ranks, sharding in ((1, True), (2, False)):
+        for said in simulate(load_wrapped, ranks, sharding):
+            assert re.search(r"ValueError: parameters '\S+' and '\S+' are updated together here", said), said
+            assert (
+                "some steps left one of them out. A fully sharded model goes on from it; here, load the weights" in said
+            )
+
+
+def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", nn.Linear(3, 2))
+    model = nn.Linear(3, 2, device="meta")
+    for call in (save_checkpoint, load_checkpoint):
+        with pytest.raises(ValueError, match="'weight' is on the meta device, which keeps no values"):
+            call(tmp_path / "c", model)
+    model.to_empty(device="cpu")
+    load_checkpoint(tmp_path / "c", model)
+
+
+def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
+    """What is read beside its place is on the CPU: a chunk of which ranks have parts, a tensor that lies transposed."""
+
+    def make() -> tuple[nn.Module, DistributedOptimizer]:
+        inner = nn.Linear(64, 64).bfloat16()
+        inner.fixed = nn.Parameter(torch.arange(15.0).view(3, 5).t(), requires_grad=False)
+        model = wrap(inner, use_distributed_optimizer=True)
+        assert not inner.fixed.is_contiguous()
+        return model, DistributedOptimizer(model)
+
+    def save() -> None:
+        save_checkpoint(tmp_path / "c", *make())
+
+    def load(device: str) -> dict[str, Tensor]:
+        model, optimizer = make()
+        with torch.device(device):
+            load_checkpoint(tmp_path / "c", model, optimizer)
+        return dict(model.state_dict())
+
+    simulate(save, 3)
+    for other, plain in zip(simulate(load, 2, "meta"), simulate(load, 2, "cpu"), strict=True):
+        assert_same(other, plain)

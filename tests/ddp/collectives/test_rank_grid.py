@@ -1,0 +1,357 @@
+"""Which ranks reduce over which: groups, meshes, instances, parts of the world; experts; and what fits nowhere."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from loops import assert_same, wrap
+from stock_steps import backward, make_net, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.collectives.rank_grid import RankGrid, make_grid, make_grids
+from maingrad.launch import simulate
+
+Ranks = list[int]
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def described(grid: RankGrid) -> tuple[Ranks | None, Ranks | None, int, int]:
+    """Ranks inside and across, and this rank's place."""
+    return ranks_of(grid.inner), ranks_of(grid.outer), grid.inner_rank, grid.outer_rank
+
+
+# ---- Grids. ----
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    grid = make_grid(None)
+    assert grid == RankGrid(None, None, None, assumed=True)
+    assert (grid.size, grid.inner_size, grid.inner_rank, grid.outer_size, grid.outer_rank) == (1, 1, 0, 1, 0)
+    assert list(grid.axes) == []
+    assert grid.sum(torch.tensor(3.0)) == 3
+
+
+GROUPS: dict[str, tuple[int, Callable[[], Any], int, list[Any]]] = {
+    # ranks of the world, what is given, instances, [(inside, across) of each rank that is a member]
+    "the default group": (3, lambda: None, 1, [([0, 1, 2], None)] * 3),
+    "two instances": (
+        4,
+        lambda: None,
+        2,
+        [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])],
+    ),
+    "as many instances as ranks": (2, lambda: None, 2, [([0], [0, 1]), ([1], [0, 1])]),
+    "a part of the world": (4, lambda: dist.new_group([1, 3]), 1, [None, ([1, 3], None), None, ([1, 3], None)]),
+    "a part of the world in two instances": (
+        6,
+        lambda: dist.new_group([0, 2, 3, 5]),
+        2,
+        [([0, 2], [0, 3]), None, ([0, 2], [2, 5]), ([3, 5], [0, 3]), None, ([3, 5], [2, 5])],
+    ),
+    "a mesh of one dim": (3, lambda: init_device_mesh("cpu", (3,)), 1, [([0, 1, 2], None)] * 3),
+    "a mesh of two dims": (
+        4,
+        lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("out", "in")),
+        1,
+        [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])],
+    ),
+    "a mesh of two dims and the number that it says": (
+        2,
+        lambda: init_device_mesh("cpu", (2, 1), mesh_dim_names=("out", "in")),
+        2,
+        [([0], [0, 1]), ([1], [0, 1])],
+    ),
+    "two dims of a mesh of three": (
+        8,
+        lambda: init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("out", "tensor", "in"))["out", "in"],
+        1,
+        [([r // 4 * 4 + r // 2 % 2 * 2 + i for i in (0, 1)], [r % 4, r % 4 + 4]) for r in range(8)],
+    ),
+    "a mesh over a part of the world": (
+        4,
+        lambda: DeviceMesh("cpu", [1, 3]),
+        1,
+        [None, ([1, 3], None), None, ([1, 3], None)],
+    ),
+}
+
+
+def grid_of(make: Callable[[], Any], instances: int, members: Ranks) -> Any:
+    given = make()
+    if dist.get_rank() not in members:
+        with pytest.raises(ValueError, match=rf"rank {dist.get_rank()} is not in process_group: .*wrap on its members"):
+            make_grid(given, num_instances=instances)
+        return None
+    if isinstance(given, DeviceMesh):  # the part of a larger mesh that this rank is in
+        members = given.mesh.flatten().tolist()
+    grid = make_grid(given, num_instances=instances)
+    inner, outer, inner_rank, outer_rank = described(grid)
+    assert inner is not None
+    assert inner[inner_rank] == dist.get_rank()
+    assert outer is None or outer[outer_rank] == dist.get_rank()
+    assert grid.size == len(members)
+    assert grid.inner_size == len(inner)
+    assert [group.size() for group in grid.axes] == [len(axis) for axis in (inner, outer) if axis and len(axis) > 1]
+    assert grid.gather is grid.inner, "no communicator more than needed"
+
+    # Sums go over all members, whatever the axes; broadcasts come from the first.
+    assert grid.sum(torch.tensor(2.0 ** dist.get_rank())) == sum(2.0**rank for rank in members)
+    told = torch.tensor(float(dist.get_rank()))
+    grid.broadcast(told)
+    assert told == members[0]
+    return inner, outer
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_grid_has_its_ranks_inside_and_across(name: str) -> None:
+    world, make, instances, expected = GROUPS[name]
+    members = [rank for rank, place in enumerate(expected) if place is not None]
+    assert simulate(grid_of, world, make, instances, members) == expected
+
+
+def communicators(instances: int, separate: bool) -> tuple[Ranks | None, Ranks | None, bool]:
+    grid = make_grid(None, num_instances=instances, separate_gather=separate)
+    return ranks_of(grid.inner), ranks_of(grid.gather), grid.gather is grid.inner
+
+
+def test_gathers_have_a_communicator_of_their_own_where_they_overlap() -> None:
+    for instances in (1, 2):
+        for inner, gather, same in simulate(communicators, 4, instances, True):
+            assert inner == gather
+            assert not same
+    assert all(same for _, _, same in simulate(communicators, 4, 4, True)), "one rank gathers nothing"
+    assert all(same for _, _, same in simulate(communicators, 4, 2, False))
+
+
+def expert_grids() -> tuple[Any, Any]:
+    rank = dist.get_rank()
+    experts = dist.new_group([rank % 2, rank % 2 + 2, rank % 2 + 4, rank % 2 + 6], use_local_synchronization=True)
+    grids = make_grids(None, experts, has_experts=True, num_instances=2, separate_gather=False)
+    return described(grids["dense"])[:2], described(grids["expert"])[:2]
+
+
+def test_experts_have_as_many_instances_of_their_own_ranks() -> None:
+    found = simulate(expert_grids, 8)
+    assert found[0] == (([0, 1, 2, 3], [0, 4]), ([0, 2], [0, 4]))
+    assert found[7] == (([4, 5, 6, 7], [3, 7]), ([5, 7], [3, 7]))
+
+
+def test_without_a_group_of_their_own_experts_are_everywhere() -> None:
+    def same() -> bool:
+        grids = make_grids(None, None, has_experts=True, num_instances=1, separate_gather=True)
+        return grids["expert"] is grids["dense"]
+
+    assert all(simulate(same, 2))
+
+
+# ---- What fits nowhere. ----
+
+
+def groups_of_one() -> dist.ProcessGroup:
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def neighbours() -> dist.ProcessGroup:
+    first = dist.get_rank() // 2 * 2
+    return dist.new_group([first, first + 1], use_local_synchronization=True)
+
+
+def every_other() -> dist.ProcessGroup:
+    first = dist.get_rank() % 2
+    return dist.new_group([first, first + 2], use_local_synchronization=True)
+
+
+WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "instances that do not divide": (
+        lambda: {"instances": 3},
+        "num_distributed_optimizer_instances = 3 does not divide the 4 ranks of process_group",
+    ),
+    "more instances than ranks": (lambda: {"instances": 8}, "= 8 does not divide the 4 ranks of process_group"),
+    "instances that do not divide the experts": (
+        lambda: {"instances": 2, "experts": groups_of_one()},
+        "= 2 does not divide the 1 ranks of expert_process_group",
+    ),
+    "another number than the mesh says": (
+        lambda: {"ranks": init_device_mesh("cpu", (2, 2)), "instances": 4},
+        "num_distributed_optimizer_instances is 4, and the mesh of process_group has 2 instances: leave the option out",
+    ),
+    "a number for a mesh of one dim": (
+        lambda: {"ranks": init_device_mesh("cpu", (4,)), "instances": 2},
+        "is 2, and the mesh of process_group has 1 instances.*a mesh of two dims",
+    ),
+    "a mesh of three dims": (
+        lambda: {"ranks": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))},
+        re.escape("process_group: a data-parallel mesh is (inner) or (outer, inner); this one has 3 dims ('a', 'b', '"),
+    ),
+    "a mesh of three dims for experts": (
+        lambda: {"experts": init_device_mesh("cpu", (1, 2, 2))},
+        r"expert_process_group: a data-parallel mesh is \(inner\) or \(outer, inner\); this one has 3 dims",
+    ),
+    "experts elsewhere": (
+        lambda: {"ranks": neighbours(), "experts": every_other()},
+        r"expert_process_group has ranks \[\d\], which are not in process_group \[\d, \d\]",
+    ),
+    "experts elsewhere, on a mesh": (
+        lambda: {"ranks": neighbours(), "experts": init_device_mesh("cpu", (2, 2))},
+        r"expert_process_group has ranks \[\d, \d\], which are not in process_group \[\d, \d\]",
+    ),
+}
+
+
+def refused(make: Callable[[], dict[str, Any]], message: str) -> None:
+    given = make()
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, num_distributed_optimizer_instances=given.get("instances", 1)
+    )
+    with pytest.raises(ValueError, match=message):
+        DistributedDataParallel(
+            Mixed(), config, process_group=given.get("ranks"), expert_process_group=given.get("experts")
+        )
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.sampled(4)
+def test_wrong_ranks_are_refused_by_name(wrong: str) -> None:
+    make, message = WRONG[wrong]
+    simulate(refused, 4, make, message)
+
+
+@pytest.mark.parametrize("option", ["process_group", "expert_process_group"])
+def test_ranks_that_are_no_group_are_refused_by_name(option: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{option} is a ProcessGroup, a DeviceMesh, .* or None; got list"):
+        DistributedDataParallel(Mixed(), **{option: [0, 1]})
+
+
+def test_a_group_of_experts_without_experts_is_refused() -> None:
+    def wrap_plain() -> None:
+        with pytest.raises(ValueError, match=r"expert_process_group has no effect: no parameter.*allreduce = False"):
+            DistributedDataParallel(make_net(), expert_process_group=groups_of_one())
+
+    simulate(wrap_plain, 2)
+
+
+def test_instances_without_torch_distributed_are_refused() -> None:
+    with pytest.raises(ValueError, match="= 2 does not divide the 1 ranks of process_group"):
+        wrap(make_net(), use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+
+
+def scaled_without_nccl() -> None:
+    with pytest.raises(ValueError, match=r"average_in_collective needs NCCL, and the group's backend is simulated"):
+        wrap(make_net(), average_in_collective=True)
+    wrap(make_net(), average_in_collective=False)
+
+
+def test_averages_inside_a_collective_need_nccl() -> None:
+    simulate(scaled_without_nccl, 2)
+
+
+@pytest.mark.parametrize(
+    "other", [{"calculate_per_token_loss": True}, {"grad_reduce_wire_dtype": torch.bfloat16}], ids=str
+)
+def test_averages_inside_a_collective_that_does_not_average_are_refused(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="average_in_collective has no effect with calculate_per_token_loss"):
+        DistributedDataParallelConfig(average_in_collective=True, use_distributed_optimizer=True, **other)
+
+
+# ---- Training on a part of the world. ----
+
+
+def train_on_part(members: Ranks, config: dict[str, Any], of_mesh: bool) -> dict[str, Tensor] | None:
+    """As ``stock_steps.train``, by members of a group alone; each draws the batches of its place in the group."""
+    group: Any = DeviceMesh("cpu", members) if of_mesh else dist.new_group(members)
+    if dist.get_rank() not in members:
+        return None
+    ddp = DistributedDataParallel(make_net(), DistributedDataParallelConfig(**config), process_group=group)
+    optimizer = DistributedOptimizer(ddp, lr=0.02, max_grad_norm=0.1)
+    place = members.index(dist.get_rank())
+    for step in range(3):
+        backward(ddp, step, torch.float32, rank=place)
+        optimizer.step()
+        ddp.zero_grad_buffer()
+    return {name: param.detach().clone() for name, param in ddp.module.named_parameters()}
+
+
+@pytest.mark.parametrize(("instances", "of_mesh"), [(1, False), (2, False), (1, True)])
+@pytest.mark.sampled(2)
+def test_a_part_of_the_world_trains_as_a_world_of_its_own(instances: int, of_mesh: bool) -> None:
+    config = {"use_distributed_optimizer": True, "bucket_size": 300, "overlap_param_gather": True}
+    instanced = {**config, "num_distributed_optimizer_instances": instances}
+    options = {"lr": 0.02, "max_grad_norm": 0.1}
+    expected = simulate(train, 4, torch.float32, range(3), instanced, options)[0][0][-1]
+    members = [1, 2, 4, 5]
+    for rank, weights in enumerate(simulate(train_on_part, 6, members, instanced, of_mesh)):
+        assert (weights is not None) is (rank in members)
+        if weights is not None:
+            assert_same(weights, expected)
+
+
+# ---- The scale of experts' gradients. ----
+
+
+class Mixed(nn.Module):
+    """Gradients are the input, for a dense parameter and for an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.zeros(5))
+        self.expert = nn.Parameter(torch.zeros(3))
+        self.expert.allreduce = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.dense.sum() + self.expert.sum())
+
+
+def mean_grads(config: dict[str, Any], tokens: int | None, per_expert: int) -> dict[str, list[float]]:
+    """The gradient of each parameter on the ranks that hold it; rank r's own is r + 1."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stride = size // per_expert
+    same = dist.new_group(list(range(rank % stride, size, stride)), use_local_synchronization=True)
+    ddp = DistributedDataParallel(Mixed(), DistributedDataParallelConfig(**config), expert_process_group=same)
+    ddp(torch.tensor(rank + 1.0)).backward()
+    ddp.finish_grad_sync(*(() if tokens is None else (torch.tensor(tokens * (rank + 1)),)))
+    held: dict[str, list[float]] = {}
+    for bucket in ddp.buckets:
+        first, last = ddp.owned_range(bucket.layout)
+        for slot in bucket.layout.slots:
+            start, end = (min(max(place - bucket.layout.start, first), last) for place in (slot.start, slot.end))
+            held[slot.spec.name] = bucket.grad_data[start:end].tolist()
+    return held
+
+
+SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    "config", [{}, SHARDED, {**SHARDED, "num_distributed_optimizer_instances": 2}], ids=["whole", "sharded", "hybrid"]
+)
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.sampled(4)
+def test_experts_are_divided_by_the_dense_ranks_or_by_all_tokens(config: dict[str, Any], per_token: bool) -> None:
+    """Four ranks with gradients 1, 2, 3, 4; experts of ranks 0 and 2, of 1 and 3. Their tokens came from all four, so
+    that Megatron-core divides by four as well. Per token: ranks have 10, 20, 30, 40 tokens."""
+    divisor = 100 if per_token else 4
+    tokens = 10 if per_token else None
+    found = simulate(mean_grads, 4, {**config, "calculate_per_token_loss": per_token}, tokens, 2)
+    for rank, held in enumerate(found):
+        assert set(held["dense"]) <= {torch.tensor((1 + 2 + 3 + 4) / divisor).item()}
+        own = (1 + 3) if rank % 2 == 0 else (2 + 4)
+        assert set(held["expert"]) <= {torch.tensor(own / divisor).item()}
+    copies = 4 if not config else 2 if "num_distributed_optimizer_instances" in config else 1
+    assert sum(len(held["dense"]) for held in found) == 5 * copies
+    # Each of two experts is held by two ranks, whole where every instance has one of them.
+    assert sum(len(held["expert"]) for held in found) == 3 * 2 * (1 if config == SHARDED else 2)
+
+
+@pytest.mark.parametrize("per_expert", [1, 4])
+def test_experts_on_one_rank_and_on_all(per_expert: int) -> None:
+    for rank, held in enumerate(simulate(mean_grads, 4, {}, None, per_expert)):
+        assert held["dense"] == [2.5] * 5
+        assert held["expert"] == [2.5 if per_expert == 4 else (rank + 1) / 4] * 3

@@ -1,0 +1,110 @@
+"""What the timeline notes of forwards, of gathers and of whoever waited for them. Bounds are sleeps, not speeds."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from maingrad.ddp.collectives.in_flight import InFlight
+from maingrad.ddp.collectives.timeline import Timeline
+
+NAP = 0.02
+
+
+class SlowWork:
+    """A collective that takes its time on a thread of its own, as gloo's do."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._done = threading.Event()
+        if seconds is not None:
+            threading.Timer(seconds, self.finish).start()
+
+    def finish(self) -> None:
+        self._done.set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+
+class BrokenWork:
+    def wait(self) -> None:
+        raise RuntimeError("a peer is gone")
+
+
+def recording(*, threads: bool = True) -> Timeline:
+    return Timeline(torch.device("cpu"), collectives_have_threads=threads)
+
+
+def watch(timeline: Timeline, collective: str, work: object, bucket: str = "bucket 0") -> InFlight:
+    return timeline.launch(bucket, collective, lambda: 64, lambda: InFlight(work, ()))
+
+
+def test_forwards_inside_a_forward_are_a_part_of_it() -> None:
+    timeline = recording()
+    timeline.forward_started()
+    timeline.forward_started()
+    timeline.forward_ended()
+    time.sleep(NAP)
+    timeline.forward_ended()
+    timeline.forward_ended()  # of a forward that had begun before the recording
+    timeline.close()
+    (forward,) = timeline.forwards
+    assert forward.end - forward.start >= NAP
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_gathers_and_reductions_are_kept_apart(threads: bool) -> None:
+    timeline = recording(threads=threads)
+    for collective in ("reduce_scatter", "all_gather", "all_to_all", "all_reduce"):
+        watch(timeline, collective, SlowWork(NAP)).wait()
+    timeline.close()
+    assert [span.collective for span in timeline.buckets] == ["reduce_scatter", "all_to_all", "all_reduce"]
+    (gather,) = timeline.gathers
+    assert (gather.bucket, gather.collective, gather.nbytes) == ("bucket 0", "all_gather", 64)
+    assert gather.finished - gather.launched >= 0.9 * NAP
+    assert [wait.collective for wait in timeline.waits] == ["reduce_scatter", "all_gather", "all_to_all", "all_reduce"]
+
+
+def test_a_wait_is_as_long_as_somebody_stood_still() -> None:
+    timeline = recording()
+    began = time.perf_counter()
+    flight = watch(timeline, "all_gather", work := SlowWork(None))
+    time.sleep(3 * NAP)  # computation, which the collective lies under
+    threading.Timer(NAP, work.finish).start()
+    flight.wait()
+    elapsed = time.perf_counter() - began
+    timeline.close()
+    (wait,), (gather,) = timeline.waits, timeline.gathers
+    assert 0.9 * NAP <= wait.end - wait.start <= elapsed - 3 * NAP
+    assert 3.9 * NAP <= gather.finished - gather.launched <= elapsed
+
+
+def test_what_is_under_way_at_the_end_is_finished_there() -> None:
+    timeline = recording()
+    flight = watch(timeline, "all_gather", SlowWork(NAP))
+    timeline.close()
+    assert timeline.gathers[0].finished - timeline.gathers[0].launched >= 0.9 * NAP
+    flight.wait()
+    timeline.wait("bucket 0", "all_gather", lambda: None)
+    assert timeline.waits == [], "after the recording"
+
+
+def test_alone_there_is_nothing_to_wait_for() -> None:
+    timeline = recording()
+    flight = watch(timeline, "all_gather", None)
+    assert flight.work is None
+    timeline.close()
+    (gather,) = timeline.gathers
+    assert (gather.collective, gather.launched) == ("none", gather.finished)
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_failed_collective_fails_for_whoever_waits(threads: bool) -> None:
+    timeline = recording(threads=threads)
+    flight = watch(timeline, "all_gather", BrokenWork())
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        flight.wait()
+    watch(timeline, "all_gather", SlowWork(0.0), "bucket 1").wait()
+    timeline.close()
+    assert [gather.bucket for gather in timeline.gathers] == ["bucket 1"], "what failed has no end to record"

@@ -1,0 +1,180 @@
+"""Activation recompute under overlap: each bucket is reduced once, after its last contribution, whatever ran twice.
+
+``torch.utils.checkpoint`` with ``use_reentrant=True`` runs a nested backward, in which hooks fire a second time and in
+another order; without it, a parameter's hook fires once. Most cases run in a world of one, where buckets are launched
+as ever and a late contribution raises; two gloo ranks then show that nothing is lost where the reduction is real.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from delayed_group import delayed_group
+from gloo import run_ranks
+from plain_grads import assert_reduced_to, plain_grads
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.buckets.bucket import Phase
+from maingrad.te_integration import Linear
+
+WIDTH = 8
+BATCHES = torch.randn(2, 4, 3, WIDTH, generator=torch.Generator().manual_seed(5))  # [iterations, microbatches, rows, K]
+
+
+class Model(nn.Module):
+    """first -> a segment that ``body`` builds from ``inner``, recomputed or not -> head."""
+
+    def __init__(self, segment: str, *, fused: bool, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.segment = SEGMENTS[segment]
+        self.reentrant = reentrant
+        """None: nothing is recomputed."""
+        self.first = Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=fused)
+        self.inner = nn.Sequential(
+            Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=fused), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+        )
+        self.head = Linear(WIDTH, WIDTH, bias=False, fuse_wgrad_accumulation=fused)
+        if segment == "tied":
+            self.head.weight = self.inner[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.segment(self, self.first(x).tanh()))
+
+    def recompute(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return function(x)
+        return checkpoint(function, x, use_reentrant=self.reentrant)
+
+
+SEGMENTS: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "once": lambda m, x: m.recompute(m.inner, x),
+    "inside_then_outside": lambda m, x: m.inner(m.recompute(m.inner, x)),
+    "outside_then_inside": lambda m, x: m.recompute(m.inner, m.inner(x)),
+    "twice_in_one_segment": lambda m, x: m.recompute(lambda y: m.inner(m.inner(y)), x),
+    "in_two_segments": lambda m, x: m.recompute(m.inner, m.recompute(m.inner, x)),
+    "tied": lambda m, x: m.recompute(m.inner, x),
+    "nested": lambda m, x: m.recompute(lambda y: m.inner[0](m.recompute(m.inner, y)), x),
+}
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def run_iteration(ddp: DistributedDataParallel, batches: Tensor) -> None:
+    """All microbatches [n, rows, K] of one iteration, all but the last under no_sync; not yet finished."""
+    ddp.zero_grad_buffer()
+    for i, batch in enumerate(batches):
+        with ddp.no_sync() if i < len(batches) - 1 else nullcontext():
+            (loss_of(ddp, batch) / len(batches)).backward()
+
+
+RECOMPUTES = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+
+
+class Contribution(NamedTuple):
+    """One call of a parameter's hook, and the buckets whose collective had been launched before it."""
+
+    param: str
+    launched: frozenset[int]
+
+
+def wrap(model: nn.Module, config: DistributedDataParallelConfig) -> tuple[DistributedDataParallel, list[Contribution]]:
+    """The wrapped model, and a list that notes every contribution just before the wrapper's own hook sees it."""
+    contributions: list[Contribution] = []
+
+    def note(name: str) -> None:
+        launched = frozenset(bucket.index for bucket in ddp.buckets if bucket.phase is Phase.REDUCING)
+        contributions.append(Contribution(name, launched))
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: note(name))
+    ddp = DistributedDataParallel(model, config)
+    return ddp, contributions
+
+
+@RECOMPUTES
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "hooks"])
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("segment", SEGMENTS)
+@pytest.mark.sampled(4)
+def test_gradients_are_the_plain_models_and_buckets_launch_once_and_last(
+    segment: str, find_unused: bool, num_microbatches: int, fused: bool, reentrant: bool
+) -> None:
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, find_unused_parameters=find_unused, bucket_size=WIDTH
+    )
+    ddp, contributions = wrap(Model(segment, fused=fused, reentrant=reentrant), config)
+    bucket_of = {record.name: bucket for bucket in ddp.buckets for record in bucket.records}
+    for batches in BATCHES[:, :num_microbatches]:
+        contributions.clear()
+        with ddp.record_timeline() as timeline:
+            run_iteration(ddp, batches)
+            assert {bucket.phase for bucket in ddp.buckets} == {Phase.REDUCING}, "left to finish_grad_sync"
+            ddp.finish_grad_sync()
+        plain = Model(segment, fused=False, reentrant=None)
+        assert_reduced_to(ddp, plain_grads(plain, batches, loss_of, scale=1 / num_microbatches))
+        assert [span.bucket for span in timeline.buckets] == [bucket.name for bucket in ddp.buckets]
+        assert {param for param, _ in contributions} == set(bucket_of)
+        for param, launched in contributions:
+            assert bucket_of[param].index not in launched, f"{param} came after {bucket_of[param].name} was launched"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "hooks"])
+def test_recompute_without_reentrance_keeps_the_overlap(fused: bool) -> None:
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    ddp, contributions = wrap(Model("once", fused=fused, reentrant=False), config)
+    run_iteration(ddp, BATCHES[0, :1])
+    last = contributions[-1]
+    assert last.param.startswith("first")
+    assert len(last.launched) >= len(ddp.buckets) - 2, "only the first layer's two buckets may still be open"
+
+
+# ---- Where the reduction is real. ----
+
+
+def reduced_on_ranks(segment: str, reentrant: bool, sharded: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=sharded, bucket_size=WIDTH
+    )
+    # The delay leaves a late contribution the time to come in while its bucket is under way.
+    with delayed_group(0.005) as group:
+        ddp = DistributedDataParallel(Model(segment, fused=True, reentrant=reentrant), config, process_group=group)
+        for batches in BATCHES[:, : 2 * size].unflatten(1, (size, 2)):
+            run_iteration(ddp, batches[rank])
+            ddp.finish_grad_sync()
+            plain = Model(segment, fused=False, reentrant=None)
+            expected = plain_grads(plain, batches.flatten(0, 1), loss_of, scale=1 / (2 * size))
+            assert_reduced_to(ddp, expected)
+
+
+@RECOMPUTES
+@pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
+@pytest.mark.sampled(1)
+def test_no_contribution_is_lost_on_two_ranks(reentrant: bool, sharded: bool) -> None:
+    for segment in SEGMENTS:
+        run_ranks(reduced_on_ranks, 2, segment, reentrant, sharded)
+
+
+# ---- What cannot be right is refused. ----
+
+
+def test_reentrant_recompute_that_begins_later_is_right_or_refused() -> None:
+    """The graph is walked once for reentrant segments: one that appears later shows itself by its nested backward,
+    before which a parameter used outside as well may have been launched. Then the write raises; it is never lost."""
+    model = Model("inside_then_outside", fused=True, reentrant=None)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    ddp = DistributedDataParallel(model, config)
+    run_iteration(ddp, BATCHES[0, :1])
+    ddp.finish_grad_sync()
+    model.reentrant = True
+    with pytest.raises(RuntimeError, match=r"'inner\.3\.bias' received a gradient after .* non-reentrant recompute"):
+        run_iteration(ddp, BATCHES[0, :1])

@@ -1,0 +1,250 @@
+"""The return table of docs/main_grad.md: the pure function on every row, and what ``Linear`` really does on each."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from foreign import ForeignProvider, LazyForeignProvider
+from loops import FEATURES, make_batches, wrap
+from moves import moves_of_size
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.ddp.contract.placeholder import placeholder
+from maingrad.ddp.contract.return_table import Returned, WgradOutcome, Written, wgrad_outcome
+from maingrad.te_integration import Linear
+
+OUT = 4
+
+# ---- The pure function: (needs_grad, delayed, has_main_grad, has_flag) -> the outcome under a foreign provider. ----
+
+FROZEN = WgradOutcome(Returned.NONE, Written.NO, sets_flag=False)
+TABLE = {
+    (True, False, False): WgradOutcome(Returned.WGRAD, Written.NO, sets_flag=False),
+    (True, True, False): WgradOutcome(Returned.NONE, Written.NO, sets_flag=False),
+    (True, False, True, False): WgradOutcome(Returned.NONE, Written.BACKWARD, sets_flag=False),
+    (True, False, True, True): WgradOutcome(Returned.PLACEHOLDER, Written.BACKWARD, sets_flag=True),
+    (True, True, True, False): WgradOutcome(Returned.NONE, Written.BACKWARD_DW, sets_flag=False),
+    (True, True, True, True): WgradOutcome(Returned.PLACEHOLDER, Written.BACKWARD_DW, sets_flag=True),
+}
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize(
+    "needs_grad, delayed, has_main_grad, has_flag", list(itertools.product([False, True], repeat=4))
+)
+def test_the_pure_function_is_the_table(
+    needs_grad: bool, delayed: bool, has_main_grad: bool, has_flag: bool, ours: bool
+) -> None:
+    if not needs_grad:
+        expected = FROZEN
+    elif not has_main_grad:
+        expected = TABLE[True, delayed, False]
+    else:
+        expected = TABLE[True, delayed, True, has_flag]
+        if ours and has_flag:
+            expected = expected._replace(returned=Returned.NONE)
+    assert wgrad_outcome(needs_grad, delayed, has_main_grad, has_flag, ours) == expected
+
+
+# ---- What Linear does on every row that does not delay. ----
+
+
+class Seen(NamedTuple):
+    """A gradient on its way to autograd. Holding the tensor itself would make autograd copy it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    data_ptr: int
+    all_zeros: bool
+
+
+class Returns:
+    """What each backward of a layer returned to autograd for its weight, and the flag as it left it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.weight_grads: list[Seen | None] = []
+        self.flags: list[Any] = []
+
+    def __call__(self, batch: Tensor) -> None:
+        """One forward and backward."""
+        output = self.layer(batch)
+        node = output.grad_fn
+        assert "FusedLinear" in node.name()
+        node.register_hook(self._note)
+        output.square().sum().backward()
+
+    def _note(self, grad_inputs: tuple[Tensor | None, ...], _: object) -> None:
+        grad = grad_inputs[1]
+        self.weight_grads.append(
+            None if grad is None else Seen(grad.shape, grad.dtype, grad.data_ptr(), not grad.any())
+        )
+        assert grad_inputs[2] is not None, "the bias gradient never waits and never goes another way"
+        self.flags.append(getattr(self.layer.weight, "grad_added_to_main_grad", "absent"))
+
+
+def make_layer(dtype: torch.dtype = torch.float32, *, fuse: bool = True) -> Linear:
+    torch.manual_seed(0)
+    return Linear(FEATURES, OUT, dtype=dtype, fuse_wgrad_accumulation=fuse)
+
+
+def expected_grads(batches: list[Tensor], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The weight's and the bias's, from nn.Linear in fp64."""
+    plain = nn.Linear(FEATURES, OUT, dtype=torch.float64)
+    plain.load_state_dict(make_layer(dtype).state_dict())
+    for batch in batches:
+        plain(batch.double()).square().sum().backward()
+    return plain.weight.grad, plain.bias.grad
+
+
+def assert_near(actual: Tensor, exact: Tensor, eps: float = 2.0**-20) -> None:
+    assert (actual.double() - exact).norm() <= eps * exact.norm()
+
+
+def test_row_plain() -> None:
+    batches = make_batches(2)
+    layer = make_layer(fuse=False)
+    layer.weight.main_grad = torch.full((OUT, FEATURES), torch.nan)
+    layer.weight.grad_added_to_main_grad = False
+    for batch in batches:
+        layer(batch).square().sum().backward()
+    assert_near(layer.weight.grad, expected_grads(batches)[0])
+    assert layer.weight.main_grad.isnan().all(), "an unfused layer has nothing to do with main_grad"
+    assert layer.weight.grad_added_to_main_grad is False
+
+
+def test_row_plain_through_the_hook_of_our_provider() -> None:
+    batches = make_batches(2)
+    layer = make_layer(fuse=False)
+    ddp = wrap(layer)
+    for batch in batches:
+        ddp(batch).square().sum().backward()
+    assert layer.weight.grad is None
+    assert_near(layer.weight.main_grad, expected_grads(batches)[0])
+    assert layer.weight.grad_added_to_main_grad is False
+    assert [record.num_fused_writes for record in ddp.records] == [0, 0]
+    assert [record.num_hook_writes for record in ddp.records] == [2, 2]
+
+
+def test_row_main_grad_of_a_provider_without_the_flag() -> None:
+    batches = make_batches(3)
+    layer = make_layer()
+    ForeignProvider(layer, flag=False)
+    returns = Returns(layer)
+    for batch in batches:
+        returns(batch)
+    assert returns.weight_grads == [None] * 3
+    assert returns.flags == ["absent"] * 3
+    assert layer.weight.grad is None
+    weight, bias = expected_grads(batches)
+    assert_near(layer.weight.main_grad, weight)
+    assert_near(layer.bias.grad, bias)
+
+
+@pytest.mark.parametrize("provider", [ForeignProvider, LazyForeignProvider])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_main_grad_of_a_foreign_provider_with_the_flag(
+    provider: Callable[[nn.Module], ForeignProvider], dtype: torch.dtype
+) -> None:
+    batches = make_batches(3, dtype)
+    layer = make_layer(dtype)
+    kept = provider(layer)
+    returns = Returns(layer)
+    for batch in batches:
+        returns(batch)
+        assert layer.weight.grad is None
+        if isinstance(kept, LazyForeignProvider):
+            kept.start_microbatch(layer)
+    assert returns.flags == [True] * 3
+    scratch = placeholder(layer.weight).data_ptr()  # shared: a placeholder costs nothing
+    assert returns.weight_grads == [Seen(layer.weight.shape, dtype, scratch, True)] * 3
+    delivered = [(name, grad.data_ptr()) for name, grad in kept.placeholders]
+    assert delivered == [("weight", scratch)] * 3, "autograd took it over without a copy"
+    assert layer.weight.main_grad.dtype is torch.float32
+    weight, bias = expected_grads(batches, dtype)
+    eps = 2.0**-20 if dtype is torch.float32 else 2.0**-7  # dy was rounded to bf16
+    assert_near(layer.weight.main_grad, weight, eps)
+    assert_near(layer.bias.main_grad, bias, eps)
+
+
+def test_row_main_grad_of_our_provider() -> None:
+    batches = make_batches(3)
+    layer = make_layer()
+    ddp = wrap(layer)
+    returns = Returns(layer)
+    for batch in batches:
+        returns(batch)
+        assert layer.weight.grad is None
+        assert layer.weight.grad_added_to_main_grad is False, "the hook ran on None, and reset the flag"
+    assert returns.weight_grads == [None] * 3
+    assert returns.flags == [True] * 3
+    by_name = {record.name: record for record in ddp.records}
+    assert (by_name["weight"].num_fused_writes, by_name["weight"].num_hook_writes) == (3, 0)
+    assert (by_name["bias"].num_fused_writes, by_name["bias"].num_hook_writes) == (0, 3)
+    weight, bias = expected_grads(batches)
+    assert_near(layer.weight.main_grad, weight)
+    assert_near(layer.bias.main_grad, bias)
+
+
+@pytest.mark.parametrize("provider", [wrap, ForeignProvider])
+def test_row_frozen(provider: Callable[[nn.Module], object]) -> None:
+    batches = make_batches(2)
+    layer = make_layer()
+    layer.weight.requires_grad_(False)
+    if provider is ForeignProvider:
+        layer.weight.main_grad = torch.full((OUT, FEATURES), torch.nan)
+    kept = provider(nn.ParameterDict({"bias": layer.bias}) if provider is ForeignProvider else layer)
+    for batch in batches:
+        layer(batch).square().sum().backward()
+    assert layer.weight.grad is None
+    if provider is ForeignProvider:
+        assert layer.weight.main_grad.isnan().all()
+    else:
+        assert isinstance(kept, DistributedDataParallel)
+        assert not hasattr(layer.weight, "main_grad")
+    assert_near(layer.bias.main_grad, expected_grads(batches)[1])
+
+
+# ---- What autograd adds to the GEMM. ----
+
+
+@pytest.fixture
+def gemm_does_nothing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    called: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        "maingrad.ddp.contract.target.wgrad_accumulate", lambda dy, x, grad, **_: called.append(grad.shape)
+    )
+    return called
+
+
+@pytest.mark.parametrize("provider", ["ours", "foreign", "lazy", "foreign without a flag"])
+def test_a_fused_backward_passes_over_the_weights_gradient_nowhere_but_in_the_gemm(
+    provider: str, gemm_does_nothing: list[tuple[int, ...]]
+) -> None:
+    shape = (OUT, FEATURES)
+    layer = make_layer()
+    if provider == "ours":
+        kept: object = wrap(layer)
+    else:
+        kept = (LazyForeignProvider if provider == "lazy" else ForeignProvider)(
+            layer, flag=not provider.endswith("flag")
+        )
+    batches = make_batches(3)
+    layer(batches[0]).sum().backward()  # allocates the scratch, where there is one
+    for batch in batches[1:]:
+        output = layer(batch).sum()
+        assert moves_of_size(output.backward, shape) == []
+    assert gemm_does_nothing == [shape] * 3
+    assert kept is not None
+
+
+def test_the_count_of_passes_sees_those_of_an_unfused_layer() -> None:
+    layer = make_layer(fuse=False)
+    wrap_kept = wrap(layer)
+    batches = make_batches(2)
+    layer(batches[0]).sum().backward()
+    assert moves_of_size(layer(batches[1]).sum().backward, (OUT, FEATURES)) == ["aten::add_"]
+    assert wrap_kept.records

@@ -1,0 +1,76 @@
+"""A step that updates what has been reduced while the rest is under way: the same weights, in another order."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from loops import loss_of, make_batches, make_model, weights
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp.optimizer.step_order import step_order
+from maingrad.launch import simulate
+
+
+def test_the_last_bucket_is_updated_under_the_reductions_and_gathered_under_the_rest() -> None:
+    assert step_order(range(7), reduced=False, gathers=True) == [[0, 1, 2], [6], [3, 4, 5]]
+    assert step_order(range(7), reduced=True, gathers=True) == [[6], [0, 1, 2, 3, 4, 5]]
+    assert step_order(range(7), reduced=False, gathers=False) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert step_order(range(1), reduced=False, gathers=True) == [[0]]
+    assert step_order(range(2), reduced=False, gathers=True) == [[1], [0]]
+
+
+def run(finish: bool, config: dict[str, object], max_norm: float | None) -> list[torch.Tensor]:
+    settings = DistributedDataParallelConfig(bucket_size=32, overlap_grad_reduce=True, **config)
+    ddp = DistributedDataParallel(make_model(torch.bfloat16), settings)
+    optimizer = DistributedOptimizer(ddp, lr=0.05, max_grad_norm=max_norm)
+    for step in range(4):
+        (batch,) = make_batches(1, torch.bfloat16, seed=10 * step + dist.get_rank())
+        loss_of(ddp, batch).backward()
+        if finish:
+            ddp.finish_grad_sync()
+        else:
+            ddp.start_grad_sync()
+        optimizer.step()
+        assert ddp.is_reduced
+        ddp.zero_grad_buffer()
+    optimizer.finish_param_sync()
+    return list(weights(ddp).values())
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize(("sharded", "gathers"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.sampled(2)
+def test_start_and_step_is_finish_and_step(ranks: int, sharded: bool, gathers: bool, max_norm: float | None) -> None:
+    config: dict[str, object] = {"use_distributed_optimizer": sharded, "overlap_param_gather": gathers}
+    for seed in range(2):
+        started, finished = (simulate(run, ranks, finish, config, max_norm, seed=seed) for finish in (False, True))
+        for mine, theirs in zip(started, finished, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                assert torch.equal(one, other)
+
+
+def steps_unstarted() -> str:
+    ddp = DistributedDataParallel(make_model())
+    optimizer = DistributedOptimizer(ddp)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_a_step_before_either_is_an_error() -> None:
+    assert "before finish_grad_sync() or start_grad_sync()" in steps_unstarted()
+
+
+def tokens_are_missing() -> str:
+    ddp = DistributedDataParallel(make_model(), DistributedDataParallelConfig(calculate_per_token_loss=True))
+    optimizer = DistributedOptimizer(ddp)
+    loss_of(ddp, make_batches(1)[0]).backward()
+    ddp.start_grad_sync()
+    with pytest.raises(TypeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_started_alone_says_that_tokens_are_missing() -> None:
+    assert "finish_grad_sync(num_tokens)" in tokens_are_missing()

@@ -1,0 +1,262 @@
+"""Layouts in which no parameter is split between shards, and bucket sizes chosen for a number of buckets."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maingrad.ddp.plan.cut import bucket_numel_for, cut, deal, round_up
+from maingrad.ddp.plan.layout import PARAM_ALIGNMENT, BucketLayout, GradPlan, ParamSlot, ParamSpec, plan_gradients
+
+SIZES = st.lists(st.integers(0, 700), min_size=1, max_size=30)
+
+
+def spec(name: str, numel: int, *, delayed: bool = False, own_bucket: bool = False, group: str = "dense") -> ParamSpec:
+    return ParamSpec(
+        name=name,
+        shape=(numel,),
+        param_dtype=torch.bfloat16,
+        grad_dtype=torch.float32,
+        group=group,
+        delayed=delayed,
+        own_bucket=own_bucket,
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ParamSpec]:
+    return [
+        spec(
+            f"p{index}",
+            numel,
+            delayed=draw(st.booleans()),
+            own_bucket=draw(st.integers(0, 9)) == 0,
+            group=draw(st.sampled_from(("dense", "expert"))),
+        )
+        for index, numel in enumerate(draw(SIZES))
+    ]
+
+
+def shard_of(bucket: BucketLayout, slot: ParamSlot) -> int:
+    return (slot.start - bucket.start) // (bucket.numel // bucket.shard_degree)
+
+
+def owners(plan: GradPlan) -> dict[str, int]:
+    return {slot.spec.name: shard_of(bucket, slot) for bucket in plan.buckets for slot in bucket.slots}
+
+
+# ---- Parameters that are kept whole. ----
+
+
+@given(models(), st.integers(1, 9), st.integers(1, 3000), st.booleans())
+def test_every_whole_layout_is_sound(specs: list[ParamSpec], degree: int, bucket_numel: int, busbw: bool) -> None:
+    plan = plan_gradients(
+        specs,
+        shard_degree=degree,
+        bucket_numel=bucket_numel,
+        pad_for_bus_bandwidth=busbw,
+        keep_params_whole=True,
+    )
+    reached = {s.name: place for place, s in enumerate(specs)}
+    placed = [slot.spec.name for bucket in plan.buckets for slot in bucket.slots]
+    assert sorted(placed) == sorted(reached), "each parameter exactly once"
+
+    for buffer in plan.buffers:
+        owner_of_element: list[str | None] = [None] * (0 if busbw else buffer.numel)
+        for bucket in buffer.buckets:
+            assert bucket.keeps_params_whole
+            assert bucket.numel % math.lcm(degree, 2**16 if busbw else 128) == 0
+            places = [reached[slot.spec.name] for slot in bucket.slots]
+            assert places == sorted(places), "slots come as backward reaches them"
+            shards = [bucket.shard(rank) for rank in range(degree)]
+            for slot in bucket.slots:
+                assert slot.start % PARAM_ALIGNMENT == 0
+                start, end = slot.start - bucket.start, slot.end - bucket.start
+                assert any(first <= start and end <= last for first, last in shards), "in one shard"
+                if not busbw:
+                    assert owner_of_element[slot.start : slot.end] == [None] * slot.spec.numel, "overlap"
+                    owner_of_element[slot.start : slot.end] = [slot.spec.name] * slot.spec.numel
+        if not busbw:
+            free = owner_of_element.count(None)
+            assert free == sum(bucket.padding for bucket in buffer.buckets)
+
+
+@given(models(), st.integers(1, 9), st.integers(1, 3000))
+def test_padding_of_whole_layouts_is_bounded(specs: list[ParamSpec], degree: int, bucket_numel: int) -> None:
+    plan = plan_gradients(specs, shard_degree=degree, bucket_numel=bucket_numel, keep_params_whole=True)
+    for buffer in plan.buffers:
+        for bucket in buffer.buckets:
+            sizes = [round_up(slot.spec.numel, PARAM_ALIGNMENT) for slot in bucket.slots]
+            # The fullest shard is at most (1 - 1/degree) of the largest parameter above the mean, then it is aligned.
+            shard_alignment = math.lcm(64, 128 // math.gcd(128, degree))
+            assert bucket.numel <= sum(sizes) + (degree - 1) * max(sizes) + degree * shard_alignment
+
+            held = [slot.spec.numel for slot in bucket.slots]
+            if bucket.slots[0].spec.own_bucket:
+                assert len(held) == 1
+            elif sum(held) < degree * max(held):
+                alike = [b for b in buffer.buckets if b.delayed is bucket.delayed and not b.slots[0].spec.own_bucket]
+                assert alike == [bucket], "a bucket that cannot be balanced is the only one"
+
+
+def test_whole_parameters_by_hand() -> None:
+    # 60, 40 and 50 elements take 64 each. Two shards: 60 to the first, 40 to the second, 50 to the first (a tie).
+    plan = plan_gradients([spec("head", 60), spec("norm", 40), spec("up", 50)], shard_degree=2, keep_params_whole=True)
+    (bucket,) = plan.buckets
+    assert {slot.spec.name: slot.start for slot in bucket.slots} == {"head": 0, "up": 64, "norm": 128}
+    assert (bucket.numel, bucket.padding) == (256, 106)
+    assert [slot.spec.name for slot in bucket.slots] == ["head", "norm", "up"]
+
+
+def test_the_largest_are_dealt_first() -> None:
+    # Dealt in their order, 1 1 1 3 on two shards would come to 2 and 4; from the largest down to 3 and 3.
+    assert deal([64, 64, 64, 192], [0, 0]) == [1, 1, 1, 0]
+    plan = plan_gradients(
+        [spec("a", 64), spec("b", 64), spec("c", 64), spec("d", 192)], shard_degree=2, keep_params_whole=True
+    )
+    assert plan.padding == 0
+
+
+def test_the_longest_pile_goes_to_the_rank_that_has_least() -> None:
+    assert deal([192, 64, 128], [0, 0, 0]) == [0, 2, 1]
+    assert deal([192, 64, 128], [300, 200, 100]) == [2, 0, 1]
+
+
+def test_ranks_are_balanced_over_buckets() -> None:
+    """Each bucket has four equal matrices and one vector for four ranks: the vector goes round."""
+    layer = (("vector", 64), ("q", 256), ("k", 256), ("v", 256), ("o", 256))
+    specs = [spec(f"{index}.{name}", numel) for index in range(8) for name, numel in layer]
+    plan = plan_gradients(specs, shard_degree=4, bucket_numel=1, keep_params_whole=True)
+    assert [bucket.numel for bucket in plan.buckets] == [4 * 320] * 8
+    total = [0] * 4
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            total[shard_of(bucket, slot)] += slot.spec.numel
+    assert total == [8 * 256 + 2 * 64] * 4
+
+
+def test_balance_counts_all_buffers_of_a_group_and_no_other_group() -> None:
+    expert = spec("expert", 640, group="expert")
+    half = spec("bf16", 640)
+    full = ParamSpec(name="fp32", shape=(640,), param_dtype=torch.float32, grad_dtype=torch.float32)
+    plan = plan_gradients([expert, half, full], shard_degree=2, keep_params_whole=True)
+    assert owners(plan) == {"expert": 0, "bf16": 0, "fp32": 1}
+
+
+def test_small_buckets_wait_until_shards_can_be_even() -> None:
+    # Closed at 1 element, each of these would be its own bucket, and three of its four shards nothing but padding.
+    plan = plan_gradients(
+        [spec(f"p{i}", 128) for i in range(9)], shard_degree=4, bucket_numel=1, keep_params_whole=True
+    )
+    assert [len(bucket.slots) for bucket in plan.buckets] == [4, 5]
+    assert [bucket.numel for bucket in plan.buckets] == [512, 1024]
+
+
+def test_shards_start_at_multiples_of_64_even_where_nothing_is_in_them() -> None:
+    """An eighth of 128 would be 16; the empty parameter goes to rank 1, which has less than rank 0."""
+    plan = plan_gradients(
+        [spec("weight", 64, own_bucket=True), spec("empty", 0)], shard_degree=8, keep_params_whole=True
+    )
+    assert [(bucket.numel, bucket.slots[0].start) for bucket in plan.buckets] == [(512, 0), (512, 512 + 64)]
+
+
+def test_the_last_bucket_takes_in_those_before_it() -> None:
+    # 400 at the end: with 4 shards it needs 1600 elements beside it.
+    assert cut([100] * 16 + [400], 1, degree=4) == [4, 13]
+    assert cut([100] * 16 + [400], 1, degree=1) == [1] * 17
+    assert cut([100, 100, 900], 1, degree=4) == [3]
+
+
+@given(models(), st.integers(1, 3000))
+def test_one_rank_lays_out_the_same_either_way(specs: list[ParamSpec], bucket_numel: int) -> None:
+    whole = plan_gradients(specs, bucket_numel=bucket_numel, keep_params_whole=True)
+    split = plan_gradients(specs, bucket_numel=bucket_numel)
+    assert [(b.index, b.start, b.end, b.slots) for b in whole.buckets] == [
+        (b.index, b.start, b.end, b.slots) for b in split.buckets
+    ]
+    assert whole.fingerprint != split.fingerprint, "ranks that disagree about it are found out"
+
+
+def test_a_parameter_across_a_shard_border_is_refused() -> None:
+    def bucket(start: int) -> BucketLayout:
+        slots = (ParamSlot(spec=spec("weight", 100), start=start),)
+        return BucketLayout(index=0, start=0, end=256, shard_degree=2, slots=slots, keeps_params_whole=True)
+
+    assert [shard_of(b, b.slots[0]) for b in (bucket(0), bucket(28), bucket(128), bucket(156))] == [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="'weight' is split between shards of 128"):
+        bucket(64)
+
+
+# ---- A number of buckets. ----
+
+
+def count(sizes: Sequence[int], bucket_numel: int) -> int:
+    return len(cut(sizes, bucket_numel))
+
+
+@given(st.lists(SIZES, min_size=1, max_size=2), st.integers(1, 12))
+def test_the_size_for_a_number_of_buckets_is_the_smallest(runs: list[list[int]], num_buckets: int) -> None:
+    most = max(num_buckets, len(runs))
+    sizes = range(1, max(map(sum, runs)) + 2)
+    expected = next(size for size in sizes if sum(count(run, size) for run in runs) <= most)
+    assert bucket_numel_for(runs, num_buckets) == expected
+
+
+@given(models(), st.integers(1, 12), st.integers(1, 5), st.booleans())
+def test_at_most_so_many_buckets_come_out(specs: list[ParamSpec], num_buckets: int, degree: int, whole: bool) -> None:
+    plan = plan_gradients(specs, shard_degree=degree, num_buckets=num_buckets, keep_params_whole=whole)
+    for buffer in plan.buffers:
+        members = [slot.spec for bucket in buffer.buckets for slot in bucket.slots]
+        alone = sum(s.own_bucket for s in members)
+        needed = alone + len({s.delayed for s in members if not s.own_bucket})
+        assert len(buffer.buckets) <= max(num_buckets, needed)
+
+
+@pytest.mark.parametrize(
+    ("num_buckets", "lengths"),
+    [
+        (1, [10]),
+        (2, [5, 5]),
+        (3, [4, 4, 2]),
+        (4, [3, 3, 3, 1]),
+        (5, [2, 2, 2, 2, 2]),
+        (6, [2, 2, 2, 2, 2]),  # the next more even cut has ten
+        (9, [2, 2, 2, 2, 2]),
+        (10, [1] * 10),
+        (11, [1] * 10),
+    ],
+)
+def test_ten_equal_layers(num_buckets: int, lengths: list[int]) -> None:
+    plan = plan_gradients([spec(f"p{i}", 128) for i in range(10)], num_buckets=num_buckets)
+    assert [len(bucket.slots) for bucket in plan.buckets] == lengths
+
+
+def test_a_large_parameter_leaves_the_other_buckets_to_the_small_ones() -> None:
+    # A quarter of all, 275, would make two buckets: 1000, and 10 times 10.
+    plan = plan_gradients([spec("embedding", 1000), *(spec(f"p{i}", 10) for i in range(10))], num_buckets=4)
+    assert [len(bucket.slots) for bucket in plan.buckets] == [1, 4, 4, 2]
+
+
+def test_each_buffer_has_so_many_buckets_and_those_apart_count() -> None:
+    specs = [spec(f"p{i}", 64) for i in range(6)] + [spec("tied", 64, own_bucket=True)]
+    specs += [spec(f"e{i}", 64, group="expert") for i in range(6)]
+    plan = plan_gradients(specs, num_buckets=3)
+    assert {b.group: [len(bucket.slots) for bucket in b.buckets] for b in plan.buffers} == {
+        "dense": [3, 3, 1],
+        "expert": [2, 2, 2],
+    }
+
+
+def test_delayed_and_undelayed_have_a_bucket_each_all_the_same() -> None:
+    plan = plan_gradients([spec("a", 8), spec("b", 8, delayed=True), spec("c", 8)], num_buckets=1)
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in plan.buckets] == [["a", "c"], ["b"]]
+
+
+def test_impossible_numbers_of_buckets_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_buckets must be at least 1, got 0"):
+        plan_gradients([spec("a", 1)], num_buckets=0)
+    with pytest.raises(ValueError, match="bucket_size=5 and num_buckets=2 both say where buckets end"):
+        plan_gradients([spec("a", 1)], num_buckets=2, bucket_numel=5)

@@ -1,0 +1,220 @@
+"""Two wrappers over one model, ours and torch's or ours twice: refused with both names, whichever was there first."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo import run_ranks
+from loops import assert_same, make_model, weights
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as shard_by_torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.launch.simulation.simulate import SimulatedRankError
+
+
+def batch() -> Tensor:
+    return torch.ones(3, 8)
+
+
+def even_model() -> nn.Sequential:
+    """Shards have one shape on both ranks, so that torch's wrapper finds nothing odd in them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+
+
+def inside(model: nn.Sequential, wrap: Callable[[Any], Any]) -> nn.Sequential:
+    model[0] = wrap(model[0])
+    return model
+
+
+def torch_over(module: nn.Module) -> None:
+    TorchDDP(module)
+
+
+def trained_by_torch(module: nn.Module) -> None:
+    wrapper = DistributedDataParallel(module)
+    prepared = TorchDDP(module)
+    prepared(batch()).sum().backward()
+    wrapper.finish_grad_sync()
+
+
+def sharded_by_torch_after(module: nn.Module, *, part: Callable[[DistributedDataParallel], nn.Module]) -> None:
+    wrapper = DistributedDataParallel(module)
+    shard_by_torch(part(wrapper))
+    wrapper(batch()).sum().backward()
+
+
+OURS = "around a model in maingrad.ddp.DistributedDataParallel"
+UNIT = "of maingrad.fsdp.fully_shard"
+DTENSOR = r"parameter '1.\w+' was made a DTensor after wrapping \(torch.distributed.fsdp.fully_shard"
+
+REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "torch's DDP over ours": (lambda m: torch_over(DistributedDataParallel(m)), f"DistributedDataParallel {OURS}"),
+    "torch's DDP over ours inside": (
+        lambda m: torch_over(inside(m, DistributedDataParallel)),
+        f"DistributedDataParallel {OURS}",
+    ),
+    "torch's DDP over units": (lambda m: torch_over(fully_shard(m)), f"DistributedDataParallel around .*{UNIT}"),
+    "torch's DDP over a unit inside": (
+        lambda m: torch_over(inside(m, fully_shard)),
+        f"DistributedDataParallel around .*{UNIT}",
+    ),
+    "torch's DDP over a frozen unit inside": (
+        lambda m: torch_over(inside(m, lambda part: fully_shard(part.requires_grad_(False)))),
+        f"DistributedDataParallel around .*{UNIT}",
+    ),
+    "torch's DDP beside ours": (trained_by_torch, "torch.nn.parallel.DistributedDataParallel reduces parameter"),
+    "ours over torch's DDP": (
+        lambda m: DistributedDataParallel(TorchDDP(m)),
+        r"the module is wrapped in torch.nn.parallel.DistributedDataParallel already.*\.module",
+    ),
+    "ours over torch's DDP inside": (
+        lambda m: DistributedDataParallel(inside(m, TorchDDP)),
+        "module '0' is wrapped in torch.nn.parallel.DistributedDataParallel already",
+    ),
+    "units over torch's DDP": (
+        lambda m: fully_shard(TorchDDP(m)),
+        "the module is wrapped in torch's DistributedDataParallel already",
+    ),
+    "torch's fully_shard over ours": (
+        lambda m: sharded_by_torch_after(m, part=lambda wrapper: wrapper),
+        DTENSOR,
+    ),
+    "torch's fully_shard within ours": (
+        lambda m: sharded_by_torch_after(m, part=lambda wrapper: wrapper.module),
+        DTENSOR,
+    ),
+    "torch's fully_shard over units": (
+        lambda m: shard_by_torch(fully_shard(m)),
+        "torch.distributed.fsdp.fully_shard over the parameter '0.weight', which maingrad.fsdp.fully_shard",
+    ),
+    "torch's fully_shard over a unit inside": (
+        lambda m: shard_by_torch(inside(m, fully_shard)),
+        "torch.distributed.fsdp.fully_shard over the parameter 'weight', which maingrad.fsdp.fully_shard",
+    ),
+    "ours over torch's fully_shard": (
+        lambda m: DistributedDataParallel(shard_by_torch(m)),
+        r"'0.weight' is a DTensor \(torch.distributed.fsdp.fully_shard",
+    ),
+    "units over torch's fully_shard": (
+        lambda m: fully_shard(shard_by_torch(m)),
+        r"'0.weight' is a DTensor \(torch.distributed.fsdp.fully_shard",
+    ),
+    "ours over ours": (
+        lambda m: DistributedDataParallel(DistributedDataParallel(m)),
+        r"'module.[01].weight' already has a main_grad.*unwrap\(\)",
+    ),
+    "ours over ours inside": (
+        lambda m: DistributedDataParallel(inside(m, DistributedDataParallel)),
+        r"'0.module.weight' already has a main_grad.*unwrap\(\)",
+    ),
+    "units over ours": (
+        lambda m: fully_shard(DistributedDataParallel(m)),
+        r"'module.0.weight' already has a main_grad.*unwrap\(\)",
+    ),
+    "ours over units": (
+        lambda m: DistributedDataParallel(fully_shard(m)),
+        r"'0.weight' is sharded \(maingrad.fsdp.fully_shard\)",
+    ),
+    "ours over a unit inside": (
+        lambda m: DistributedDataParallel(inside(m, fully_shard)),
+        r"'0.weight' is sharded \(maingrad.fsdp.fully_shard\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_two_wrappers_of_one_model_are_refused_by_name(case: str) -> None:
+    combine, message = REFUSED[case]
+    with pytest.raises(SimulatedRankError) as raised:
+        simulate(lambda: combine(even_model()), 2)
+    assert isinstance(raised.value.__cause__, ValueError | RuntimeError)
+    raised.match(message)
+
+
+def shards_survive(outermost: bool) -> None:
+    """torch's wrapper copies the first rank's parameters to all others when it is made: here they are shards."""
+    model: Any = even_model()
+    whole = weights(model)
+    units: Any = fully_shard(model if outermost else model[0])
+    with pytest.raises(ValueError, match=r"leave it away.*accelerate"):
+        TorchDDP(model)
+    with units.unsharded():
+        assert_same(weights(model), whole)
+
+
+@pytest.mark.parametrize("outermost", [True, False])
+def test_torch_has_copied_nothing_by_then(outermost: bool) -> None:
+    simulate(shards_survive, 2, outermost)
+
+
+class WithoutNames(nn.Module):
+    """Tells nobody of its parameters by ``named_parameters``: torch's wrapper finds ours in the first forward only."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def entered(wrap: Callable[[nn.Module], nn.Module], trains: bool) -> None:
+    """As if torch's wrapper had asked in a way that nobody has foreseen."""
+    inner = wrap(even_model())
+    model = WithoutNames(inner)
+    taken = list(model.parameters())
+    wrapper = TorchDDP(nn.Sequential(nn.Linear(8, 8), nn.Identity()))
+    wrapper._module_parameters += taken
+    wrapper.module[1] = model
+    with torch.set_grad_enabled(trains), pytest.raises(RuntimeError, match="which has its ranks already"):
+        wrapper(batch())
+
+
+@pytest.mark.parametrize(
+    ("wrap", "trains"), [(DistributedDataParallel, True), (fully_shard, True), (fully_shard, False)]
+)
+@pytest.mark.sampled(2)
+def test_the_first_forward_finds_what_construction_has_missed(
+    wrap: Callable[[nn.Module], nn.Module], trains: bool
+) -> None:
+    run_ranks(entered, 2, wrap, trains)  # torch knows one active wrapper in a process
+
+
+def ignoring(wrap: Callable[[nn.Module], Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """torch's wrapper may have the rest of a model, where it is told to leave ours alone."""
+    model = inside(even_model(), wrap)
+    names = [name for name, _ in model.named_parameters() if name.startswith("0.")]
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, names)
+    wrapper = TorchDDP(model)
+    wrapper(torch.full((3, 8), float(torch.distributed.get_rank()))).sum().backward()
+    model[0].finish_grad_sync()
+    ours = [param.main_grad if hasattr(param, "main_grad") else param.grad for param in model[0].parameters()]
+    return [grad.detach().clone() for grad in ours], [model[1].weight.grad]
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_torch_may_have_the_rest_of_a_model(wrap: Callable[[nn.Module], Any]) -> None:
+    (ours, theirs), (also_ours, also_theirs) = simulate(ignoring, 2, wrap)
+    assert torch.equal(theirs[0], also_theirs[0])
+    assert theirs[0].any()
+    if wrap is DistributedDataParallel:
+        assert torch.equal(ours[0], also_ours[0])
+    mine = ours[0].to_local() if wrap is fully_shard else ours[0]
+    assert mine.any()
+
+
+def test_naming_parameters_works_in_compiled_code() -> None:
+    ddp = DistributedDataParallel(make_model())
+
+    @torch.compile(backend="eager")
+    def total() -> Tensor:
+        return sum(param.detach().sum() for _, param in ddp.named_parameters())
+
+    expected = sum(param.detach().sum() for param in ddp.module.parameters())
+    torch.testing.assert_close(total(), expected)

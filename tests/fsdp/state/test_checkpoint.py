@@ -1,0 +1,533 @@
+"""Checkpoints of fully sharded models: bit for bit what any placement, any number of ranks and DDP load, and back."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Everything, Experts, assert_same_files, batch, build, files_content
+from gloo import run_ranks
+from loops import assert_same, weights
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files.manifest import Manifest
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
+from maingrad.launch import simulate
+from maingrad.launch.safetensors_io import export_safetensors, save_safetensors
+
+ZERO1 = {"use_distributed_optimizer": True, "bucket_size": 300}
+ALL_REDUCE = {"bucket_size": 1000}
+HYBRID = {**ZERO1, "num_distributed_optimizer_instances": 2}
+BF16 = torch.bfloat16
+
+Options = dict[str, Any]
+
+
+def shard_everything(
+    placement: str = "zero3", computing: torch.dtype | None = BF16, *, seed: int = 0, kept: torch.dtype = torch.float32
+) -> nn.Module:
+    """Units for two layers and the rest; half of the ranks in each instance where there are several.
+
+    Values are those of a model in bf16 where that is computed in; the norm computes in fp32, as that model's does.
+    """
+    model = Everything(kept if computing is None else computing, seed=seed)
+    if kept is torch.float32:
+        model.float()
+    mesh = None
+    if placement.startswith("h"):
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("outer", "inner"))
+    policy = MixedPrecisionPolicy(param_dtype=computing)
+    fully_shard(model.norm, mesh=mesh, placements=placement)
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=mesh, placements=placement, mixed_precision=policy)
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int], rank: int) -> None:
+    for step in steps:
+        tokens = batch(step, rank)
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1, 1).flatten()).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_and_save(folder: Path, placement: str, computing: torch.dtype | None, steps: range = range(3)) -> None:
+    model = shard_everything(placement, computing)
+    optimizer = adamw(model)
+    take_steps(model, optimizer, steps, dist.get_rank())
+    save_checkpoint(folder, model, optimizer, extra={"step": steps.stop})
+
+
+def load_and_save(source: Path, target: Path, placement: str, computing: torch.dtype | None) -> None:
+    model = shard_everything(placement, computing, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    assert load_checkpoint(source, model, optimizer) == {"step": 3}
+    save_checkpoint(target, model, optimizer, extra={"step": 3})
+
+
+def load_and_save_ddp(source: Path, target: Path, dtype: torch.dtype, config: Options) -> None:
+    ddp, optimizer = build(dtype, seed=2, **config)
+    assert load_checkpoint(source, ddp, optimizer) == {"step": 3}
+    save_checkpoint(target, ddp, optimizer, extra={"step": 3})
+
+
+def load_train_and_save(source: Path, target: Path, placement: str, computing: torch.dtype | None) -> None:
+    model = shard_everything(placement, computing, seed=3)
+    optimizer = adamw(model)
+    load_checkpoint(source, model, optimizer)
+    take_steps(model, optimizer, range(3, 5), dist.get_rank())
+    save_checkpoint(target, model, optimizer, extra={"step": 5})
+
+
+def assert_same_but_for_frozen(sharded: Path, wrapped: Path) -> None:
+    """Bitwise. A fully sharded model keeps the fp32 values of frozen parameters, which DDP has in bf16 alone."""
+    (tensors, manifest), (others, other_manifest) = files_content(sharded), files_content(wrapped)
+    frozen = tensors["master"].pop("fixed")
+    assert torch.equal(frozen.bfloat16(), tensors["model"]["fixed"])
+    manifest["parameters"]["fixed"]["has_master"] = False
+    assert manifest == other_manifest
+    for kind in ("model", "master"):
+        assert_same(tensors[kind], others[kind])
+    assert tensors["optimizer"]["state"].keys() == others["optimizer"]["state"].keys()
+    for name, moments in tensors["optimizer"]["state"].items():
+        assert_same(moments, others["optimizer"]["state"][name])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype | None], Path]:
+    """Four ranks after three steps; beside it ``NAME-later``, after five."""
+    root = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def save(placement: str, computing: torch.dtype | None) -> Path:
+        folder = root / f"{placement}-{computing}"
+        simulate(train_and_save, 4, folder, placement, computing)
+        simulate(train_and_save, 4, Path(f"{folder}-later"), placement, computing, range(5))
+        return folder
+
+    return save
+
+
+PLACEMENTS = ["zero1", "zero2", "zero3", "hybrid", "hsdp", "hsdp_zero1"]
+
+
+@pytest.mark.parametrize(
+    "placement", [p if p in ("zero3", "hsdp_zero1") else pytest.param(p, marks=pytest.mark.slow) for p in PLACEMENTS]
+)
+@pytest.mark.sampled(1)
+def test_through_zero1_and_ddp_and_back_no_bit_changes(
+    tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path], placement: str
+) -> None:
+    """Four ranks -> three of ZeRO-1 -> six of DDP -> four, and on as if nothing had happened. fp32 masters, bf16."""
+    start = saved(placement, BF16)
+    zero1, ddp, back, later = (tmp_path / name for name in ("zero1", "ddp", "back", "later"))
+    simulate(load_and_save_ddp, 3, start, zero1, BF16, ZERO1)
+    simulate(load_and_save_ddp, 6, zero1, ddp, BF16, ALL_REDUCE)
+    simulate(load_and_save, 4, ddp, back, placement, BF16)
+    assert_same_but_for_frozen(start, zero1)
+    assert_same_files(zero1, ddp)
+    assert_same_files(start, back)
+    simulate(load_train_and_save, 4, back, later, placement, BF16)
+    assert_same_files(later, Path(f"{start}-later"))
+
+
+@pytest.mark.parametrize(
+    "placement, ranks",
+    [
+        ("hsdp", 6),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("zero3", 1),
+                ("zero3", 3),
+                ("zero3", 8),
+                ("zero2", 3),
+                ("hsdp", 4),
+                ("hsdp_zero1", 6),
+                ("hsdp_zero1", 2),
+            ]
+        ),
+    ],
+)
+def test_what_zero1_saved_loads_into_any_placement(tmp_path: Path, placement: str, ranks: int) -> None:
+    """Three ranks of ZeRO-1 -> these -> hybrid DDP -> these."""
+    simulate(train_ddp_and_save, 3, tmp_path / "zero1", BF16)
+    simulate(load_and_save, ranks, tmp_path / "zero1", tmp_path / "sharded", placement, BF16)
+    simulate(load_and_save_ddp, 4, tmp_path / "sharded", tmp_path / "hybrid", BF16, HYBRID)
+    assert_same_but_for_frozen(tmp_path / "sharded", tmp_path / "zero1")
+    assert_same_files(tmp_path / "hybrid", tmp_path / "zero1")
+
+
+def train_ddp_and_save(folder: Path, dtype: torch.dtype) -> None:
+    from checkpointed import take_steps as take_ddp_steps
+
+    ddp, optimizer = build(dtype, **ZERO1)
+    take_ddp_steps(ddp, optimizer, range(3), dist.get_rank())
+    save_checkpoint(folder, ddp, optimizer, extra={"step": 3})
+
+
+def test_fp32_models_share_one_file_with_either_kind_of_sharding(
+    tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path]
+) -> None:
+    """Nothing is rounded: no master apart. Ranks that compute in bf16 read such a file as well, and write both."""
+    start = saved("zero3", None)
+    simulate(load_and_save_ddp, 3, start, tmp_path / "zero1", torch.float32, ZERO1)
+    assert_same_files(start, tmp_path / "zero1")
+    simulate(load_and_save, 2, tmp_path / "zero1", tmp_path / "rounded", "zero3", BF16)
+    simulate(load_and_save, 3, tmp_path / "rounded", tmp_path / "again", "zero3", BF16)
+    assert_same_files(tmp_path / "rounded", tmp_path / "again")
+    (exact, _), (rounded, _) = files_content(start), files_content(tmp_path / "rounded")
+    for name, value in exact["model"].items():
+        master = rounded["master"].get(name, rounded["model"][name])  # the norm's and buffers are not rounded
+        assert torch.equal(master, value), name
+        assert torch.equal(rounded["model"][name], value.to(rounded["model"][name].dtype)), name
+
+
+def test_real_ranks_save_what_simulated_ones_save(
+    tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path]
+) -> None:
+    simulated = saved("zero3", BF16)
+    run_ranks(load_and_save, 2, simulated, tmp_path / "real", "zero3", BF16)
+    assert_same_files(simulated, tmp_path / "real")
+
+
+@pytest.mark.parametrize("placement", ["zero3", "hsdp", "hsdp_zero1"])
+@pytest.mark.sampled(1)
+def test_every_element_is_written_once_and_work_is_shared(
+    saved: Callable[[str, torch.dtype | None], Path], placement: str
+) -> None:
+    """Under hsdp the first instance writes; where optimizer state is sharded across as well, all ranks do."""
+    folder = saved(placement, BF16)
+    index = Manifest.read(folder).index  # this checks that chunks tile each tensor
+    writers = {chunk.file for stored in index.tensors.values() for chunk in stored.chunks}
+    assert writers == {f"__{rank}_0.distcp" for rank in range(2 if placement == "hsdp" else 4)}
+    tensors, manifest = files_content(folder)
+    assert manifest["tied"] == {"head.weight": "embed.weight"}
+    assert manifest["parameters"]["fixed"]["group"] is None
+    assert tensors["model"]["embed.weight"].dtype is BF16
+    assert torch.equal(tensors["master"]["embed.weight"].bfloat16(), tensors["model"]["embed.weight"])
+    reference = Everything(BF16)
+    for name, moments in tensors["optimizer"]["state"].items():
+        assert {key: value.shape for key, value in moments.items()} == dict.fromkeys(
+            ("exp_avg", "exp_avg_sq"), reference.get_parameter(name).shape
+        )
+        assert manifest["parameters"][name]["scalars"]["step"]["tensor"] == 3.0
+
+
+# ---- Optimizers and their groups. ----
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd momentum": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.02, amsgrad=True),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.02),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.02),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.02),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.02),
+}
+
+
+def grouped(model: nn.Module, *, biases_first: bool) -> list[Options]:
+    named = list(model.named_parameters())
+    groups: list[Options] = [
+        {"params": [param for name, param in named if name.endswith("bias")], "weight_decay": 0.0, "lr": 0.1},
+        {"params": [param for name, param in named if not name.endswith("bias")]},
+    ]
+    return groups if biases_first else groups[::-1]
+
+
+def resume_with(folder: Path, kind: str) -> None:
+    rank = dist.get_rank()
+
+    def start(seed: int, biases_first: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = shard_everything(seed=seed)
+        return model, OPTIMIZERS[kind](grouped(model, biases_first=biases_first))
+
+    straight, optimizer = start(0, True)
+    take_steps(straight, optimizer, range(4), rank)
+    expected = local_values(straight)
+
+    model, optimizer = start(0, True)
+    take_steps(model, optimizer, range(2), rank)
+    save_checkpoint(folder, model, optimizer)
+    model, optimizer = start(1, False)
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0
+    load_checkpoint(folder, model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.1]
+    take_steps(model, optimizer, range(2, 4), rank)
+    assert_same(local_values(model), expected)
+
+
+def local_values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in ("fused", "nadam") else pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS]
+)
+@pytest.mark.sampled(1)
+def test_every_optimizer_resumes_with_its_groups_known_by_name(tmp_path: Path, kind: str) -> None:
+    """In another order than they were saved in."""
+    simulate(resume_with, 3, tmp_path / "c", kind)
+
+
+def test_groups_of_the_distributed_optimizer_are_the_users(tmp_path: Path) -> None:
+    """There the rest is a group of its own, perhaps an empty one."""
+    options = {"param_groups": [{"params": "*.bias", "lr": 0.25}, {"params": lambda name, _: name[-5:] != ".bias"}]}
+
+    def save() -> None:
+        ddp, optimizer = build(BF16, optimizer=options, **ZERO1)
+        save_checkpoint(tmp_path / "c", ddp, optimizer)
+
+    def load() -> list[float]:
+        model = shard_everything(seed=1)
+        optimizer = torch.optim.AdamW(grouped(model, biases_first=False), lr=0.5)
+        load_checkpoint(tmp_path / "c", model, optimizer)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    simulate(save, 2)
+    assert simulate(load, 3) == [[0.02, 0.25]] * 3
+
+
+def test_before_the_first_step_there_are_no_moments_to_keep(tmp_path: Path) -> None:
+    def save_and_load() -> int:
+        model = shard_everything()
+        save_checkpoint(tmp_path / "c", model, adamw(model))
+        model = shard_everything(seed=1)
+        optimizer = adamw(model)
+        take_steps(model, optimizer, range(1), dist.get_rank())
+        load_checkpoint(tmp_path / "c", model, optimizer)
+        return sum(len(state) for name, state in named_state(model, optimizer).items() if name != "nothing")
+
+    assert simulate(save_and_load, 2) == [0, 0]
+    assert set(files_content(tmp_path / "c")[0]) == {"model", "master"}
+
+
+def moments_in_place(folder: Path) -> None:
+    model = shard_everything()
+    optimizer = adamw(model)
+    take_steps(model, optimizer, range(1), dist.get_rank())
+    save_checkpoint(folder, model, optimizer)
+    before = {name: state["exp_avg"].data_ptr() for name, state in named_state(model, optimizer).items()}
+    load_checkpoint(folder, model, optimizer)
+    after = {name: state["exp_avg"].data_ptr() for name, state in named_state(model, optimizer).items()}
+    assert before == after
+    assert all(state["step"] == 1 for state in named_state(model, optimizer).values())
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Options]:
+    return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
+
+
+def test_moments_stay_where_they_are(tmp_path: Path) -> None:
+    simulate(moments_in_place, 2, tmp_path / "c")
+
+
+# ---- Weights alone. ----
+
+
+def test_weights_go_into_plain_modules_and_come_back(
+    tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path]
+) -> None:
+    folder = saved("hsdp_zero1", BF16)
+    tensors, _ = files_content(folder)
+    plain = Everything(BF16, seed=4)
+    load_checkpoint(folder, plain)
+    assert_same(weights(plain), {name: tensors["model"][name] for name, _ in plain.named_parameters()})
+    save_checkpoint(tmp_path / "plain", plain)
+
+    def load_into_units() -> None:
+        model = shard_everything(seed=5)
+        load_checkpoint(tmp_path / "plain", model)
+        save_checkpoint(tmp_path / "sharded", model)
+
+    simulate(load_into_units, 3)
+    sharded, _ = files_content(tmp_path / "sharded")
+    assert_same(sharded["model"], {**tensors["model"], "seen": plain.seen})
+    assert torch.equal(sharded["master"]["cube"], tensors["model"]["cube"].float())
+
+
+def test_loaded_weights_are_used_at_once(tmp_path: Path) -> None:
+    """Also where whole parameters are kept gathered."""
+
+    def outputs(placement: str) -> list[Tensor]:
+        tokens = batch(0, 0)
+        first = shard_everything(placement)
+        save_checkpoint(tmp_path / "c", first)
+        second = shard_everything(placement, seed=1)
+        second.set_reshard_after_forward(False)
+        before = second(tokens)
+        load_checkpoint(tmp_path / "c", second)
+        return [first(tokens).detach(), second(tokens).detach(), before.detach()]
+
+    for placement, ranks in [("zero3", 2), ("zero2", 2), ("hsdp_zero1", 4)]:
+        for expected, actual, before in simulate(outputs, ranks, placement):
+            assert torch.equal(actual, expected)
+            assert not torch.equal(before, expected)
+
+
+def test_safetensors_are_made_from_the_checkpoint(
+    tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path]
+) -> None:
+    export_safetensors(saved("zero3", BF16), tmp_path / "w.safetensors", dtype=torch.float32)
+    assert (tmp_path / "w.safetensors").exists()
+
+    def save_from_model() -> None:
+        with pytest.raises(ValueError, match=r"no rank has this model's whole parameters: save_checkpoint"):
+            save_safetensors(tmp_path / "x", shard_everything())
+
+    simulate(save_from_model, 2)
+
+
+# ---- Ranks and models of other kinds. ----
+
+
+def with_experts(folder: Path, load: bool) -> dict[str, Tensor]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(range(parity, size, 2)) for parity in range(2)]
+    model = Experts(5 if load else 0, rank % 2)
+    fully_shard(model.expert, mesh=groups[rank % 2])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if load:
+        load_checkpoint(folder, model, optimizer)
+        assert all(optimizer.state[param]["step"] == 1 for param in model.parameters())
+    else:
+        model(torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))).square().sum().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        save_checkpoint(folder, model, optimizer)
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None:
+    trained = simulate(with_experts, 4, tmp_path / "c", False)
+    assert not torch.equal(trained[0]["expert.weight"], trained[1]["expert.weight"])
+    for rank, loaded in enumerate(simulate(with_experts, 6, tmp_path / "c", True)):
+        assert_same(loaded, trained[rank % 2])
+
+
+def with_stages(folder: Path, seed: int) -> dict[str, Tensor]:
+    """Two pipeline stages, each a model of its own on half of the ranks, whose groups are not the world's."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stage", "outer", "inner"))
+    stage = mesh.get_local_rank("stage")
+    torch.manual_seed(10 * stage + seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    fully_shard(model[0], mesh=mesh["outer", "inner"], placements="hsdp_zero1")
+    fully_shard(model, mesh=mesh["outer", "inner"], placements="hsdp_zero1")
+    optimizer = adamw(model)
+    (save_checkpoint if seed == 0 else load_checkpoint)(folder / f"stage-{stage}", model, optimizer)
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_ranks_that_are_not_all_save_among_themselves(tmp_path: Path) -> None:
+    trained = simulate(with_stages, 8, tmp_path, 0)
+    assert not torch.equal(trained[0]["0.weight"], trained[7]["0.weight"])
+    for loaded, expected in zip(simulate(with_stages, 8, tmp_path, 1), trained, strict=True):
+        assert_same(loaded, expected)
+
+
+def with_units_of_two_meshes(folder: Path, seed: int) -> dict[str, Tensor]:
+    """One unit over all ranks, one inside instances."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    fully_shard(model[0], mesh=mesh, placements="hsdp")
+    fully_shard(model)
+    (save_checkpoint if seed == 0 else load_checkpoint)(folder, model, adamw(model))
+    with model.unsharded():
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def test_units_may_have_meshes_of_their_own(tmp_path: Path) -> None:
+    expected = simulate(with_units_of_two_meshes, 4, tmp_path / "c", 0)
+    for actual, other in zip(simulate(with_units_of_two_meshes, 4, tmp_path / "c", 1), expected, strict=True):
+        assert_same(actual, other)
+    assert json.loads((tmp_path / "c" / "maingrad.json").read_text())["num_expert_sets"] == 1
+
+
+def ignoring(folder: Path, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
+    fully_shard(model, ignored_params=[model[1].weight])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if seed:
+        load_checkpoint(folder, model, optimizer)
+    else:
+        model(torch.ones(3, 5)).square().sum().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        save_checkpoint(folder, model, optimizer)
+    return local_values(model), optimizer.state[model[1].weight]["exp_avg"].clone()
+
+
+def test_ignored_parameters_are_whole_and_saved_as_such(tmp_path: Path) -> None:
+    for (saved_values, saved_moment), (values, moment) in zip(
+        simulate(ignoring, 2, tmp_path / "c", 0), simulate(ignoring, 2, tmp_path / "c", 1), strict=True
+    ):
+        assert values["1.weight"].shape == (5, 7)
+        assert_same(values, saved_values)
+        assert torch.equal(moment, saved_moment)
+
+
+def test_without_any_ranks_it_is_a_model_like_any(tmp_path: Path) -> None:
+    """A world of one, no process group."""
+    model = shard_everything()
+    optimizer = adamw(model)
+    take_steps(model, optimizer, range(3), 0)
+    save_checkpoint(tmp_path / "c", model, optimizer, extra={"step": 3})
+    load_and_save(tmp_path / "c", tmp_path / "again", "zero3", BF16)
+    assert_same_files(tmp_path / "c", tmp_path / "again")
+
+
+# ---- What is refused. ----
+
+
+def refusals(folder: Path) -> None:
+    model = shard_everything()
+    built_before = [nn.Parameter(torch.zeros(3, 4))]
+    with pytest.raises(ValueError, match=r"a parameter of shape \[3, 4\] in its group 0 is not in this one; build it"):
+        save_checkpoint(folder, model, torch.optim.SGD(built_before))
+    with pytest.raises(TypeError, match=r"a torch.optim.Optimizer over the sharded parameters, got dict"):
+        save_checkpoint(folder, model, {})
+    with model.unsharded(), pytest.raises(ValueError, match=r"is whole now: save and load outside forwards and"):
+        save_checkpoint(folder, model)
+    around = nn.ModuleDict({"inside": model})
+    with pytest.raises(ValueError, match=r"module 'inside' is sharded, and the model around it is not"):
+        save_checkpoint(folder, around)
+    assert not folder.exists()
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    simulate(refusals, 2, tmp_path / "c")
+
+
+def misfits(folder: Path) -> None:
+    frozen = shard_everything()
+    frozen.cube.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"parameter 'cube' is frozen, or has no optimizer, and was in group 0 when"):
+        load_checkpoint(folder, frozen, adamw(frozen))
+    with pytest.raises(ValueError, match=r"has the state of AdamW, and this optimizer is SGD"):
+        load_checkpoint(folder, frozen, torch.optim.SGD(frozen.parameters()))
+    half = shard_everything(kept=BF16)
+    with pytest.raises(ValueError, match=r"updates parameter '\S+' in bfloat16, and the saved one did in float32"):
+        load_checkpoint(folder, half, adamw(half))
+    load_checkpoint(folder, half)
+
+
+def test_what_does_not_fit_is_named(saved: Callable[[str, torch.dtype | None], Path]) -> None:
+    simulate(misfits, 2, saved("zero3", BF16))

@@ -1,0 +1,232 @@
+"""State dicts of fully sharded models are DTensors as PyTorch's FSDP2 gives them, whatever the shards are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpointed import Everything, batch
+from gloo import run_ranks
+from loops import assert_same
+from odd_units import Odd, mesh_for, shard, shard_by_torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from maingrad.fsdp import FSDPModule, fully_shard
+from maingrad.fsdp.state.exchange import Range, exchange, rows_of_rank
+from maingrad.launch import simulate
+
+
+def whole(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+# ---- Ranges. ----
+
+
+def exchanged(haves: list[tuple[int, int]], wants: list[tuple[int, int]], dtype: torch.dtype) -> bool:
+    rank, values = dist.get_rank(), torch.arange(40).to(dtype)
+    mine = values[slice(*haves[rank])].clone()
+    got = exchange(mine, [Range(*each) for each in haves], [Range(*each) for each in wants], dist.group.WORLD)
+    return torch.equal(got, values[slice(*wants[rank])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize(
+    "haves, wants",
+    [
+        ([(0, 17), (17, 23), (23, 40)], [(0, 16), (16, 32), (32, 40)]),
+        ([(0, 0), (0, 40), (0, 0)], [(0, 20), (20, 40), (40, 40)]),
+        ([(0, 5), (5, 5), (5, 40)], [(0, 40), (0, 40), (7, 9)]),
+        ([(3, 9), (9, 12), (0, 0)], [(12, 12), (3, 3), (4, 11)]),
+    ],
+)
+def test_ranges_travel(haves: list[tuple[int, int]], wants: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    assert all(simulate(exchanged, 3, haves, wants, dtype))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 12, 13])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_rows_are_those_of_chunk(rows: int, size: int) -> None:
+    expected = [len(chunk) for chunk in torch.arange(rows).chunk(size)] if rows else []
+    expected += [0] * (size - len(expected))
+    assert [rows_of_rank(rows, rank, size).numel for rank in range(size)] == expected
+
+
+# ---- Beside PyTorch's own. ----
+
+
+def same_as_torchs(placement: str) -> None:
+    mesh = mesh_for(placement)
+    ours, theirs = shard(Odd(), placement, mesh).state_dict(), shard_by_torch(Odd(), mesh).state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        actual = ours[name]
+        if not isinstance(expected, DTensor):
+            assert torch.equal(actual, expected), name
+            continue
+        assert actual.placements == expected.placements, name
+        assert actual.device_mesh.mesh.tolist() == expected.device_mesh.mesh.tolist()
+        assert (actual.shape, actual.stride(), actual.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert actual.to_local().shape == expected.to_local().shape, name
+        assert torch.equal(actual.to_local(), expected.to_local()), name
+        assert not actual.requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement, ranks", [("zero3", 3), ("zero2", 4), ("hsdp", 4), ("hsdp_zero1", 4)])
+def test_they_are_what_fsdp2_gives(placement: str, ranks: int) -> None:
+    """Shards in fp32, which are computed with in bf16, go out in fp32."""
+    run_ranks(same_as_torchs, ranks, placement)
+
+
+def save(folder: Path, ours: bool, placement: str, seed: int) -> None:
+    mesh = mesh_for(placement)
+    model = shard(Odd(seed), placement, mesh) if ours else shard_by_torch(Odd(seed), mesh)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def load(folder: Path, ours: bool, placement: str, expected_seed: int) -> None:
+    mesh = mesh_for(placement)
+    model = shard(Odd(9), placement, mesh) if ours else shard_by_torch(Odd(9), mesh)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    assert_same(whole(model.state_dict()), Odd(expected_seed).state_dict())
+
+
+def torchs_side(ours: Path, theirs: Path) -> None:
+    same_as_torchs("zero3")
+    load(ours, False, "zero3", 5)
+    save(theirs, False, "zero3", 6)
+
+
+@pytest.mark.parametrize("run", [simulate, pytest.param(run_ranks, marks=pytest.mark.slow)])
+def test_checkpoints_go_to_fsdp2_and_come_from_it(tmp_path: Path, run: Any) -> None:
+    """Three ranks of ours -> two of FSDP2 -> four of ours in two instances."""
+    simulate(save, 3, tmp_path / "ours", True, "zero3", 5)
+    run(torchs_side, 2, tmp_path / "ours", tmp_path / "theirs")
+    simulate(load, 4, tmp_path / "theirs", True, "hsdp_zero1", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "saving, loading",
+    [
+        pytest.param(("ours", "zero3", 4), ("theirs", "zero3", 2), id="ours-4-theirs-2"),
+        pytest.param(("theirs", "zero3", 2), ("ours", "hsdp_zero1", 4), id="theirs-2-ours-hsdp-4"),
+        pytest.param(("ours", "hsdp", 4), ("ours", "zero2", 3), id="ours-hsdp-4-ours-3"),
+        pytest.param(("theirs", "hsdp", 4), ("ours", "zero3", 3), id="theirs-hsdp-4-ours-3"),
+        pytest.param(("ours", "hsdp_zero1", 4), ("theirs", "zero3", 3), id="ours-4-theirs-3"),
+    ],
+)
+def test_real_ranks_of_both_libraries_share_checkpoints(
+    tmp_path: Path, saving: tuple[str, str, int], loading: tuple[str, str, int]
+) -> None:
+    run_ranks(save, saving[2], tmp_path / "c", saving[0] == "ours", saving[1], 5)
+    run_ranks(load, loading[2], tmp_path / "c", loading[0] == "ours", loading[1], 5)
+
+
+# ---- What may be loaded. ----
+
+
+def load_every_kind(placement: str) -> None:
+    """Whole tensors, DTensors of these ranks, and DTensors that lie otherwise."""
+    mesh = mesh_for(placement)
+    model = shard(Odd(1), placement, mesh)
+    expected = Odd(2).state_dict()
+    model.load_state_dict(expected)
+    assert_same(whole(model.state_dict()), expected)
+
+    other = shard(Odd(3), placement, mesh)
+    taken = other.load_state_dict(model.state_dict())
+    assert not taken.missing_keys and not taken.unexpected_keys
+    assert_same(whole(other.state_dict()), expected)
+
+    flat = init_device_mesh("cpu", (dist.get_world_size(),))
+    columns = {
+        name: distribute_tensor(value, flat, [Shard(value.ndim - 1) if value.ndim else Replicate()])
+        for name, value in Odd(4).state_dict().items()
+    }
+    columns["seen"] = Odd(4).seen
+    other.load_state_dict(columns)
+    assert_same(whole(other.state_dict()), Odd(4).state_dict())
+
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for up.weight: .*\[3, 3\], and the whole parameter is \[15, 7"
+    ):
+        other.load_state_dict({**expected, "up.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "up.weight"'):
+        other.load_state_dict({name: value for name, value in expected.items() if name != "up.weight"})
+    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): parameter '\S+' is a view of this rank's"):
+        other.load_state_dict(expected, assign=True)
+
+
+@pytest.mark.parametrize(
+    "run, placement, ranks",
+    [
+        (simulate, "zero3", 3),
+        (simulate, "hsdp_zero1", 4),
+        pytest.param(run_ranks, "zero3", 2, marks=pytest.mark.slow),
+        pytest.param(run_ranks, "hsdp_zero1", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_whole_tensors_and_dtensors_of_any_kind_are_loaded(run: Any, placement: str, ranks: int) -> None:
+    run(load_every_kind, ranks, placement)
+
+
+# ---- On simulated ranks. ----
+
+
+def round_trip(placement: str) -> None:
+    """A scalar, no elements, two dtypes; and what forward makes of it."""
+    mesh = mesh_for(placement)
+    model = Everything(seed=1)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    fully_shard(model.up, mesh=mesh, placements=placement)
+    fully_shard(model, mesh=mesh, placements=placement)
+    model.set_reshard_after_forward(False)
+    other = fully_shard(Everything(seed=2), mesh=mesh, placements=placement)
+    tokens = batch(0, 0)
+    other.eval()(tokens)
+    state = model.state_dict()
+    assert state["scale"].placements[-1] == Replicate()
+    assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in expected.items()}
+    other.load_state_dict(state)
+    assert torch.equal(other(tokens), model.eval()(tokens)), "weights that were gathered are gathered again"
+    with other.unsharded():
+        assert_same({name: value.clone() for name, value in other.state_dict().items()}, expected)
+    inner = model.up.state_dict(prefix="up.")
+    assert isinstance(model.up, FSDPModule) and inner.keys() == {"up.weight", "up.bias"}
+    assert torch.equal(inner["up.weight"].to_local(), state["up.weight"].to_local())
+
+
+@pytest.mark.parametrize("placement, ranks", [("zero3", 1), ("zero3", 3), ("zero2", 2), ("hsdp", 4), ("hsdp_zero1", 6)])
+@pytest.mark.sampled(3)
+def test_what_is_loaded_is_used(placement: str, ranks: int) -> None:
+    simulate(round_trip, ranks, placement)
+
+
+def test_modules_inside_a_unit_have_state_dicts_too() -> None:
+    def state_of_part() -> None:
+        model = fully_shard(Odd(1))
+        state = model.down.state_dict()
+        assert isinstance(state["weight"], DTensor) and state["weight"].shape == (7, 15)
+        model.down.load_state_dict({"weight": torch.ones(7, 15)})
+        with model.unsharded():
+            assert torch.equal(model.down.weight, torch.ones(7, 15))
+            assert torch.equal(model.up.weight, Odd(1).up.weight)
+
+    simulate(state_of_part, 3)
+
+
+def test_without_ranks_they_are_plain_tensors() -> None:
+    model = shard(Odd(1))
+    state = model.state_dict()
+    assert not any(isinstance(value, DTensor) for value in state.values())
+    assert_same(dict(state), Odd(1).state_dict())
+    model.load_state_dict(Odd(2).state_dict())
+    assert_same(dict(model.state_dict()), Odd(2).state_dict())

@@ -1,0 +1,341 @@
+"""Grouped forward, dgrad and wgrad in Triton against fp64: in the interpreter without a GPU, compiled with one."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from expert_operands import DTYPES, NUM_PAD_ROWS, SPLITS, forms, offsets_of
+from host_syncs import cuda_waits_are_errors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton_devices import LAUNCHER_DEVICES
+
+from maingrad.kernels import grouped_dgrad, grouped_linear, grouped_wgrad_accumulate
+from maingrad.kernels.grouped.gemm_triton import (
+    GEMM_CANDIDATES,
+    GemmConfig,
+    default_gemm_config,
+    grouped_gemm_triton,
+)
+from maingrad.kernels.grouped.wgrad_triton import grouped_wgrad_triton
+from maingrad.kernels.wgrad_config import WGRAD_CANDIDATES, WgradConfig, default_wgrad_config
+
+CASES = {
+    "cpu": [(torch.float16, 33, 40), (torch.float32, 7, 15)],
+    "cuda": [
+        (torch.bfloat16, 72, 40),
+        (torch.bfloat16, 64, 128),
+        (torch.bfloat16, 33, 1),
+        (torch.float16, 33, 40),
+        (torch.float32, 7, 15),
+    ],
+}
+GEMMS = {
+    "tma": GemmConfig(32, 32, 16, 4, 2, tma=True),
+    "pointer": GemmConfig(32, 64, 32, 4, 2, group=1),
+}
+WGRADS = {
+    "tma": WgradConfig(32, 32, 16, 4, 2, tma=True),
+    "tma, in halves": WgradConfig(32, 32, 32, 4, 2, tma=True, parts=2),
+    "pointer": WgradConfig(32, 32, 16, 4, 2, group=1),
+    "pointer, in quarters": WgradConfig(32, 64, 16, 4, 2, parts=4),
+    "persistent": WgradConfig(32, 32, 16, 4, 2, tma=True, parts=2, persistent=1),
+}
+
+
+def rows_of(splits: Sequence[int]) -> list[slice]:
+    ends = [0, *itertools.accumulate(splits)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+
+
+def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def padded(splits: Sequence[int], columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
+    """Rows of all experts, and behind them rows of NaN that nobody may use."""
+    rows = draw(sum(splits) + NUM_PAD_ROWS, columns, dtype=dtype, device=device, seed=seed)
+    rows[sum(splits) :] = torch.nan
+    return rows
+
+
+def tolerance(exact_terms: Tensor, contracted: int, dtype: torch.dtype) -> Tensor:
+    """Sums in fp32 in any order, rounded once to ``dtype``: relative to the sum of the terms' sizes, and the result."""
+    return (contracted + 4) * 2.0**-24 * exact_terms
+
+
+def assert_rows_close(actual: Tensor, a: Tensor, b: Tensor, splits: Sequence[int], matrices: Tensor) -> None:
+    """``actual`` rows against ``a_e b_e`` in fp64; zeros behind the last expert."""
+    for rows, matrix in zip(rows_of(splits), matrices.double(), strict=True):
+        exact = a[rows].double() @ matrix
+        terms = a[rows].double().abs() @ matrix.abs()
+        bound = tolerance(terms, a.shape[1], actual.dtype) + torch.finfo(actual.dtype).eps * exact.abs() + 1e-7
+        assert ((actual[rows].double() - exact).abs() <= bound).all()
+    assert (actual[sum(splits) :] == 0).all(), "rows behind the last expert"
+
+
+@pytest.mark.parametrize("form", ["packed", "discrete", "backwards"])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("config", GEMMS.values(), ids=GEMMS)
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.sampled(1)
+def test_forward_and_dgrad(device: str, config: GemmConfig, splits: list[int], form: str) -> None:
+    offsets = offsets_of(splits, device)
+    for dtype, n, k in CASES[device]:
+        weights = draw(len(splits), n, k, dtype=dtype, device=device, seed=0)
+        x, dy = padded(splits, k, dtype, device, 1), padded(splits, n, dtype, device, 2)
+        y, dx = (torch.full_like(like, torch.nan) for like in (dy, x))
+        grouped_gemm_triton(x, forms(weights, form), offsets, y, config, transposed=True)
+        grouped_gemm_triton(dy, forms(weights, form), offsets, dx, config, transposed=False)
+        assert_rows_close(y, x, y, splits, weights.transpose(1, 2))
+        assert_rows_close(dx, dy, dx, splits, weights)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("form", ["packed", "discrete"])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.sampled(2)
+def test_the_bias_is_scaled_and_added_before_the_one_rounding(device: str, form: str, scaled: bool) -> None:
+    splits, n, k = SPLITS["uneven"], 33, 16
+    for dtype in DTYPES[device]:
+        weights = draw(len(splits), n, k, dtype=dtype, device=device, seed=0)
+        bias = draw(len(splits), n, dtype=dtype, device=device, seed=3)
+        x = padded(splits, k, dtype, device, 1)
+        scale = torch.rand(x.shape[0]).to(device) if scaled else None
+        y = x.new_full((x.shape[0], n), torch.nan)
+        offsets = offsets_of(splits, device)
+        grouped_gemm_triton(
+            x, weights, offsets, y, GEMMS["tma"], transposed=True, bias=forms(bias, form), bias_scale=scale
+        )
+        # A bias is one more feature, whose input is the scale.
+        ones = torch.ones(x.shape[0], 1, device=device, dtype=torch.double)
+        wide = torch.cat((x.double(), ones if scale is None else scale.double()[:, None]), 1)
+        assert_rows_close(y, wide, y, splits, torch.cat((weights, bias[:, :, None]), 2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("overwrite", [False, True, [True, False, True, False, False]], ids=["add", "write", "each"])
+@pytest.mark.parametrize("form", ["packed", "discrete", "backwards", "wide rows"])
+@pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.sampled(2)
+def test_wgrad(device: str, config: WgradConfig, form: str, overwrite: Any) -> None:
+    for name, (dtype, n, k) in itertools.product(SPLITS, CASES[device]):
+        if name == "uneven" or device == "cuda" or dtype is torch.float32:
+            check_wgrad(SPLITS[name], n, k, dtype, device, config, form, overwrite)
+
+
+def check_wgrad(
+    splits: Sequence[int],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: str,
+    config: WgradConfig,
+    form: str = "packed",
+    overwrite: Any = False,
+    frozen: Sequence[int] = (),
+    grad_dtype: torch.dtype = torch.float32,
+) -> None:
+    bits = [overwrite] * len(splits) if isinstance(overwrite, bool) else overwrite
+    dy, x = padded(splits, n, dtype, device, 1), padded(splits, k, dtype, device, 2)
+    before = draw(len(splits), n, k, dtype=grad_dtype, device=device, seed=3)
+    before[torch.tensor(bits, device=device)] = torch.nan
+    if form == "wide rows":
+        wide = torch.full((len(splits), n, k + 8), -7.0, device=device, dtype=grad_dtype)
+        grads: Any = wide[:, :, :k].copy_(before)
+    else:
+        grads = forms(before.clone(), form)
+    given_grads = [None if e in frozen else grad for e, grad in enumerate(grads)] if frozen else grads
+    grouped_wgrad_triton(dy, x, given_grads, offsets_of(splits, device), overwrite, config)
+    for e, rows in enumerate(rows_of(splits)):
+        if e in frozen or (not bits[e] and not splits[e]):
+            assert torch.equal(grads[e].nan_to_num(), before[e].nan_to_num()), "nothing to write"
+            continue
+        start = torch.zeros(n, k, dtype=torch.double, device=device) if bits[e] else before[e].double()
+        exact = start + dy[rows].double().t() @ x[rows].double()
+        terms = start.abs() + dy[rows].double().abs().t() @ x[rows].double().abs()
+        bound = tolerance(terms, splits[e] + 1, grad_dtype) + torch.finfo(grad_dtype).eps * exact.abs()
+        assert ((grads[e].double() - exact).abs() <= bound).all()
+    if form == "wide rows":
+        assert (wide[:, :, k:] == -7).all(), "written outside"
+
+
+@pytest.mark.parametrize("form", ["packed", "discrete", "backwards"])
+@pytest.mark.parametrize("config", [WGRADS["tma, in halves"], WGRADS["pointer"]], ids=["tma", "pointer"])
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.sampled(2)
+def test_a_frozen_expert_is_left_alone(device: str, config: WgradConfig, form: str) -> None:
+    for overwrite in (False, True, [True, False, True, False, False]):
+        check_wgrad(SPLITS["uneven"], 24, 40, torch.float16, device, config, form, overwrite, frozen=[0, 2])
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_an_accumulator_of_the_operands_dtype(device: str) -> None:
+    for config in WGRADS.values():
+        for overwrite in (False, True):
+            check_wgrad(
+                SPLITS["uneven"], 24, 40, torch.float16, device, config, overwrite=overwrite, grad_dtype=torch.float16
+            )
+
+
+@settings(max_examples=max(6, settings.default.max_examples // 4))  # half a second each in the interpreter
+@given(
+    splits=st.lists(st.integers(0, 50), min_size=1, max_size=5),
+    n=st.integers(1, 50),
+    k=st.integers(1, 50),
+    data=st.data(),
+)
+def test_any_split_and_shape(splits: list[int], n: int, k: int, data: st.DataObject) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = data.draw(st.sampled_from(DTYPES[device]))
+    config = data.draw(st.sampled_from(list(WGRADS.values())))
+    bits = data.draw(st.lists(st.booleans(), min_size=len(splits), max_size=len(splits)))
+    frozen = data.draw(st.sets(st.integers(0, len(splits) - 1), max_size=len(splits) - 1))
+    form = data.draw(st.sampled_from(["packed", "discrete", "backwards"]))
+    check_wgrad(splits, n, k, dtype, device, config, form, bits, sorted(frozen))
+    gemm = data.draw(st.sampled_from(list(GEMMS.values())))
+    weights = draw(len(splits), n, k, dtype=dtype, device=device, seed=0)
+    x, dy = padded(splits, k, dtype, device, 1), padded(splits, n, dtype, device, 2)
+    y, dx = (torch.full_like(like, torch.nan) for like in (dy, x))
+    grouped_gemm_triton(x, forms(weights, form), offsets_of(splits, device), y, gemm, transposed=True)
+    grouped_gemm_triton(dy, forms(weights, form), offsets_of(splits, device), dx, gemm, transposed=False)
+    assert_rows_close(y, x, y, splits, weights.transpose(1, 2))
+    assert_rows_close(dx, dy, dx, splits, weights)
+
+
+# ---- What only a GPU can show. ----
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", WGRAD_CANDIDATES, ids=str)
+def test_every_tuned_wgrad_kernel(config: WgradConfig) -> None:
+    for form, overwrite in itertools.product(("packed", "discrete"), (False, True)):
+        check_wgrad([0, 100, 333, 1, 500], 384, 264, torch.bfloat16, "cuda", config, form, overwrite)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", GEMM_CANDIDATES, ids=str)
+def test_every_tuned_gemm_kernel(config: GemmConfig) -> None:
+    splits, n, k = [0, 100, 333, 1, 500], 384, 264
+    offsets = offsets_of(splits, "cuda")
+    weights = draw(len(splits), n, k, dtype=torch.bfloat16, device="cuda", seed=0)
+    x, dy = padded(splits, k, torch.bfloat16, "cuda", 1), padded(splits, n, torch.bfloat16, "cuda", 2)
+    y, dx = (torch.full_like(like, torch.nan) for like in (dy, x))
+    grouped_gemm_triton(x, weights, offsets, y, config, transposed=True)
+    grouped_gemm_triton(dy, weights, offsets, dx, config, transposed=False)
+    assert_rows_close(y, x, y, splits, weights.transpose(1, 2))
+    assert_rows_close(dx, dy, dx, splits, weights)
+
+
+@pytest.mark.gpu
+def test_wgrad_gives_the_same_bits_again() -> None:
+    splits = [100, 0, 333, 1, 500]
+    dy, x = padded(splits, 512, torch.bfloat16, "cuda", 1), padded(splits, 384, torch.bfloat16, "cuda", 2)
+    for config in WGRAD_CANDIDATES:
+        runs = [torch.ones(5, 512, 384, device="cuda") for _ in range(3)]
+        for grad in runs:
+            grouped_wgrad_triton(dy, x, grad, offsets_of(splits, "cuda"), False, config)
+        assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2]), config
+
+
+@pytest.mark.gpu
+def test_addresses_beyond_32_bits() -> None:
+    """One G of 2.3 G elements, and rows whose last element is beyond 2**31."""
+    splits, n, k = [3, 0, 5], 24_576, 32_768
+    grads = torch.zeros(3, n, k, device="cuda")
+    dy, x = (
+        draw(8, n, dtype=torch.bfloat16, device="cuda", seed=0),
+        draw(8, k, dtype=torch.bfloat16, device="cuda", seed=1),
+    )
+    for tma in (False, True):
+        config = default_wgrad_config(torch.bfloat16, (9, 0), 3)._replace(tma=tma)
+        grouped_wgrad_triton(dy, x, grads, offsets_of(splits, "cuda"), True, config)
+        exact = dy[3:, -64:].double().t() @ x[3:, -64:].double()
+        torch.testing.assert_close(grads[2, -64:, -64:].double(), exact, rtol=1e-5, atol=1e-4)
+        assert not grads[1].any()
+    del grads
+    rows = 70_000
+    wide = torch.zeros(rows, 32_768, device="cuda", dtype=torch.bfloat16)
+    wide[-5:] = draw(5, 32_768, dtype=torch.bfloat16, device="cuda", seed=2)
+    weight = draw(1, 16, 32_768, dtype=torch.bfloat16, device="cuda", seed=3)
+    out = torch.full((rows, 16), torch.nan, device="cuda", dtype=torch.bfloat16)
+    for config in (
+        default_gemm_config(torch.bfloat16, (9, 0), rows),
+        default_gemm_config(torch.bfloat16, (8, 0), rows),
+    ):
+        grouped_gemm_triton(wide, weight, offsets_of([rows], "cuda"), out, config, transposed=True)
+        torch.testing.assert_close(out[-5:].double(), wide[-5:].double() @ weight[0].double().t(), rtol=1e-2, atol=1.0)
+
+
+@pytest.mark.gpu
+def test_no_wait_for_the_device_and_replay_with_other_splits() -> None:
+    e, t, n, k = 6, 640, 256, 192
+    dy, x = (
+        draw(t, n, dtype=torch.bfloat16, device="cuda", seed=0),
+        draw(t, k, dtype=torch.bfloat16, device="cuda", seed=1),
+    )
+    weights = draw(e, n, k, dtype=torch.bfloat16, device="cuda", seed=2)
+    discrete = [torch.zeros(n, k, device="cuda") for _ in range(e)]
+    packed = torch.zeros(e, n, k, device="cuda")
+    offsets = offsets_of([100, 0, 200, 40, 300, 0], "cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        grouped_wgrad_accumulate(dy, x, packed, offsets)
+        grouped_wgrad_accumulate(dy, x, discrete, offsets, overwrite=True)
+        return grouped_linear(x, weights, offsets), grouped_dgrad(dy, list(weights), offsets)
+
+    with cuda_waits_are_errors():
+        step()
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for splits in ([0, 0, 640, 0, 0, 0], [1, 2, 3, 4, 5, 6], [100, 100, 100, 100, 100, 100]):
+        offsets.copy_(offsets_of(splits, "cuda"))
+        packed.normal_()
+        before = packed.clone()
+        graph.replay()
+        results = [captured[0].clone(), captured[1].clone(), packed.clone(), [each.clone() for each in discrete]]
+        packed.copy_(before)
+        eager = step()
+        assert torch.equal(results[0], eager[0]) and torch.equal(results[1], eager[1])
+        assert torch.equal(results[2], packed)
+        assert all(map(torch.equal, results[3], discrete))
+
+
+@pytest.mark.gpu
+def test_new_addresses_in_a_capture_are_refused_by_name() -> None:
+    dy, x = (draw(64, 64, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (0, 1))
+    grads = [torch.zeros(64, 64, device="cuda") for _ in range(4)]
+    lonely = [grads[0], grads[3], grads[1]]  # not evenly spaced
+    offsets = offsets_of([10, 20, 34], "cuda")
+    grouped_wgrad_accumulate(dy, x, grads[:1], offsets_of([64], "cuda"))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="run one eager iteration"), torch.cuda.graph(graph):
+        grouped_wgrad_accumulate(dy, x, lonely, offsets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("broken", ["column stride", "unaligned", "odd columns"])
+def test_operands_that_the_accelerator_cannot_address(broken: str) -> None:
+    splits = [100, 0, 60]
+    offsets = offsets_of(splits, "cuda")
+    if broken == "column stride":
+        dy, x = (draw(64, 160, dtype=torch.bfloat16, device="cuda", seed=seed).t() for seed in (0, 1))
+    elif broken == "unaligned":
+        dy, x = (draw(160 * 64 + 1, dtype=torch.bfloat16, device="cuda", seed=s)[1:].view(160, 64) for s in (0, 1))
+    else:
+        dy, x = (draw(160, 63, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (0, 1))
+    grads = torch.full((3, dy.shape[1], x.shape[1]), torch.nan, device="cuda")
+    grouped_wgrad_accumulate(dy, x, grads, offsets, overwrite=True)
+    weights = draw(3, dy.shape[1], x.shape[1], dtype=torch.bfloat16, device="cuda", seed=4)
+    y = grouped_linear(x, weights.transpose(1, 2).contiguous().transpose(1, 2), offsets)
+    assert_rows_close(y, x, y, splits, weights.transpose(1, 2))
+    for e, rows in enumerate(rows_of(splits)):
+        exact = dy[rows].double().t() @ x[rows].double()
+        torch.testing.assert_close(grads[e].double(), exact, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,324 @@
+"""Configurations: what a file may say, what the command line changes, and how mistakes are answered."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config, tiny_toml
+
+from maingrad.ddp import DistributedDataParallelConfig
+from maingrad.fsdp import PLACEMENTS
+from maingrad.launch.config.file import config_to_dict, load_config, override, structure
+from maingrad.launch.config.run import Config, ConfigError, DdpConfig, ModelConfig
+
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "launch" / "configs").glob("*.toml"))
+
+
+def refused(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        structure(document)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.sampled(3)
+def test_shipped_files_load(path: Path):
+    config = load_config(path)
+    assert config == structure(config_to_dict(config))
+    assert config.parallel == ("fsdp" if path.stem.startswith("fsdp") else "zero1")
+    sharded = load_config(path, ["--parallel", "zero1"])
+    assert sharded.wrapper_config.overlap_grad_reduce
+    assert sharded.wrapper_config.overlap_param_gather
+    assert not load_config(path, ["--parallel", "ddp"]).wrapper_config.use_distributed_optimizer, "one word is enough"
+    assert load_config(path, ["--parallel", "fsdp"]).num_instances == 1
+    assert load_config(path, ["--parallel", "hsdp"]).num_instances == 2
+
+
+def test_shipped_files_are_there():
+    assert "stdlib" in {path.stem for path in CONFIGS}
+
+
+def test_file_and_overrides(tmp_path: Path):
+    path = tiny_toml(tmp_path, model={"param_dtype": "bfloat16"})
+    config = load_config(path, ["--ddp.bucket-size", "65536", "--train.steps=9", "--optimizer.betas", "0.8", "0.9"])
+    assert config.wrapper_config == DistributedDataParallelConfig(
+        overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True, bucket_size=65536
+    )
+    assert (config.train.steps, config.optimizer.betas) == (9, (0.8, 0.9))
+    assert config.model == load_config(path).model, "what is not overridden stays as the file says"
+    assert load_config(path, ["--ddp.bucket-size", "None"]).ddp.bucket_size is None
+    assert load_config(path, ["--ddp.no-overlap-grad-reduce"]).ddp.overlap_grad_reduce is False
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path):
+    (tmp_path / "empty.toml").write_text("")
+    assert load_config(tmp_path / "empty.toml") == Config()
+
+
+def test_every_field_says_what_it_is(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        override(Config(), ["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    sections = [field for field in dataclasses.fields(Config) if field.name != "parallel"]
+    assert "--parallel {ddp,zero1,hybrid,fsdp,hsdp}" in text
+    for section in sections:
+        for field in dataclasses.fields(getattr(Config(), section.name)):
+            assert f"--{section.name}.{field.name.replace('_', '-')}" in text
+    assert "Elements at which a bucket is closed" in text, "field docstrings are the help"
+
+
+def test_round_trip_through_json(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"max_seconds": 5.0})
+    assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        ({"ddp": {"bucket_sise": 3}}, "unknown key 'ddp.bucket_sise': did you mean 'ddp.bucket_size'?"),
+        ({"optimiser": {}}, "unknown key 'optimiser': did you mean 'optimizer'?"),
+        ({"model": {"num_layer": 2}}, "unknown key 'model.num_layer': did you mean 'model.num_layers'?"),
+        ({"data": {"zzz": 2}}, "unknown key 'data.zzz': valid keys: max_tokens, paths"),
+        ({"model": 3}, "model = 3: must be a table, [model]"),
+        ({"model": {"dim": "64"}}, "model.dim: must be int, not str"),
+        ({"model": {"dim": 64.0}}, "model.dim: must be int, not float"),
+        ({"train": {"steps": True}}, "train.steps: must be int, not bool"),
+        ({"ddp": {"overlap_grad_reduce": "false"}}, "ddp.overlap_grad_reduce: must be bool, not str"),
+        ({"ddp": {"bucket_size": "big"}}, "ddp.bucket_size: must be int, not str"),
+        ({"optimizer": {"betas": [0.9, "x"]}}, "optimizer.betas.1: must be float, not str"),
+        ({"optimizer": {"betas": [0.9]}}, "optimizer.betas: "),
+        ({"data": {"source": "text", "paths": "a.txt"}}, "data.paths = 'a.txt': must be a list, ['a.txt']"),
+        ({"parallel": "zero2"}, "parallel = 'zero2': must be one of 'ddp', 'zero1', 'hybrid', 'fsdp', 'hsdp'"),
+        (
+            {"train": {"parallel": "ddp"}},
+            'unknown key \'train.parallel\': parallel = "ddp", "zero1", "hybrid", "fsdp" or "hsdp" stands at',
+        ),
+        ({"ddp": {"use_distributed_optimizer": True}}, "unknown key 'ddp.use_distributed_optimizer': parallel = "),
+        ({"ddp": {"overlap_param_gather": 1}}, "ddp.overlap_param_gather: must be bool, not int"),
+        ({"ddp": {"grad_reduce_wire_dtype": "fp8"}}, "'fp8': must be one of 'bfloat16', 'float16'"),
+        ({"model": {"param_dtype": "fp8"}}, "model.param_dtype = 'fp8': must be one of 'float32', 'bfloat16'"),
+    ],
+)
+def test_refuses_unknown_keys_and_wrong_types(document: dict[str, Any], message: str):
+    refused(document, message)
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        ({"model": {"dim": 0}}, "model.dim = 0: must be at least 1"),
+        ({"model": {"dim": 36, "num_heads": 8}}, "model.dim = 36: must be a multiple of 2 * model.num_heads = 16"),
+        ({"model": {"num_heads": 4, "num_kv_heads": 3}}, "model.num_kv_heads = 3: must divide model.num_heads = 4"),
+        ({"model": {"dropout": 1.0}}, "model.dropout = 1.0: must lie in [0, 1)"),
+        (
+            {"model": {"delay_wgrad_layers": 5}},
+            "model.delay_wgrad_layers = 5: must lie between 0 and model.num_layers = 4",
+        ),
+        ({"model": {"vocab_size": 100}}, "model.vocab_size = 100: must be at least 256 for bytes"),
+        ({"model": {"init_std": 0.0}}, "model.init_std = 0.0: must be positive"),
+        ({"model": {"rotary_base": 1.0}}, "model.rotary_base = 1.0: must be greater than 1"),
+        ({"data": {"source": "text"}}, 'data.paths = (): source = "text" needs at least one file'),
+        ({"data": {"paths": ["a"]}}, "data.paths = ('a',): source = \"stdlib\" finds its files itself"),
+        ({"data": {"validation_fraction": 0.0}}, "data.validation_fraction = 0.0: must lie between 0 and 1"),
+        ({"data": {"max_tokens": 0}}, "data.max_tokens = 0: must be at least 1"),
+        ({"train": {"steps": 0}}, "train.steps = 0: must be at least 1"),
+        ({"train": {"max_seconds": 0.0}}, "train.max_seconds = 0.0: must be positive"),
+        ({"train": {"seed": -1}}, "train.seed = -1: must not be negative"),
+        (
+            {"train": {"global_batch_size": 6, "num_microbatches": 4}},
+            "train.global_batch_size = 6: must be a multiple of train.num_microbatches = 4",
+        ),
+        (
+            {"train": {"sequence_length": 512}},
+            "train.sequence_length = 512: must be at most model.context_length = 256",
+        ),
+        ({"train": {"steps": 5}, "optimizer": {"warmup_steps": 5}}, "optimizer.warmup_steps = 5: must be less than"),
+        ({"optimizer": {"lr": 0.0}}, "optimizer.lr = 0.0: must be positive"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas = (0.9, 1.0): must lie in [0, 1)"),
+        ({"optimizer": {"max_grad_norm": -1.0}}, "optimizer.max_grad_norm = -1.0: must be positive"),
+        ({"optimizer": {"min_lr_ratio": 2.0}}, "optimizer.min_lr_ratio = 2.0: must lie in [0, 1]"),
+        ({"ddp": {"bucket_size": 0}}, "ddp: bucket_size must be at least 1 element, got 0"),
+        ({"ddp": {"find_unused_parameters": True}}, "ddp: find_unused_parameters has no effect"),
+    ],
+)
+def test_refuses_impossible_values(document: dict[str, Any], message: str):
+    refused(document, message)
+
+
+ONE_COPY = 'contradicts parallel = "ddp", under which nothing is sharded'
+INSTANCES = "ddp.num_distributed_optimizer_instances"
+
+
+@pytest.mark.parametrize(
+    "parallel, ddp, message",
+    [
+        ("ddp", {"overlap_param_gather": True}, f"ddp.overlap_param_gather = True: {ONE_COPY}"),
+        ("ddp", {"keep_params_whole": True}, f"ddp.keep_params_whole = True: {ONE_COPY}"),
+        ("ddp", {"grad_reduce_wire_dtype": "bfloat16"}, f"ddp.grad_reduce_wire_dtype = 'bfloat16': {ONE_COPY}"),
+        ("ddp", {"num_distributed_optimizer_instances": 2}, f'{INSTANCES} = 2: contradicts parallel = "ddp"'),
+        ("zero1", {"num_distributed_optimizer_instances": 2}, 'parallel = "zero1"; set parallel = "hybrid"'),
+        ("hybrid", {"num_distributed_optimizer_instances": 1}, f'{INSTANCES} = 1: contradicts parallel = "hybrid"'),
+        ("zero1", {"num_buckets": 3, "bucket_size": 9}, "ddp: bucket_size and num_buckets both say where buckets end"),
+    ],
+)
+def test_contradictions_are_refused_by_name(parallel: str, ddp: dict[str, Any], message: str):
+    refused({"parallel": parallel, "ddp": ddp}, message)
+
+
+@pytest.mark.parametrize(
+    "parallel, ddp, sharded, gathers_overlap, instances",
+    [
+        ("ddp", {"overlap_grad_reduce": True}, False, False, 1),
+        ("zero1", {}, True, False, 1),
+        ("zero1", {"overlap_grad_reduce": True}, True, True, 1),
+        ("zero1", {"overlap_grad_reduce": True, "overlap_param_gather": False}, True, False, 1),
+        ("zero1", {"overlap_param_gather": True}, True, True, 1),
+        ("hybrid", {}, True, False, 2),
+        ("hybrid", {"num_distributed_optimizer_instances": 3}, True, False, 3),
+    ],
+)
+def test_parallel_decides_the_rest(
+    parallel: str, ddp: dict[str, Any], sharded: bool, gathers_overlap: bool, instances: int
+):
+    config = structure({"parallel": parallel, "ddp": ddp})
+    wrapper = config.wrapper_config
+    assert wrapper.use_distributed_optimizer is sharded
+    assert wrapper.overlap_param_gather is gathers_overlap
+    assert wrapper.num_distributed_optimizer_instances == instances
+    assert structure(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_dtypes_are_words():
+    config = structure({"ddp": {"grad_reduce_wire_dtype": "bfloat16"}})
+    assert config.wrapper_config.grad_reduce_wire_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "document, message",
+    [
+        (
+            {"parallel": "zero1", "fsdp": {"placements": "zero2"}},
+            "fsdp.placements = 'zero2': contradicts parallel = \"z",
+        ),
+        ({"parallel": "fsdp", "fsdp": {"num_instances": 2}}, 'fsdp.num_instances = 2: contradicts parallel = "fsdp"'),
+        ({"parallel": "hsdp", "fsdp": {"num_instances": 1}}, 'fsdp.num_instances = 1: contradicts parallel = "hsdp"'),
+        ({"parallel": "fsdp", "fsdp": {"placements": "hsdp_zero1"}}, "shards across instances, and parallel = "),
+        ({"parallel": "fsdp", "fsdp": {"placements": "ddp"}}, "must be one of 'zero1', 'zero2', 'zero3', 'hsdp_zero1'"),
+        ({"parallel": "fsdp", "fsdp": {"inner": ["whole", "half", "sharded"]}}, "must be three of"),
+        (
+            {"parallel": "fsdp", "fsdp": {"inner": ["sharded", "whole", "sharded"]}},
+            "fsdp.inner: inner axis: ",
+        ),
+        ({"parallel": "fsdp", "fsdp": {"inner": ["whole"] * 3}}, "shards nothing: that is parallel = "),
+        ({"parallel": "hsdp", "fsdp": {"outer": ["whole", "whole", "sharded"]}}, "needs fsdp.inner beside it"),
+        (
+            {"parallel": "fsdp", "fsdp": {"placements": "zero2", "reshard_after_forward": True}},
+            "fsdp.reshard_after_forward = True: has no effect where placements keep parameters whole",
+        ),
+        (
+            {"parallel": "fsdp", "fsdp": {"placements": "zero1", "reduce_every_microbatch": True}},
+            "fsdp.reduce_every_microbatch = True: has no effect where placements keep gradients whole",
+        ),
+        ({"parallel": "fsdp", "fsdp": {"bucket_size": 0}}, "fsdp.bucket_size = 0: must be at least 1"),
+        ({"parallel": "zero1", "fsdp": {"bucket_size": 8}}, 'fsdp.bucket_size = 8: contradicts parallel = "zero1"'),
+        (
+            {"parallel": "fsdp", "ddp": {"grad_reduce_wire_dtype": "bfloat16"}},
+            "ddp.grad_reduce_wire_dtype = 'bfloat16': has no effect under parallel = \"fsdp\"; set fsdp.reduce_dtype",
+        ),
+        (
+            {"parallel": "hsdp", "ddp": {"check_for_nan_in_grad": True}},
+            "ddp.check_for_nan_in_grad = True: has",
+        ),
+    ],
+)
+def test_contradictions_of_units_are_refused_by_name(document: dict[str, Any], message: str):
+    refused(document, message)
+
+
+def test_placements_in_full():
+    """Gradients sharded inside, the optimizer across as well: a row that has no name."""
+    document = {"inner": ["whole", "sharded", "sharded"], "outer": ["whole", "whole", "sharded"]}
+    row = structure({"parallel": "hsdp", "fsdp": document}).fsdp.row
+    assert (row.inner, row.outer) == (PLACEMENTS["zero2"].inner, PLACEMENTS["hsdp_zero1"].outer)
+    assert structure({"parallel": "fsdp", "fsdp": {"placements": "zero2"}}).fsdp.row == PLACEMENTS["zero2"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid", "fsdp", "hsdp"])
+@pytest.mark.sampled(4)
+def test_parallel_from_the_command_line(tmp_path: Path, parallel: str):
+    config = load_config(tiny_toml(tmp_path), ["--parallel", parallel])
+    assert config == tiny_config(tmp_path, parallel=parallel)
+
+
+def test_contradiction_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        load_config(tiny_toml(tmp_path), ["--parallel", "ddp", "--ddp.overlap-param-gather", "True"])
+    assert end.value.code == 2
+    assert "ddp.overlap_param_gather = True: contradicts parallel" in capsys.readouterr().err
+
+
+def test_ddp_section_has_every_field_of_the_wrapper():
+    """A new field of the wrapper is an option of the program, or the program says why not."""
+    wrapper = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    section = {field.name for field in dataclasses.fields(DdpConfig)}
+    assert section <= wrapper
+    assert wrapper - section == {"use_distributed_optimizer", "calculate_per_token_loss"}
+    for name in wrapper - section:
+        with pytest.raises(ConfigError, match=f"unknown key 'ddp.{name}': (?!did you mean|valid keys)"):
+            structure({"ddp": {name: True}})
+
+
+@pytest.mark.parametrize("ranks, instances", [(1, 2), (4, 3), (6, 4)])
+def test_instances_that_do_not_divide_the_ranks(tmp_path: Path, ranks: int, instances: int):
+    config = tiny_config(tmp_path, parallel="hybrid", ddp={"num_distributed_optimizer_instances": instances})
+    with pytest.raises(ConfigError, match=rf"instances = {instances}: must divide the {ranks} rank\(s\)"):
+        config.check_ranks(ranks)
+    config.check_ranks(instances * (1 + (instances == 2)))
+
+
+def test_integers_are_numbers_where_floats_are_wanted():
+    assert structure({"optimizer": {"lr": 1}}).optimizer.lr == 1.0
+
+
+def test_construction_validates_too():
+    with pytest.raises(ConfigError, match=r"model\.num_layers = 0"):
+        ModelConfig(num_layers=0)
+
+
+def test_batch_that_does_not_divide_between_ranks(tmp_path: Path):
+    train = tiny_config(tmp_path).train
+    assert train.sequences_per_microbatch(3) == 4
+    with pytest.raises(ConfigError, match=r"num_microbatches \* ranks = 2 \* 5 = 10"):
+        train.sequences_per_microbatch(5)
+
+
+@pytest.mark.parametrize("content, message", [(None, "does not exist"), ("model = [", "not valid TOML")])
+def test_unreadable_files(tmp_path: Path, content: str | None, message: str):
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"run\.toml.*{message}"):
+        load_config(path)
+
+
+def test_errors_name_the_file(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nstep = 3\n")
+    with pytest.raises(ConfigError, match=r"run\.toml: unknown key 'train\.step': did you mean 'train\.steps'\?"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    "arguments, said", [(["--train.stepz", "3"], "--train.steps"), (["--train.steps", "x"], "int")]
+)
+def test_wrong_overrides_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+):
+    with pytest.raises(SystemExit) as end:
+        load_config(tiny_toml(tmp_path), arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""Data: every source, its errors, and batches that do not depend on the number of ranks."""
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maingrad.launch.config.run import DataConfig
+from maingrad.launch.data import tokens as token_files
+from maingrad.launch.data.batches import (
+    Batch,
+    DataError,
+    load_corpus,
+    sample_batch,
+    stdlib_files,
+    validation_windows,
+)
+from maingrad.launch.data.bigram import MAX_VOCAB_SIZE, fit_bigram
+from maingrad.launch.data.tokens import FileTokens, digest_of
+
+ALPHABET = np.arange(1000, dtype=np.uint16)
+
+
+def batch(step: int = 0, microbatch: int = 0, rank: int = 0, **changes: Any) -> Batch:
+    settings = {
+        "seed": 1,
+        "num_microbatches": 1,
+        "world_size": 1,
+        "global_batch_size": 24,
+        "sequence_length": 10,
+        **changes,
+    }
+    return sample_batch(ALPHABET, step=step, microbatch=microbatch, rank=rank, **settings)
+
+
+def test_standard_library_is_real_text_in_a_fixed_order():
+    corpus = load_corpus(DataConfig(), sequence_length=128)
+    files = stdlib_files()
+    assert len(corpus.train) > 2_000_000
+    assert 0.01 < len(corpus.validation) / len(corpus.train) < 0.3
+    assert len(corpus.train) + len(corpus.validation) == sum(path.stat().st_size for path in files)
+    assert not any({"test", "site-packages"}.intersection(path.parts) for path in files)
+    again = load_corpus(DataConfig(), sequence_length=128)
+    assert np.array_equal(corpus.train, again.train)
+    assert np.array_equal(corpus.validation, again.validation)
+    assert b"def " in corpus.train.tobytes()
+
+
+def test_files_stay_on_their_side_when_more_is_held_back():
+    less = load_corpus(DataConfig(validation_fraction=0.05), sequence_length=8).validation.tobytes()
+    more = load_corpus(DataConfig(validation_fraction=0.3), sequence_length=8).validation.tobytes()
+    assert less[:1000] in more
+    assert len(more) > len(less)
+
+
+def test_text_is_bytes_and_its_tail_is_held_back(tmp_path: Path):
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    (tmp_path / "b").write_bytes(bytes(range(100, 200)))
+    config = DataConfig(source="text", paths=(str(tmp_path / "a"), str(tmp_path / "b")), validation_fraction=0.25)
+    corpus = load_corpus(config, sequence_length=8)
+    assert corpus.train.tolist() == list(range(150))
+    assert corpus.validation.tolist() == list(range(150, 200))
+
+
+def test_validation_files_of_their_own_and_max_tokens(tmp_path: Path):
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    (tmp_path / "b").write_bytes(bytes(range(100, 130)))
+    config = DataConfig(
+        source="text", paths=(str(tmp_path / "a"),), validation_paths=(str(tmp_path / "b"),), max_tokens=60
+    )
+    corpus = load_corpus(config, sequence_length=8)
+    assert (corpus.train[:].tolist(), corpus.validation[:].tolist()) == (list(range(60)), list(range(100, 130)))
+
+
+@pytest.mark.parametrize("dtype, largest", [("uint16", 2**16 - 1), ("uint32", 2**31)])
+def test_token_files_stay_on_the_disk(tmp_path: Path, dtype: Any, largest: int):
+    tokens = np.array([5, largest] * 100, dtype=np.dtype(dtype).newbyteorder("<"))
+    tokens.tofile(tmp_path / "tokens.bin")
+    config = DataConfig(source="tokens", paths=(str(tmp_path / "tokens.bin"),), token_dtype=dtype)
+    corpus = load_corpus(config, sequence_length=8)
+    assert isinstance(corpus.train, FileTokens)
+    assert corpus.train[3:5].tolist() == [largest, 5]
+    read = validation_windows(corpus.train, count=1, sequence_length=8)
+    assert read.inputs.tolist() == [[5, largest] * 4]
+    assert read.inputs.dtype == torch.int64
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    path = tmp_path / "data.bin"
+    path.write_bytes(b"x" * 1000)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:  # whoever runs the tests may be allowed to read everything
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=rf"data file '{path}' cannot be read \({os.strerror(number)}\)"):
+        load_corpus(DataConfig(source="text", paths=(str(path),)), sequence_length=8)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path):
+    path = tmp_path / "tokens.bin"
+    np.arange(1000, dtype=np.uint16).tofile(path)
+    corpus = load_corpus(DataConfig(source="tokens", paths=(str(path),)), sequence_length=8)
+    assert sample_of(corpus.train).inputs.max() > 900
+    os.truncate(path, 1001)
+    with pytest.raises(DataError, match=rf"data file '{path}' has become shorter since the run began: 1001 bytes"):
+        sample_of(corpus.train)
+    with pytest.raises(DataError, match="has become shorter"):
+        validation_windows(corpus.validation, count=1, sequence_length=8)
+    assert corpus.train[:500].tolist() == list(range(500)), "what is there can be read"
+
+
+def sample_of(tokens: Any) -> Batch:
+    return sample_batch(
+        tokens,
+        seed=0,
+        step=0,
+        microbatch=0,
+        num_microbatches=1,
+        rank=0,
+        world_size=1,
+        global_batch_size=64,
+        sequence_length=8,
+    )
+
+
+def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "tokens.bin"
+    tokens = np.arange(5000, dtype=np.uint16)
+    tokens.tofile(path)
+    whole = FileTokens(path, tokens.dtype)
+    assert digest_of(whole) == digest_of(tokens) == digest_of(whole.part(0, 5000))
+    assert digest_of(whole.part(7, 4000)) == digest_of(tokens[7:4000]) != digest_of(tokens[8:4001])
+    tokens[4321] += 1
+    assert digest_of(tokens) != digest_of(whole)
+    monkeypatch.setattr(token_files, "_DIGEST_BLOCK", 64)
+    monkeypatch.setattr(token_files, "_DIGEST_BLOCKS", 16)
+    assert digest_of(whole.part(0, 4000)) == digest_of(tokens[:4000]), "a sample of what is large"
+    assert digest_of(tokens[:4000]) != digest_of(np.roll(tokens[:4000], 1))
+
+
+@pytest.mark.parametrize(
+    "content, settings, message",
+    [
+        (None, {}, r"'.*data\.bin' does not exist .*correct data\.paths"),
+        (b"", {}, r"'.*data\.bin' is empty"),
+        (
+            b"abc",
+            {"source": "tokens"},
+            r"'.*data\.bin' holds 3 bytes, not a whole number of uint16 tokens.*token_dtype",
+        ),
+        (b"x" * 8, {}, r"8 training tokens are too few for one sequence of 32 tokens.*lower train\.sequence_length"),
+        (b"x" * 100, {"validation_fraction": 0.1}, r"10 validation tokens are too few.*data\.validation_fraction"),
+    ],
+)
+def test_unusable_files(tmp_path: Path, content: bytes | None, settings: dict[str, Any], message: str):
+    path = tmp_path / "data.bin"
+    if content is not None:
+        path.write_bytes(content)
+    settings = {"source": "text", "validation_fraction": 0.01, **settings}
+    with pytest.raises(DataError, match=message):
+        load_corpus(DataConfig(paths=(str(path),), **settings), sequence_length=32)
+
+
+def test_a_folder_is_no_file(tmp_path: Path):
+    with pytest.raises(DataError, match="is a folder"):
+        load_corpus(DataConfig(source="text", paths=(str(tmp_path),)), sequence_length=8)
+
+
+def test_sequence_longer_than_the_standard_library():
+    with pytest.raises(DataError, match=re.escape("standard library source")):
+        load_corpus(DataConfig(), sequence_length=10**9)
+
+
+def test_no_standard_library_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(DataError, match=r'no Python source under .*set data\.source = "text"'):
+        load_corpus(DataConfig(), sequence_length=8)
+
+
+def test_targets_are_the_next_tokens():
+    inputs, targets = batch()
+    assert inputs.shape == targets.shape == (24, 10)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_same_seed_same_batch_other_step_other_batch():
+    assert torch.equal(batch(step=3).inputs, batch(step=3).inputs)
+    assert not torch.equal(batch(step=3).inputs, batch(step=4).inputs)
+    assert not torch.equal(batch(step=3).inputs, batch(step=3, seed=2).inputs)
+
+
+@given(
+    ranks=st.sampled_from([1, 2, 3, 4, 6]),
+    num_microbatches=st.sampled_from([1, 2, 4]),
+    step=st.integers(0, 10**6),
+    seed=st.integers(0, 2**63),
+)
+def test_ranks_together_read_what_one_process_reads(ranks: int, num_microbatches: int, step: int, seed: int):
+    """Microbatch by microbatch, and in the same order, so that means over ranks are means over the same rows."""
+    for microbatch in range(num_microbatches):
+        common = {"num_microbatches": num_microbatches, "global_batch_size": 24 * num_microbatches, "seed": seed}
+        alone = batch(step, microbatch, **common)
+        parts = [batch(step, microbatch, rank, world_size=ranks, **common) for rank in range(ranks)]
+        assert torch.equal(alone.inputs, torch.cat([part.inputs for part in parts]))
+        assert torch.equal(alone.targets, torch.cat([part.targets for part in parts]))
+
+
+def test_every_place_can_be_drawn():
+    starts = {int(row[0]) for step in range(300) for row in batch(step, sequence_length=990).inputs}
+    assert starts == set(range(10)), "1000 tokens hold 10 sequences of 990 and their targets"
+
+
+def test_validation_windows_are_spread_and_do_not_overlap():
+    inputs, targets = validation_windows(ALPHABET, count=4, sequence_length=10)
+    assert inputs[0, 0] == 0
+    assert targets[-1, -1] == 999
+    assert inputs.shape == (4, 10)
+    many = validation_windows(ALPHABET, count=10**6, sequence_length=10)
+    assert many.inputs.unique().numel() == many.inputs.numel() == 990
+
+
+# ---- The bigram model. ----
+
+
+def test_bigram_against_counting_by_hand():
+    tokens = np.array([0, 1, 0, 1, 2, 0, 1], dtype=np.uint8)
+    model = fit_bigram(tokens, 3)
+    after_0 = np.exp(model.log_prob[0])
+    assert np.allclose(after_0, [1 / 6, 4 / 6, 1 / 6])  # 0 is followed by 1 three times; one added to each
+    assert np.allclose(np.exp(model.log_prob).sum(axis=1), 1.0)
+    scored = Batch(torch.tensor([[0, 1]]), torch.tensor([[1, 0]]))
+    assert model.loss(scored) == pytest.approx(-(np.log(4 / 6) + np.log(2 / 5)) / 2)
+
+
+def test_bigram_counts_across_chunks(monkeypatch: pytest.MonkeyPatch):
+    tokens = np.random.default_rng(0).integers(0, 7, size=1001).astype(np.uint16)
+    whole = fit_bigram(tokens, 7).log_prob
+    monkeypatch.setattr("maingrad.launch.data.bigram._CHUNK", 64)
+    assert np.array_equal(whole, fit_bigram(tokens, 7).log_prob)
+
+
+def test_bigram_on_the_standard_library_is_the_known_yardstick():
+    corpus = load_corpus(DataConfig(), sequence_length=128)
+    windows = validation_windows(corpus.validation, count=256, sequence_length=128)
+    assert 2.1 < fit_bigram(corpus.train, 256).loss(windows) < 2.7
+
+
+@pytest.mark.parametrize(
+    "vocab_size, message", [(5, "token 5 is outside the vocabulary"), (MAX_VOCAB_SIZE + 1, "too large")]
+)
+def test_bigram_refuses(vocab_size: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        fit_bigram(np.array([0, 5], dtype=np.uint16), vocab_size)

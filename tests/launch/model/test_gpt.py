@@ -1,0 +1,176 @@
+"""The GPT: its parts against plain references, its initial weights, its dtypes."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.launch.config.run import ModelConfig
+from maingrad.launch.model.gpt import GPT, Attention, RMSNorm, build_model, rotary_tables, rotate
+from maingrad.te_integration import Linear
+
+SHAPE: dict[str, Any] = {
+    "dim": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_dim": 48,
+    "context_length": 16,
+}
+
+
+def config(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{**SHAPE, **changes})
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_shapes_and_loss():
+    model = build_model(config(), seed=0)
+    x, y = tokens(3, 10), tokens(3, 10).flip(0)
+    logits = model(x)
+    assert logits.shape == (3, 10, 256)
+    assert torch.allclose(model(x, y), F.cross_entropy(logits.flatten(0, 1), y.flatten()))
+    assert model(x, y).item() == pytest.approx(math.log(256), abs=0.1), "an untrained model knows nothing"
+
+
+def test_too_long_a_sequence():
+    with pytest.raises(ValueError, match=r"17 tokens is longer than model\.context_length = 16"):
+        build_model(config(), seed=0)(tokens(1, 17))
+
+
+def test_rms_norm_against_its_definition():
+    norm = RMSNorm(8, device=None, dtype=torch.float32)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(4, 8)
+    assert torch.allclose(norm(x), F.rms_norm(x, (8,), norm.weight, norm.eps))
+
+
+def test_rotary_against_complex_numbers():
+    cos, sin = rotary_tables(12, 8, base=100.0)
+    x = torch.randn(2, 3, 12, 8)
+    pairs = torch.complex(x[..., :4], x[..., 4:])
+    angle = torch.arange(12)[:, None] * 100.0 ** (-torch.arange(4) / 4)
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    assert torch.allclose(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), dim=-1), atol=1e-5)
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    cos, sin = rotary_tables(16, 8, base=100.0)
+    q, k = torch.randn(8), torch.randn(8)
+    turned_q, turned_k = (rotate(v.expand(1, 1, 16, 8), cos, sin)[0, 0] for v in (q, k))
+    scores = turned_q @ turned_k.T
+    for distance in range(16):
+        assert torch.allclose(scores.diagonal(-distance), scores[distance, 0], atol=1e-4)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_grouped_query_attention_against_plain_softmax(num_kv_heads: int):
+    attention = Attention(config(num_kv_heads=num_kv_heads, fuse_wgrad_accumulation=False), None).double()
+    cos, sin = (table.double() for table in rotary_tables(10, 8, base=10_000.0))
+    x = torch.randn(2, 10, 32, dtype=torch.float64)
+    q, k, v = attention.qkv(x).split([32, 8 * num_kv_heads, 8 * num_kv_heads], dim=-1)
+    heads = []
+    for head in range(4):
+        mine = head // (4 // num_kv_heads)  # query heads share a key head in consecutive groups
+        q_h, k_h, v_h = (part[..., 8 * i : 8 * i + 8] for part, i in ((q, head), (k, mine), (v, mine)))
+        q_h, k_h = (rotate(part[:, None], cos, sin)[:, 0].double() for part in (q_h, k_h))
+        scores = (q_h @ k_h.mT / math.sqrt(8)).masked_fill(torch.ones(10, 10).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v_h)
+    expected = attention.out(torch.cat(heads, dim=-1))
+    assert torch.allclose(attention(x, cos, sin), expected, atol=1e-5)
+
+
+def test_no_position_sees_a_later_one():
+    model = build_model(config(), seed=0)
+    x = tokens(1, 12)
+    changed = x.clone()
+    changed[0, 7:] = (changed[0, 7:] + 1) % 256
+    same, other = model(x)[0], model(changed)[0]
+    assert torch.allclose(same[:7], other[:7], atol=1e-6)
+    assert not torch.allclose(same[7:], other[7:], atol=1e-3)
+
+
+def test_dropout_acts_in_training_only_and_follows_the_seed():
+    model = build_model(config(dropout=0.3), seed=0)
+    x = tokens(2, 8)
+    torch.manual_seed(5)
+    first, second = model(x), model(x)
+    torch.manual_seed(5)
+    assert torch.equal(first, model(x))
+    assert not torch.equal(first, second)
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def test_initial_weights_follow_gpt2():
+    model = build_model(config(dim=128, ffn_dim=256, num_layers=8, init_std=0.05), seed=0)
+    block = model.blocks[3]
+    for weight, std in (
+        (model.embedding.weight, 0.05),
+        (model.head.weight, 0.05),
+        (block.attention.qkv.weight, 0.05),
+        (block.ffn.gate_up.weight, 0.05),
+        (block.attention.out.weight, 0.05 / 4),
+        (block.ffn.down.weight, 0.05 / 4),
+    ):
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    assert torch.equal(block.ffn_norm.weight, torch.ones(128))
+
+
+def test_weights_depend_on_the_seed_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = build_model(config(), seed=3)
+    assert torch.equal(before, torch.get_rng_state()), "building a model must not move the dropout stream"
+    torch.manual_seed(2)
+    second, other = build_model(config(), seed=3), build_model(config(), seed=4)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(first.embedding.weight, other.embedding.weight)
+
+
+def test_bf16_starts_from_the_rounded_fp32_weights():
+    half, full = build_model(config(param_dtype="bfloat16"), seed=0), build_model(config(), seed=0)
+    for a, b in zip(half.parameters(), full.parameters(), strict=True):
+        assert a.dtype == torch.bfloat16
+        assert torch.equal(a, b.bfloat16())
+    assert half.rotary_cos.dtype == torch.float32
+    assert half(tokens(1, 4)).dtype == torch.bfloat16
+    assert half(tokens(1, 4), tokens(1, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_head_is_one_parameter_that_trains(tied: bool):
+    model = build_model(config(tie_embeddings=tied), seed=0)
+    assert (model.head.weight is model.embedding.weight) is tied
+    wrapped = DistributedDataParallel(model)
+    reference = build_model(config(tie_embeddings=tied, fuse_wgrad_accumulation=False), seed=0)
+    x, y = tokens(2, 8), tokens(2, 8).flip(0)
+    wrapped(x, y).backward()
+    reference(x, y).backward()
+    wrapped.finish_grad_sync()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert {record.name for record in wrapped.records} == set(expected)
+    for record in wrapped.records:
+        assert torch.allclose(record.view, expected[record.name], atol=1e-6), record.name
+
+
+def test_every_matrix_but_the_embedding_is_fused():
+    model = build_model(config(), seed=0)
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() == 2}
+    fused = {
+        f"{name}.weight" for name, m in model.named_modules() if isinstance(m, Linear) and m.fuse_wgrad_accumulation
+    }
+    assert fused == matrices - {"embedding.weight"}
+    assert len(fused) == 4 * 2 + 1
+
+
+def test_meta_device_allocates_nothing():
+    model = GPT(config(), torch.device("meta"))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))

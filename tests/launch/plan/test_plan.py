@@ -1,0 +1,229 @@
+"""``maingrad plan``: the same numbers as the wrapper's own, without a process group and without memory."""
+
+import dataclasses
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from tiny_run import tiny_config
+
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp.plan.layout import ParamSpec, plan_gradients
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.model.gpt import build_model
+from maingrad.launch.plan.plan import plan_run
+from maingrad.launch.plan.rank_bytes import bucket_traffic, rank_bytes
+from maingrad.launch.plan.tables import format_bytes, plan_tables
+
+
+def printed(config_folder: Path, ranks: int, **sections: Any) -> str:
+    console = Console(width=120, record=True, file=StringIO())
+    plan = plan_run(tiny_config(config_folder, train={"global_batch_size": 2 * ranks}, **sections), ranks)
+    for table in plan_tables(plan):
+        console.print(table)
+    return console.export_text()
+
+
+class Allocated(NamedTuple):
+    """What one rank holds after a step, counted from its tensors."""
+
+    fingerprint: str
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+    gathered: list[str]
+    """Buckets in the order of their gathers."""
+    sent: list[tuple[str, str, int]]
+    """Bucket, collective and bytes of each reduction."""
+
+
+def allocate(config: Config) -> Allocated:
+    model = DistributedDataParallel(build_model(config.model, seed=0), config.wrapper_config)
+    optimizer = DistributedOptimizer(model)
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with model.record_timeline() as timeline:
+        model(tokens, tokens).backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        optimizer.finish_param_sync()
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    masters = [m for m in optimizer.state_dict()["masters"] if m.untyped_storage().data_ptr() not in storages]
+    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    return Allocated(
+        model.plan.fingerprint,
+        sum(storages.values()),
+        sum(bucket.grad_data.nbytes for bucket in model.buckets),
+        sum(master.nbytes for master in masters),
+        sum(moment.nbytes for moment in moments),
+        [span.bucket for span in timeline.gathers],
+        [(span.bucket, span.collective, span.nbytes) for span in timeline.buckets],
+    )
+
+
+CASES = [
+    pytest.param("ddp", {}, 3, id="ddp"),
+    pytest.param("zero1", {}, 3, id="zero1"),
+    pytest.param("hybrid", {}, 4, id="hybrid"),
+    pytest.param(
+        "hybrid", {"num_distributed_optimizer_instances": 3}, 6, id="hybrid, 3 instances", marks=pytest.mark.slow
+    ),
+    pytest.param("zero1", {"grad_reduce_wire_dtype": "bfloat16"}, 2, id="bf16 wire"),
+    pytest.param("zero1", {"keep_params_whole": True}, 2, id="whole parameters"),
+    pytest.param("zero1", {"num_buckets": 2, "bucket_size": None, "grad_reduce_in_fp32": False}, 2, id="two buckets"),
+]
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parallel, ddp, ranks", CASES)
+@pytest.mark.sampled(3)
+def test_plan_is_what_training_allocates(
+    tmp_path: Path, param_dtype: str, parallel: str, ddp: dict[str, Any], ranks: int
+):
+    config = tiny_config(tmp_path, parallel=parallel, model={"param_dtype": param_dtype}, ddp=ddp)
+    plan = plan_run(config, ranks)
+    held = simulate(allocate, ranks, config)
+    assert {rank.fingerprint for rank in held} == {plan.gradients.fingerprint}
+    assert {rank.parameters for rank in held} == {plan.rank_bytes.parameters}
+    assert {rank.gradients for rank in held} == {plan.rank_bytes.gradients}
+    # Under fp32 parameters the master is the parameter itself.
+    assert {rank.masters for rank in held} == {plan.rank_bytes.masters}
+    assert (plan.rank_bytes.masters > 0) is (param_dtype == "bfloat16")
+    assert max(rank.moments for rank in held) == plan.rank_bytes.moments
+    # What is sent, in its order.
+    assert [int(name.split()[1]) for name in held[0].gathered] == [bucket.index for bucket in plan.gather_order]
+    collective = {"ddp": "all_reduce"}.get(
+        parallel, "all_to_all" if "grad_reduce_wire_dtype" in ddp else "reduce_scatter"
+    )
+    assert [name for _, name, _ in held[0].sent] == [collective] * len(plan.gradients.buckets)
+    for bucket, (_, _, nbytes) in zip(plan.gradients.buckets, held[0].sent, strict=True):
+        inside = plan.traffic(bucket).reduce_inside
+        assert inside == (2 if parallel == "ddp" else 1) * nbytes * (plan.inner_size - 1) // plan.inner_size
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "hybrid"])
+@pytest.mark.sampled(2)
+def test_every_kind_of_parallelism_is_planned_beside_the_chosen_one(tmp_path: Path, parallel: str):
+    config = tiny_config(tmp_path, parallel=parallel)
+    others = {name: plan_run(tiny_config(tmp_path, parallel=name), 4).rank_bytes for name in ("ddp", "zero1", "hybrid")}
+    found = plan_run(config, 4).alternatives
+    assert {name: found[name] for name in others} == others
+    assert others["ddp"].moments > others["hybrid"].moments > others["zero1"].moments
+    odd = dataclasses.replace(config, parallel="zero1")
+    assert set(plan_run(odd, 3).alternatives) == {"ddp", "zero1", "fsdp"}, "three ranks are no two instances"
+
+
+def test_bytes_on_the_wire():
+    """Worked out by hand: 1,024 elements of bf16 under fp32 gradients, two instances of four ranks."""
+    spec = ParamSpec(name="w", shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32)
+    (bucket,) = plan_gradients([spec], shard_degree=4).buckets
+    dtypes = {"param_dtype": torch.bfloat16, "grad_dtype": torch.float32}
+    hybrid = bucket_traffic(bucket, inner_size=4, outer_size=2, scatters=True, **dtypes)
+    # Scattered: 3/4 of 4,096 bytes. All-reduced between two: a shard of 1,024. Gathered: 3/4 of 2,048.
+    assert hybrid == (3072, 1024, 1536, 0)
+    wire = bucket_traffic(bucket, inner_size=4, outer_size=2, scatters=True, wire_dtype=torch.bfloat16, **dtypes)
+    assert wire == (1536, 1024, 1536, 2 * 2048)
+    assert bucket_traffic(bucket, inner_size=8, scatters=False, **dtypes) == (2 * 4096 * 7 // 8, 0, 0, 0)
+    assert bucket_traffic(bucket, inner_size=1, scatters=True, **dtypes).total == 0
+
+
+def test_expert_buffers_have_a_degree_of_their_own():
+    specs = [
+        ParamSpec(name=name, shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32, group=group)
+        for name, group in (("dense", "dense"), ("expert", "expert"))
+    ]
+    held = rank_bytes(plan_gradients(specs, shard_degree={"dense": 8, "expert": 2}))
+    assert held == (2 * 2048, 2 * 4096, 4 * (128 + 512), 8 * (128 + 512))
+
+
+def test_tables_of_every_form(tmp_path: Path):
+    form = {"grad_reduce_wire_dtype": "bfloat16", "num_distributed_optimizer_instances": 2}
+    hybrid = printed(tmp_path, 8, parallel="hybrid", ddp=form)
+    assert 'parallel = "hybrid" on 8 ranks' in hybrid
+    assert "over the 4 ranks of an instance" in hybrid
+    assert "all-to-all in bfloat16 over 4 ranks, all-reduce over 2 instances" in hybrid
+    assert "parameters are gathered, under the next forward" in hybrid
+    assert "scratch in flight" in hybrid
+    assert all(words in hybrid for words in ("hybrid,", "2 instances", "(this run)"))
+    whole = printed(tmp_path, 8, parallel="ddp")
+    assert "all-reduce over 8 ranks" in whole
+    assert "gathered" not in whole
+    assert "sharded" not in whole
+    late = printed(tmp_path, 8, ddp={"overlap_param_gather": False})
+    assert "parameters are gathered, in the optimizer's step" in late
+
+
+def test_a_thousand_ranks_without_a_process_group(tmp_path: Path):
+    text = printed(tmp_path, 1024)
+    assert not dist.is_initialized()
+    assert "reduce-scatter over 1024 ranks" in text
+    assert "bytes on each of 1024 ranks" in text
+    assert "│ head.weight" in text
+    for row in ("parameters", "gradients", "optimizer: masters", "optimizer: moments", "total"):
+        assert row in text
+
+
+def test_every_bucket_has_a_row_and_sums_are_right(tmp_path: Path):
+    config = tiny_config(tmp_path)
+    plan = plan_run(config, 2)
+    rows = [line.split("│") for line in printed(tmp_path, 2).splitlines() if line.startswith("│")]
+    buckets = [row for row in rows if row[1].strip().isdigit() and len(row) == 8]
+    assert [int(row[1]) for row in buckets] == list(range(len(plan.gradients.buckets)))
+    elements = [int(row[3].replace(",", "")) for row in buckets]
+    padding = [int(row[4].replace(",", "")) for row in buckets]
+    assert sum(elements) - sum(padding) == plan.num_parameters
+    assert plan.num_parameters == sum(p.numel() for p in build_model(config.model, seed=0).parameters())
+
+
+def test_tied_weights_are_counted_once(tmp_path: Path):
+    untied, tied = (plan_run(tiny_config(tmp_path, model={"tie_embeddings": tie}), 2) for tie in (False, True))
+    assert untied.num_parameters - tied.num_parameters == 256 * 32
+
+
+def test_experts_have_a_table_of_their_own(tmp_path: Path):
+    model = {"num_experts": 8, "top_k": 2, "expert_ffn_dim": 16, "shared_expert_ffn_dim": 24, "moe_layer_freq": 2}
+    config = tiny_config(tmp_path, model=model | {"param_dtype": "bfloat16"})
+    console = Console(width=120, record=True, file=StringIO())
+    for table in plan_tables(plan_run(config, 2)):
+        console.print(table)
+    text = console.export_text()
+    rows = {
+        row[1].strip(): [cell.strip() for cell in row[2:4]] for row in map(cells, text.splitlines()) if len(row) == 5
+    }
+    expert = 3 * 32 * 16
+    assert "8 experts in 1 of 2 blocks, 2 for each token" in text
+    assert rows["experts, 16 wide"] == [f"{8 * expert:,}", f"{2 * expert:,}"]
+    assert rows["shared expert, 24 wide"] == [f"{3 * 32 * 24:,}"] * 2
+    assert rows["routers, float32"] == [f"{8 * 32:,}"] * 2
+    assert int(rows["total"][0].replace(",", "")) == plan_run(config, 2).num_parameters
+    assert "bfloat16, float32" in text, "parameters of both dtypes"
+
+
+def cells(line: str) -> list[str]:
+    return line.split("│")
+
+
+def test_large_models_cost_nothing_to_plan(tmp_path: Path):
+    size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
+    config = tiny_config(tmp_path, model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048})
+    plan = plan_run(config, 1024)
+    assert 69e9 < plan.num_parameters < 72e9
+    assert plan.rank_bytes.moments < 1024**3 < plan.rank_bytes.gradients
+    assert not torch.cuda.is_initialized()
+
+
+def test_batch_that_does_not_divide(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"num_microbatches \* ranks = 2 \* 7 = 14"):
+        plan_run(tiny_config(tmp_path), 7)
+
+
+@pytest.mark.parametrize(
+    "count, text", [(512, "512 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (5 * 2**40, "5.0 TiB")]
+)
+def test_format_bytes(count: int, text: str):
+    assert format_bytes(count) == text

@@ -1,0 +1,275 @@
+"""``maingrad plan`` of fully sharded runs: the same numbers as the units' own, without a process group and memory."""
+
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from tiny_run import tiny_config
+
+from maingrad.ddp.plan.layout import BucketLayout
+from maingrad.fsdp.module import root_of
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config
+from maingrad.launch.model.gpt import build_model
+from maingrad.launch.plan.plan import plan_run, plan_units
+from maingrad.launch.plan.tables import plan_tables
+from maingrad.launch.training.wrapping import Wrapped, wrap
+from maingrad.te_integration.wgrad_queue import drain_modules
+
+
+class Held(NamedTuple):
+    """What one rank holds after two steps, counted from its tensors, and what the second step sent."""
+
+    layouts: list[tuple[str, list[BucketLayout]]]
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+    peak_params: int
+    peak_grads: int
+    gathers: Counter[str]
+    reductions: Counter[str]
+
+
+def train_two_steps(config: Config) -> Held:
+    wrapped = wrap(build_model(config.model, seed=0), config, torch.device("cpu"))
+    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        with wrapped.record_timeline() as timeline:
+            for _ in range(config.train.num_microbatches - 1):
+                with wrapped.no_sync():
+                    _forward_and_backward(wrapped, tokens)
+            _forward_and_backward(wrapped, tokens)
+        wrapped.finish_grad_sync()
+        wrapped.step()
+        wrapped.clear_grads()
+    root = root_of(wrapped.model)
+    instances = [bucket._instance for bucket in root.buckets if bucket._instance is not None]
+    return Held(
+        [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in root.units],
+        root.gathers.meter.held_nbytes + sum(instance.nbytes for instance in instances),
+        root.grads.meter.held_nbytes + sum(bucket.grad_shard.nbytes for bucket in root.buckets),
+        sum(bucket.shard.nbytes for bucket in root.buckets),
+        sum(v.nbytes for state in wrapped.optimizer.state.values() for key, v in state.items() if key != "step"),
+        root.gathers.meter.peak_nbytes,
+        root.grads.meter.peak_nbytes,
+        Counter(span.bucket for span in timeline.gathers),
+        Counter(span.bucket.partition("(")[2].rstrip(")") for span in timeline.buckets),
+    )
+
+
+def _forward_and_backward(wrapped: Wrapped, tokens: torch.Tensor) -> None:
+    wrapped.model(tokens, tokens).backward()
+    drain_modules(wrapped.model)
+
+
+CASES = [
+    ("fsdp", {}, {"num_layers": 4}, 3),
+    ("fsdp", {"placements": "zero2"}, {"delay_wgrad_layers": 1}, 2),
+    ("hsdp", {"placements": "hsdp_zero1"}, {"param_dtype": "float32"}, 4),
+    ("fsdp", {"shard_atoms": "row"}, {}, 2),
+    ("fsdp", {"reduce_every_microbatch": False, "bucket_size": 4000}, {"num_layers": 4}, 2),
+    pytest.param("fsdp", {"placements": "zero1", "bucket_size": 4000}, {}, 2, marks=pytest.mark.slow),
+    pytest.param("hsdp", {"reduce_every_microbatch": False}, {"delay_wgrad_layers": 1}, 4, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"reshard_after_forward": False}, {"tie_embeddings": True}, 2, marks=pytest.mark.slow),
+    pytest.param("hsdp", {}, {"num_layers": 3}, 6, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"grad_dtype": "bfloat16"}, {"num_layers": 1}, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("parallel, fsdp, model, ranks", CASES)
+@pytest.mark.sampled(1)
+def test_plan_is_what_training_holds_and_sends(
+    tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict[str, Any], ranks: int
+):
+    config = tiny_config(tmp_path, parallel=parallel, fsdp=fsdp, model={"param_dtype": "bfloat16"} | model)
+    plan = plan_units(config, ranks)
+    held = simulate(train_two_steps, ranks, config)
+    assert held[0].layouts == [(unit.name, [bucket.layout for bucket in unit.buckets]) for unit in plan.units]
+    assert {rank.parameters for rank in held} == {plan.rank_bytes.parameters}
+    assert {rank.gradients for rank in held} == {plan.rank_bytes.gradients}
+    assert {rank.masters for rank in held} == {plan.rank_bytes.masters}
+    assert max(rank.moments for rank in held) == plan.rank_bytes.moments
+    assert max(rank.peak_params for rank in held) <= plan.peak_params
+    assert {rank.peak_grads for rank in held} == {plan.peak_grads}
+    gathers = Counter(held[0].gathers.values())
+    assert gathers == Counter(u.gathers_in_forward + u.gathers_in_backward for u in plan.units for _ in u.buckets)
+    assert Counter(held[0].reductions.values()) == Counter(count for unit in plan.units for count in unit.reductions)
+
+
+@pytest.mark.parametrize(
+    "parallel, placements, whole, grads, shards",
+    [
+        ("fsdp", "zero1", 2.0, 4 + 4 / 8, 1 / 8),
+        ("fsdp", "zero2", 2.0, 4 / 8, 1 / 8),
+        ("fsdp", "zero3", 0.0, 4 / 8, 1 / 8),
+        ("hsdp", "zero3", 0.0, 8 / 4, 1 / 4),
+        ("hsdp", "hsdp_zero1", 2 / 4, 4 / 4 + 4 / 8, 1 / 8),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_the_formulas_of_the_docs(
+    tmp_path: Path, parallel: str, placements: str, whole: float, grads: float, shards: float
+):
+    """docs/fsdp.md: bytes at rest as multiples of N on 8 ranks, two instances of 4 where there are several."""
+    model = {"param_dtype": "bfloat16", "dim": 128, "num_kv_heads": 4, "ffn_dim": 128, "num_layers": 3}
+    config = tiny_config(
+        tmp_path, parallel=parallel, model=model, fsdp={"placements": placements}, train={"global_batch_size": 32}
+    )
+    plan = plan_units(config, 8)
+    num_elements = plan.parameters.total
+    assert sum(bucket.layout.numel for bucket in plan.buckets) == num_elements, "nothing is padded here"
+    held = plan.rank_bytes
+    assert held == (whole * num_elements, grads * num_elements, 4 * shards * num_elements, 8 * shards * num_elements)
+    total = {"zero1": 6 + 16 / 8, "zero2": 2 + 16 / 8, "zero3": 16 / 8, "hsdp_zero1": 6 / 4 + 16 / 8}
+    assert held.total == num_elements * (20 / 4 if (parallel, placements) == ("hsdp", "zero3") else total[placements])
+
+
+def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
+    """What is planned is not merely enough."""
+    config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})
+    plan, held = plan_units(config, 2), simulate(train_two_steps, 2, config)[0]
+    outermost, block = plan.units[:2]
+    assert held.peak_params == plan.peak_params
+    assert held.peak_grads == plan.peak_grads
+    assert plan.peak_params == outermost.param_nbytes + 2 * block.param_nbytes
+    assert plan.peak_grads == outermost.grad_nbytes + 2 * block.grad_nbytes
+
+
+HELD = {"reduce_every_microbatch": False}
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16", "num_layers": 4}
+
+
+@pytest.mark.parametrize(
+    "fsdp, model, num_microbatches",
+    [
+        ({"bucket_size": 4000}, {"num_layers": 4}, 2),
+        ({"bucket_size": 1}, {"num_layers": 3, "ffn_dim": 200}, 3),
+        ({"bucket_size": 2000, "placements": "zero2"}, {"num_layers": 3, "delay_wgrad_layers": 1}, 4),
+        (HELD | {"bucket_size": 2000}, {"num_layers": 4, "vocab_size": 2000}, 1),
+        (HELD | {"bucket_size": 2000}, {"num_layers": 4}, 2),
+        ({"bucket_size": 2000}, {"num_layers": 3, "tie_embeddings": True, "vocab_size": 2000}, 2),
+        ({"bucket_size": 8000}, EXPERTS | {"shared_expert_ffn_dim": 24}, 2),
+        pytest.param({"bucket_size": 500}, {"num_layers": 5, "vocab_size": 2000}, 4, marks=pytest.mark.slow),
+        pytest.param({"bucket_size": 1000}, {"num_layers": 3, "delay_wgrad_layers": 3}, 2, marks=pytest.mark.slow),
+        pytest.param({"bucket_size": 4000}, EXPERTS | {"moe_layer_freq": 2}, 3, marks=pytest.mark.slow),
+        pytest.param({}, EXPERTS | {"router_dtype": "bfloat16"}, 2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.sampled(1)
+def test_the_peak_of_gradients_is_what_a_run_s_meter_shows(
+    tmp_path: Path, fsdp: dict[str, Any], model: dict[str, Any], num_microbatches: int
+):
+    train = {"num_microbatches": num_microbatches}
+    config = tiny_config(tmp_path, parallel="fsdp", fsdp=fsdp, model={"param_dtype": "bfloat16"} | model, train=train)
+    plan = plan_units(config, 1)
+    held = simulate(train_two_steps, 1, config)[0]
+    assert held.peak_grads == plan.peak_grads
+    assert held.peak_params <= plan.peak_params
+    whole = sum(unit.grad_nbytes for unit in plan.units)
+    keeps = config.fsdp.holds_grads or config.model.delay_wgrad_layers == config.model.num_layers
+    assert (plan.peak_grads == whole) is (keeps and num_microbatches > 1)
+
+
+@pytest.mark.parametrize(
+    "bucket_size, single_grouped_weight",
+    [(500, True), pytest.param(2000, True, marks=pytest.mark.slow), pytest.param(500, False, marks=pytest.mark.slow)],
+)
+def test_weights_of_one_module_in_several_buckets_are_bounded(
+    tmp_path: Path, bucket_size: int, single_grouped_weight: bool
+):
+    """The order in which a module writes them is its own affair. Blocks with experts and others in turn."""
+    model = EXPERTS | {"moe_layer_freq": 2, "single_grouped_weight": single_grouped_weight}
+    config = tiny_config(tmp_path, parallel="fsdp", fsdp={"bucket_size": bucket_size}, model=model)
+    plan, held = plan_units(config, 1), simulate(train_two_steps, 1, config)[0]
+    assert held.peak_params <= plan.peak_params
+    assert held.peak_grads <= plan.peak_grads <= 1.1 * held.peak_grads
+
+
+def test_large_models_cost_nothing_to_plan(tmp_path: Path):
+    """70 billion parameters on 1,024 ranks."""
+    size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
+    config = tiny_config(
+        tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048}
+    )
+    plan = plan_units(config, 1024)
+    assert 69e9 < plan.parameters.total < 72e9
+    assert sum(bucket.layout.padding for bucket in plan.buckets) < 0.001 * plan.parameters.total
+    assert plan.rank_bytes.total == pytest.approx(16 * plan.parameters.total / 1024, rel=1e-3)
+    assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes
+
+
+def test_buckets_halve_what_is_reduced_beside_a_unit(tmp_path: Path):
+    """An 8B model: its blocks have six buckets each; the embedding's own is written after the last block."""
+    size = {"dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336, "vocab_size": 128256}
+    config = tiny_config(tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"})
+    plan = plan_units(config, 4)
+    outermost, block = plan.units[:2]
+    head, embedding = (bucket.grad_nbytes for bucket in outermost.buckets)
+    assert len(block.buckets) > 2
+    assert head + block.grad_nbytes < plan.peak_grads <= head + embedding + 1.5 * block.grad_nbytes
+    one = plan_units(tiny_config(tmp_path, parallel="fsdp", model=size, fsdp={"bucket_size": 10**9}), 4)
+    assert len(one.units[1].buckets) == 1
+    assert one.peak_grads == head + embedding + 2 * block.grad_nbytes
+
+
+def test_a_router_of_another_dtype_is_a_unit_of_its_own(tmp_path: Path):
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "param_dtype": "bfloat16"}
+    plan = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts), 2)
+    names = ["blocks.0", "blocks.0.ffn.router", "blocks.1", "blocks.1.ffn.router"]
+    assert [unit.name for unit in plan.units] == ["", *names]
+    dtypes = {bucket.layout.slots[0].spec.param_dtype for bucket in plan.buckets}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    held = simulate(train_two_steps, 2, tiny_config(tmp_path, parallel="fsdp", model=experts | {"num_layers": 4}))[0]
+    four = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts | {"num_layers": 4}), 2)
+    assert (held.gradients, held.masters) == (four.rank_bytes.gradients, four.rank_bytes.masters)
+    assert held.peak_params <= four.peak_params
+    assert held.peak_grads <= four.peak_grads
+    same = plan_units(tiny_config(tmp_path, parallel="fsdp", model=experts | {"router_dtype": "bfloat16"}), 2)
+    assert [unit.name for unit in same.units] == ["", "blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_all_kinds_stand_beside_each_other(tmp_path: Path, parallel: str):
+    config = tiny_config(tmp_path, parallel=parallel)
+    plan = plan_units(config, 4) if parallel == "fsdp" else plan_run(config, 4)
+    assert list(plan.alternatives) == ["ddp", "zero1", "hybrid", "fsdp", "hsdp"]
+    for other in ("fsdp", "hsdp"):
+        assert plan.alternatives[other] == plan_units(tiny_config(tmp_path, parallel=other), 4).rank_bytes
+    assert plan.alternatives["fsdp"].total < plan.alternatives["hsdp"].total < plan.alternatives["zero1"].total
+    odd = tiny_config(tmp_path, parallel=parallel, train={"global_batch_size": 18})
+    plan = plan_units(odd, 3) if parallel == "fsdp" else plan_run(odd, 3)
+    assert list(plan.alternatives) == ["ddp", "zero1", "fsdp"], "three ranks are no two instances"
+
+
+def test_what_is_printed(tmp_path: Path):
+    console = Console(width=120, record=True, file=StringIO())
+    across = {"placements": "hsdp_zero1"}
+    plan = plan_units(tiny_config(tmp_path, parallel="hsdp", fsdp=across, train={"global_batch_size": 2048}), 1024)
+    for table in plan_tables(plan):
+        console.print(table)
+    text = console.export_text()
+    assert 'parallel = "hsdp" on 1024 ranks' in text
+    assert "3 units in the order of a forward, 3 buckets" in text
+    assert "(the model)" in text
+    assert "blocks.1" in text
+    assert "reduce-scatter" in text
+    assert "over 2 instances" in text
+    assert "(this run)" in text
+    assert "gathered, at most" in text
+    assert "host" not in text
+    assert "for each bucket" not in text
+    held = {"bucket_size": 4000, "reduce_every_microbatch": False}
+    titles = [
+        str(table.title) for table in plan_tables(plan_units(tiny_config(tmp_path, parallel="fsdp", fsdp=held), 2))
+    ]
+    assert "3 units in the order of a forward, 6 buckets" in titles
+    assert "bytes that each rank sends in a step of 2 microbatch(es); collectives are counted for each bucket" in titles
+    offloaded = tiny_config(tmp_path, parallel="fsdp", fsdp={"offload_to_cpu": True})
+    titles = [str(table.title) for table in plan_tables(plan_units(offloaded, 2))]
+    assert titles[-1].endswith("masters, moments and a copy of gradient shards are in host memory")

@@ -1,0 +1,185 @@
+"""What goes wrong on simulated ranks is reported at once: mismatches, deadlocks, exceptions."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from maingrad.launch import simulate
+from maingrad.launch.simulation.simulate import CollectiveMismatchError, SimulatedDeadlockError, SimulatedRankError
+
+lowest_first: Callable[[tuple[int, ...]], int] = min
+
+
+@pytest.mark.parametrize("case", ["op", "shape", "dtype", "reduce op", "root"])
+def test_mismatched_collectives_name_both(case: str):
+    def fn() -> None:
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        if dist.get_rank() == 1:
+            {
+                "op": dist.barrier,
+                "shape": lambda: dist.all_reduce(x[:3]),
+                "dtype": lambda: dist.all_reduce(x.double()),
+                "reduce op": lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX),
+                "root": lambda: dist.broadcast(x, 1),
+            }[case]()
+        elif case == "root":
+            dist.broadcast(x, 0)
+        else:
+            dist.all_reduce(x)
+
+    odd = {
+        "op": "barrier",
+        "shape": r"all_reduce SUM float32\[3\]",
+        "dtype": r"all_reduce SUM float64\[4\]",
+        "reduce op": r"all_reduce MAX float32\[4\]",
+        "root": r"broadcast from rank 1 float32\[4\]",
+    }[case]
+    usual = r"broadcast from rank 0 float32\[4\]" if case == "root" else r"all_reduce SUM float32\[4\]"
+    message = rf"sequence 1 of group 'default' \(ranks 0, 1\): rank 0 launched {usual}, but rank 1 launched {odd}"
+    with pytest.raises(SimulatedRankError, match=message) as caught:
+        simulate(fn, 2, order=lowest_first)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, CollectiveMismatchError)
+
+
+def test_a_caught_mismatch_still_ends_the_simulation():
+    def fn() -> None:
+        with contextlib.suppress(RuntimeError):
+            dist.all_reduce(torch.ones(2 + dist.get_rank()))
+
+    with pytest.raises(SimulatedRankError, match=r"rank 0 launched .*\[2\], but rank 1 launched .*\[3\]"):
+        simulate(fn, 2, order=lowest_first)
+
+
+def test_mismatched_transfers_and_splits():
+    def transfer() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.ones(2), 0)
+
+    with pytest.raises(
+        SimulatedRankError, match=r"rank 0 launched send to rank 1.*\[3\], but rank 1 .*recv from rank 0"
+    ):
+        simulate(transfer, 2)
+
+    def splits() -> None:
+        dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 3], [1, 3])
+
+    with pytest.raises(
+        SimulatedRankError, match=r"all_to_all_single float32, sequence 0 .*: a tensor of 1 elem"
+    ) as caught:
+        simulate(splits, 2)
+    assert "rank 1 brought float32[1], float32[3] for float32[1], float32[3]" in str(caught.value)
+    with pytest.raises(SimulatedRankError, match=r"a torch.float32 tensor arrives where torch.float64 is expected"):
+        simulate(lambda: dist.group.WORLD.reduce_scatter([torch.ones(2).double()], [[torch.ones(2)] * 2]), 2)
+    with pytest.raises(SimulatedRankError, match=r"shape \(5,\) does not hold 2 of torch.float32 \(2,\)"):
+        simulate(lambda: dist.distributed_c10d._get_default_group().all_gather_single(torch.ones(5), torch.ones(2)), 2)
+
+
+def test_deadlock_says_who_waits_for_what():
+    def fn() -> None:
+        pair = dist.new_group([0, 1])
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(3), group=pair)
+        else:
+            dist.barrier()
+
+    with pytest.raises(SimulatedDeadlockError) as caught:
+        simulate(fn, 3)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "simulated ranks are deadlocked: no rank can go on"
+    for rank, waits_for in (
+        (0, "barrier, sequence 1 of group 'default' (ranks 0, 1, 2); missing ranks: 1"),
+        (1, "all_reduce SUM float32[3], sequence 0 of group '0' (ranks 0, 1); missing ranks: 0"),
+        (2, "barrier, sequence 1 of group 'default' (ranks 0, 1, 2); missing ranks: 1"),
+    ):
+        assert lines[1 + rank].startswith(f"  rank {rank} waits for {waits_for}; at {__file__}:")
+        assert lines[1 + rank].endswith(" in fn")
+
+
+@pytest.mark.parametrize("starts", [[1, 1, 0], [0, 1, 1]])
+def test_waiting_for_a_finished_rank_is_reported_while_others_still_run(starts: list[int]):
+    def fn() -> None:
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(3))
+        elif dist.get_rank() == 2:
+            pytest.fail("the deadlock is known before this rank gets its turn")
+
+    sequence = iter(starts)
+    with pytest.raises(SimulatedDeadlockError, match="rank 1 waits for a rank that has finished") as caught:
+        simulate(fn, 3, order=lambda runnable: next(sequence))
+    assert "missing ranks: 0 (finished), 2; at" in str(caught.value)
+
+
+def test_two_sends_that_wait_for_each_other():
+    def fn() -> None:
+        other = 1 - dist.get_rank()
+        dist.send(torch.ones(1), other)
+        dist.recv(torch.ones(1), other)
+
+    with pytest.raises(SimulatedDeadlockError, match=r"rank 0 waits for send to rank 1.*missing ranks: 1"):
+        simulate(fn, 2)
+
+
+def test_polling_for_what_cannot_come():
+    def fn() -> None:
+        if dist.get_rank() == 0:
+            work = dist.barrier(async_op=True)
+            while not work.is_completed():
+                pass
+
+    with pytest.raises(SimulatedDeadlockError, match=r"rank 0 keeps asking is_completed\(\) and nothing else happens"):
+        simulate(fn, 2)
+
+
+def test_an_operation_that_was_never_joined():
+    def fn() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1), async_op=True)
+            dist.isend(torch.ones(1), 1)
+
+    with pytest.raises(SimulatedDeadlockError) as caught:
+        simulate(fn, 2)
+    assert "all ranks have finished, but not all joined" in str(caught.value)
+    assert "all_reduce SUM float32[1], sequence 0 of group 'default' (ranks 0, 1); missing ranks: 1" in str(
+        caught.value
+    )
+    assert "send to rank 1, tag 0, float32[1] of group 'default' (ranks 0, 1); missing ranks: 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyError("boo"), SystemExit(3)])
+def test_an_exception_stops_all_ranks(error: BaseException):
+    reached, unwound = [], []
+
+    def fails_here() -> None:
+        raise error
+
+    def fn() -> None:
+        try:
+            dist.barrier()
+            if dist.get_rank() == 2:
+                fails_here()
+            for _ in range(3):
+                dist.barrier()
+            reached.append(dist.get_rank())
+        except Exception:
+            if dist.get_rank() != 2:
+                reached.append("user code must not catch what unwinds a rank")
+            raise
+        finally:
+            unwound.append(dist.get_rank())
+
+    with pytest.raises(SimulatedRankError, match=f"simulated rank 2 raised {type(error).__name__}: ") as caught:
+        simulate(fn, 4)
+    assert caught.value.rank == 2
+    assert caught.value.__cause__ is error
+    assert "in fails_here\n    raise error" in str(caught.value)
+    assert "simulated_schedule.py" not in str(caught.value)
+    assert reached == []
+    assert sorted(unwound) == [0, 1, 2, 3]

@@ -1,0 +1,252 @@
+"""Simulated ranks: one runs at a time, in an order that replays; handles, futures and the store pass the baton."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from maingrad.launch import simulate
+from maingrad.launch.simulation.simulate import SimulatedDeadlockError, SimulatedRankError
+
+lowest_first: Callable[[tuple[int, ...]], int] = min
+highest_first: Callable[[tuple[int, ...]], int] = max
+
+
+def steps(count: int = 5) -> list[int]:
+    """The order in which ranks came out of each of ``count`` barriers, as seen by this rank."""
+    seen = []
+    for _ in range(count):
+        dist.barrier()
+        seen.append(dist.get_rank())
+    return seen
+
+
+def test_results_and_arguments():
+    def fn(offset: int, *, factor: int) -> int:
+        return (dist.get_rank() + offset) * factor
+
+    assert simulate(fn, 3, 10, factor=2) == [20, 22, 24]
+    assert simulate(dist.get_world_size, 5) == [5] * 5
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        simulate(fn, 0)
+
+
+def test_only_one_rank_runs_at_a_time():
+    inside: list[int] = []
+    most = 0
+
+    def fn() -> None:
+        nonlocal most
+        rank = dist.get_rank()
+        for step in range(6):
+            inside.append(rank)
+            most = max(most, len(inside))
+            time.sleep(0.002)  # gives up the GIL: another runnable thread would get in
+            torch.randn(64, 64) @ torch.randn(64, 64)
+            inside.remove(rank)
+            if step % 2:
+                dist.barrier()
+            else:
+                dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+    simulate(fn, 4)
+    assert most == 1
+
+
+def test_the_schedule_replays_from_its_seed():
+    def run(seed: int) -> list[tuple[int, str]]:
+        schedule: list[tuple[int, str]] = []
+        simulate(steps, 4, seed=seed, schedule=schedule)
+        return schedule
+
+    schedules = [run(seed) for seed in range(8)]
+    assert schedules == [run(seed) for seed in range(8)]
+    assert len({tuple(schedule) for schedule in schedules}) == 8
+    for schedule in schedules:
+        assert sorted(rank for rank, event in schedule if event == "start") == [0, 1, 2, 3]
+        assert sorted(rank for rank, event in schedule if event == "finish") == [0, 1, 2, 3]
+        launches = [rank for rank, event in schedule if event.startswith("launch barrier")]
+        assert all(sorted(launches[i : i + 4]) == [0, 1, 2, 3] for i in range(0, 20, 4))
+
+
+def test_order_decides_and_is_checked():
+    asked: list[tuple[int, ...]] = []
+
+    def last(runnable: tuple[int, ...]) -> int:
+        asked.append(runnable)
+        return runnable[-1]
+
+    finished: list[int] = []
+    simulate(lambda: (dist.barrier(), finished.append(dist.get_rank())), 3, order=last)
+    assert finished == [2, 1, 0]
+    assert asked[0] == (0, 1, 2)
+    with pytest.raises(ValueError, match=r"order returned 7: it must return one of the ranks that can go on, \(0, 1\)"):
+        simulate(steps, 2, order=lambda runnable: 7)
+    calls = iter(range(100))
+    with pytest.raises(SimulatedRankError, match="order returned 7"):
+        simulate(steps, 2, order=lambda runnable: runnable[0] if next(calls) < 3 else 7)
+
+
+def test_a_race_shows_under_some_orders_and_replays():
+    def fn() -> float:
+        x = torch.ones(1)
+        work = dist.all_reduce(x, async_op=True)
+        if dist.get_rank() == 0:
+            x.fill_(10.0)  # too early: the collective may still have to read it
+        work.wait()
+        return float(x)
+
+    assert simulate(fn, 2, order=lowest_first) == [11.0, 11.0]  # 0 launches, spoils; 1 arrives
+    assert simulate(fn, 2, order=highest_first) == [10.0, 2.0]  # 1 launches; 0 arrives, spoils
+    outcomes = [simulate(fn, 2, seed=seed) for seed in range(16)]
+    assert outcomes == [simulate(fn, 2, seed=seed) for seed in range(16)]
+    assert len({tuple(outcome) for outcome in outcomes}) == 2
+
+
+def test_async_collectives_complete_when_all_have_arrived():
+    events: list[tuple[int, str]] = []
+
+    def fn() -> list[float]:
+        rank = dist.get_rank()
+        tensors = [torch.full((2,), float(rank + k)) for k in range(3)]
+        works = []
+        for k, tensor in enumerate(tensors):
+            works.append(dist.all_reduce(tensor, async_op=True))
+            events.append((rank, f"launched {k}"))
+        if rank == 0:
+            assert not any(work.is_success() for work in works), "nobody else has started"
+            assert [tensor[0] for tensor in tensors] == [0.0, 1.0, 2.0]
+        for k in (2, 0, 1):
+            assert works[k].wait()
+            events.append((rank, f"waited {k}"))
+            assert works[k].is_completed()
+            assert works[k].result()[0] is tensors[k]
+        return [float(tensor[0]) for tensor in tensors]
+
+    assert simulate(fn, 2, order=lowest_first) == [[1.0, 3.0, 5.0]] * 2
+    # Rank 0 launches all three without blocking, then waits: rank 1 gets in until it has launched them too.
+    assert events[:3] == [(0, "launched 0"), (0, "launched 1"), (0, "launched 2")]
+    assert events[3:6] == [(1, "launched 0"), (1, "launched 1"), (0, "waited 2")]
+
+
+def test_asking_is_completed_in_a_loop_lets_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+    def fn() -> bool:
+        work = dist.barrier(async_op=True)
+        while not work.is_completed():
+            pass
+        return work.wait(timedelta(seconds=1))
+
+    for seed in range(5):
+        assert simulate(fn, 4, seed=seed) == [True] * 4
+    # Many polls are no deadlock while something happens in between.
+    monkeypatch.setattr("maingrad.launch.simulation.schedule._MAX_IDLE_POLLS", 20)
+    assert simulate(lambda: [fn() for _ in range(150)], 2) == [[True] * 150] * 2
+
+
+def test_futures_call_back_on_the_thread_of_their_rank():
+    def fn() -> tuple[int, list[Any]]:
+        calls: list[Any] = []
+        x = torch.full((2,), float(dist.get_rank()))
+        future = dist.all_reduce(x, async_op=True).get_future()
+        following = future.then(lambda f: (calls.append((dist.get_rank(), float(f.value()[0][0]))), 7)[1])
+        dist.barrier()
+        return following.wait(), calls
+
+    for order in (lowest_first, highest_first):
+        assert simulate(fn, 3, order=order) == [(7, [(rank, 3.0)]) for rank in range(3)]
+
+
+def test_a_callback_may_launch_what_another_rank_waits_for():
+    def fn() -> float:
+        x, y = torch.ones(1), torch.ones(1)
+        launched = []
+        work = dist.all_reduce(x, async_op=True)
+        if dist.get_rank() == 0:
+            work.get_future().then(lambda f: launched.append(dist.all_reduce(y, async_op=True)))
+            dist.recv(torch.empty(1), 1)  # comes only after the launch in the callback
+            launched[0].wait()
+        else:
+            work.wait()
+            dist.all_reduce(y)
+            dist.send(torch.ones(1), 0)
+        return float(y)
+
+    for seed in range(10):
+        assert simulate(fn, 2, seed=seed) == [2.0, 2.0]
+
+
+def test_simulations_do_not_nest_or_share_the_process():
+    with pytest.raises(SimulatedRankError, match="simulate was called on simulated rank 0: simulations do not nest"):
+        simulate(lambda: simulate(dist.get_rank, 2), 1)
+
+    def fn() -> str:
+        refusals: list[str] = []
+
+        def elsewhere() -> None:
+            assert not dist.is_initialized(), "other threads see the process's own state"
+            for attempt in (lambda: simulate(dist.get_rank, 2), lambda: group.barrier()):
+                with pytest.raises(RuntimeError) as caught:
+                    attempt()
+                refusals.append(str(caught.value))
+
+        group = dist.group.WORLD
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return refusals
+
+    for refusals in simulate(fn, 2):
+        assert refusals[0].startswith("another thread is inside simulate")
+        assert refusals[1].startswith("a thread that is not a simulated rank uses a process group of simulated rank")
+
+
+def test_ctrl_c_ends_all_ranks():
+    def fn() -> None:
+        pressed = 0.0
+        for step in range(10**9):
+            dist.barrier()
+            # Pressed again after seconds: Python drops an interrupt that comes while a finaliser runs.
+            if step >= 3 and dist.get_rank() == 0 and time.monotonic() - pressed > 10:
+                pressed = time.monotonic()
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                time.sleep(0.01)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            simulate(fn, 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("simulated-rank")]
+    assert simulate(dist.get_rank, 2) == [0, 1]
+
+
+def test_the_store_waits_by_passing_the_baton():
+    def fn() -> tuple[bytes, bytes, int]:
+        store = dist.PrefixStore("mine/", dist.distributed_c10d._get_default_store())
+        store.add("arrived", 1)
+        if dist.get_rank() == 2:
+            store.set("key", "value")
+            assert store.compare_set("key", "value", "other") == b"other"
+        value = store.get("key")
+        dist.distributed_c10d._store_based_barrier(dist.get_rank(), store, "", 3, timedelta(seconds=5))
+        return value, store.get("arrived"), store.add("count", 2)
+
+    results = simulate(fn, 3)
+    assert [(value, arrived) for value, arrived, _ in results] == [(b"other", b"3")] * 3
+    assert sorted(count for _, _, count in results) == [2, 4, 6]
+    with pytest.raises(SimulatedDeadlockError, match="rank 0 waits for key 'nobody sets it' of the store"):
+        simulate(lambda: dist.distributed_c10d._get_default_store().get("nobody sets it"), 2)
+
+
+def test_a_thousand_small_simulations_take_seconds():
+    start = time.perf_counter()
+    for seed in range(100):
+        assert simulate(steps, 4, 1, seed=seed) == [[0], [1], [2], [3]]
+    assert time.perf_counter() - start < 6.0  # 0.25 s on one idle core

@@ -1,0 +1,379 @@
+"""The training loop: what it computes, on any number of ranks, and what it leaves behind."""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.file import load_config, structure
+from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
+from maingrad.launch.data.batches import DataError
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.pace import cosine_with_warmup
+from maingrad.launch.training.runtime import Runtime, process_group_from_env
+from maingrad.launch.training.signals import StopRequest
+from maingrad.launch.training.train import TrainResult, train
+
+STDLIB = Path(__file__).resolve().parents[3] / "launch" / "configs" / "stdlib.toml"
+
+
+def records(config: Config, kind: str) -> list[dict[str, Any]]:
+    return [r for r in read_metrics(Path(config.train.out_dir) / "metrics.jsonl") if r["kind"] == kind]
+
+
+def weights_of(result: TrainResult) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in result.model.named_parameters()}
+
+
+def losses_and_weights(config: Config) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+    """A job for gloo processes."""
+    result = train(config)
+    return (*result.losses, result.validation_loss or math.nan), weights_of(result)
+
+
+def test_one_process_leaves_what_it_observed(tmp_path: Path):
+    config = tiny_config(tmp_path, model={"param_dtype": "bfloat16"}, train={"num_microbatches": 4})
+    result = train(config)
+    assert len(result.losses) == result.steps == 6
+    assert result.losses[-1] < result.losses[0] - 0.2
+    assert result.is_main
+    assert not result.interrupted
+
+    kinds = [record["kind"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert kinds == [
+        *("step", "observed", "step", "step", "step", "validation"),  # recorded into the second step's first forward
+        *("step", "timeline", "step", "validation", "final"),
+    ]
+    (observed,) = records(config, "observed")
+    assert observed["parameter_dtypes"] == {"bfloat16": 15}
+    assert observed["main_grad_dtypes"] == {"float32": 15}
+    assert (observed["fused_weights"], observed["fused_writes"]) == (9, 36), "nine matrices, four microbatches each"
+    assert observed["hook_written_parameters"] == 6, "five norms and the embedding"
+    assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (3, 1)
+    assert observed["num_buckets"] == len(observed["buckets"]) >= 3
+    assert set(observed["collectives"]) == {"none"}, "a world of one"
+    assert (observed["world_size"], observed["backend"], observed["unit"]) == (1, "none", "byte")
+    assert observed["versions"]["torch"] == torch.__version__
+
+
+def test_records_say_what_the_settings_do(tmp_path: Path):
+    """Observed, not configured: other settings, other facts."""
+    config = tiny_config(
+        tmp_path,
+        model={"fuse_wgrad_accumulation": False},
+        train={"num_microbatches": 1},
+        ddp={"bucket_size": 10**6},
+        parallel="ddp",
+    )
+    simulate(train, 2, config)
+    (observed,) = records(config, "observed")
+    assert (observed["fused_weights"], observed["fused_writes"], observed["hook_written_parameters"]) == (0, 0, 15)
+    assert (observed["microbatches_no_sync"], observed["microbatches_synced"]) == (0, 1)
+    assert observed["collectives"] == {"all_reduce": 1}
+    assert observed["parameter_dtypes"] == observed["main_grad_dtypes"] == {"float32": 15}
+
+
+def test_step_records_and_resolved_config(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"log_every": 2})
+    result = train(config)
+    steps = records(config, "step")
+    assert [record["step"] for record in steps] == [2, 4, 6]
+    assert tuple(record["loss"] for record in steps) == result.losses
+    assert all(record["grad_norm"] > 0 and record["tokens_per_second"] > 0 for record in steps)
+    assert all(record["seconds_per_step"] > 0 for record in steps)
+    resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
+    assert structure(resolved["config"]) == config
+    assert set(resolved["versions"]) >= {"maingrad", "python", "torch", "triton", "platform"}
+    (final,) = records(config, "final")
+    assert final["nats_below_bigram"] == final["bigram_loss"] - final["validation_loss"]
+    assert final["validation_loss"] == result.validation_loss
+
+
+def test_learning_rate_is_the_schedule(tmp_path: Path):
+    config = tiny_config(tmp_path)
+    train(config)
+    rates = [record["lr"] for record in records(config, "step")]
+    wanted = [3e-3 * cosine_with_warmup(config.optimizer, step, step / 6) for step in range(6)]
+    assert rates == pytest.approx(wanted)
+
+
+def test_cosine_with_warmup_ends_where_it_should():
+    schedule = OptimizerConfig(warmup_steps=4, min_lr_ratio=0.1)
+    assert cosine_with_warmup(schedule, 0, 0.0) == 0.25
+    assert cosine_with_warmup(schedule, 3, 0.0) == 1.0
+    assert cosine_with_warmup(schedule, 50, 0.5) == pytest.approx(0.55)
+    assert cosine_with_warmup(schedule, 100, 1.0) == pytest.approx(0.1)
+    assert cosine_with_warmup(OptimizerConfig(warmup_steps=0), 0, 0.0) == 1.0
+
+
+def test_a_run_ends_on_time_with_the_schedule_at_its_end(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"steps": 10**6, "max_seconds": 1.5, "eval_every": 10**6})
+    began = time.monotonic()
+    result = train(config)
+    assert time.monotonic() - began < 15
+    assert not result.interrupted
+    assert result.validation_loss is not None
+    rates = [record["lr"] for record in records(config, "step")]
+    assert rates[-1] < 0.2 * max(rates), "the cosine came down by the time the run ended"
+
+
+def test_same_seed_same_run_other_seed_another(tmp_path: Path):
+    config = tiny_config(tmp_path, model={"dropout": 0.1})
+    other = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=1))
+    assert train(config).losses == train(config).losses
+    assert train(config).losses != train(other).losses
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.sampled(1)
+def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: int):
+    """The last layer's, and all of them: bit for bit, and recorded after each backward.
+
+    Without clipping: delayed parameters have buckets of their own, and the norm is summed bucket by bucket.
+    """
+    unclipped = {"max_grad_norm": None}
+    now, later = (tiny_config(tmp_path, model={"delay_wgrad_layers": n}, optimizer=unclipped) for n in (0, layers))
+    losses, weights = losses_and_weights(now)
+    delayed_losses, delayed_weights = losses_and_weights(later)
+    assert losses == delayed_losses
+    assert all(torch.equal(weights[name], delayed_weights[name]) for name in weights)
+    (observed,), (timeline,) = records(later, "observed"), records(later, "timeline")
+    assert observed["delayed_weights"] == 4 * layers + 1
+    assert [span["name"] for span in timeline["phases"]] == ["weight gradients"] * 2 + ["optimizer"]
+    for backward, phase in zip(timeline["backwards"], timeline["phases"][:2], strict=True):
+        assert backward["end"] <= phase["start"] < phase["end"]
+
+
+@pytest.mark.parametrize("param_dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+def test_every_kind_of_parallelism_trains_the_same_model(tmp_path: Path, param_dtype: str):
+    """Bit for bit: sharding decides where a number is kept, overlapping when it is sent.
+
+    Without clipping, since the global norm is summed shard by shard. Two of four ranks in each instance of the hybrid:
+    its sums are those of pairs, as simulated ranks form them anyway.
+    """
+    alike = {"model": {"param_dtype": param_dtype}, "optimizer": {"max_grad_norm": None}}
+
+    def run(parallel: str, **ddp: Any) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+        config = tiny_config(tmp_path, parallel=parallel, ddp=ddp, **alike)
+        return losses_and_weights_of(simulate(train, 4, config, seed=len(ddp))[0])
+
+    losses, weights = run("ddp")
+    for other in (run("zero1"), run("zero1", overlap_param_gather=False), run("hybrid")):
+        assert other[0] == losses
+        assert all(torch.equal(weights[name], other[1][name]) for name in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_hybrid_on_processes(tmp_path: Path, wire: str | None):
+    """The second collective of a bucket follows the first one on a thread of the recording, and changes nothing."""
+    config = tiny_config(
+        tmp_path,
+        parallel="hybrid",
+        model={"param_dtype": "bfloat16"},
+        ddp={"grad_reduce_wire_dtype": wire},
+        optimizer={"max_grad_norm": None},
+    )
+    losses, weights = losses_and_weights_of(simulate(train, 4, config)[0])
+    for other_losses, other_weights in run_ranks(losses_and_weights, 4, config):
+        assert other_losses == losses
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert {span["collective"] for span in records(config, "timeline")[0]["buckets"]} == {
+        "reduce_scatter" if wire is None else "all_to_all"
+    }
+
+
+def test_the_recording_reaches_into_the_next_forward(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="zero1")
+    simulate(train, 2, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    assert observed["collectives"] == {"all_gather": observed["num_buckets"], "reduce_scatter": observed["num_buckets"]}
+    assert [g["bucket"] for g in observed["gathers"]] == [b["bucket"] for b in reversed(observed["buckets"])]
+    forwards, backwards = timeline["forwards"], timeline["backwards"]
+    assert (len(forwards), len(backwards)) == (3, 2), "two microbatches, and the next step's first forward"
+    assert forwards[-1]["start"] >= backwards[-1]["end"]
+    (step,) = (phase for phase in timeline["phases"] if phase["name"] == "optimizer")
+    assert all(step["start"] <= gather["launched"] <= step["end"] for gather in timeline["gathers"])
+    waits = [wait for wait in timeline["waits"] if wait["collective"] == "all_gather"]
+    assert {wait["bucket"] for wait in waits} == {gather["bucket"] for gather in timeline["gathers"]}
+    assert all(forwards[-1]["start"] <= wait["start"] <= forwards[-1]["end"] for wait in waits)
+
+
+def test_gathers_that_do_not_overlap_end_in_the_step(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="zero1", ddp={"overlap_param_gather": False})
+    simulate(train, 2, config)
+    (timeline,) = records(config, "timeline")
+    (step,) = (phase for phase in timeline["phases"] if phase["name"] == "optimizer")
+    assert timeline["gathers"]
+    assert all(gather["finished"] <= step["end"] for gather in timeline["gathers"])
+
+
+def test_all_gather_is_not_recorded_where_nothing_is_sharded(tmp_path: Path):
+    config = tiny_config(tmp_path, parallel="ddp")
+    simulate(train, 2, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    assert set(observed["collectives"]) == {"all_reduce"}
+    assert timeline["gathers"] == observed["gathers"] == []
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.sampled(2)
+def test_short_runs_are_recorded_too(tmp_path: Path, steps: int):
+    """One step has the validation's forward after it."""
+    config = tiny_config(tmp_path, train={"steps": steps}, optimizer={"warmup_steps": 0})
+    simulate(train, 2, config)
+    (observed,), (timeline,) = records(config, "observed"), records(config, "timeline")
+    assert len(timeline["forwards"]) == 3
+    assert len(timeline["gathers"]) == observed["num_buckets"]
+    assert timeline["step"] == (2 if steps == 4 else 0)
+
+
+@pytest.mark.parametrize("decay_vectors", [False, True])
+def test_vectors_need_not_decay(tmp_path: Path, decay_vectors: bool):
+    """A learning rate so small that weights move by decay alone: norms stay at 1, bit for bit, or do not."""
+    optimizer = {"lr": 1e-4, "weight_decay": 1e3, "decay_vectors": decay_vectors, "warmup_steps": 0, "eps": 1e4}
+    config = tiny_config(tmp_path, optimizer=optimizer, train={"steps": 2})
+    weights = weights_of(simulate(train, 2, config)[0])
+    shrunk = {name for name, weight in weights.items() if weight.ndim < 2 and weight.max() < 0.99}
+    vectors = {name for name, weight in weights.items() if weight.ndim < 2}
+    assert len(vectors) == 5
+    assert shrunk == (vectors if decay_vectors else set())
+    assert weights["head.weight"].std() < 0.019, "matrices decay in any case"
+
+
+def losses_and_weights_of(result: TrainResult) -> tuple[tuple[float, ...], dict[str, torch.Tensor]]:
+    return (*result.losses, result.validation_loss or math.nan), weights_of(result)
+
+
+def test_dropout_differs_between_ranks(tmp_path: Path):
+    """Ranks that dropped the same units would halve the noise that dropout is for."""
+    config = tiny_config(tmp_path)
+
+    def draw() -> torch.Tensor:
+        train(config)
+        return torch.rand(4)
+
+    drawn = simulate(draw, 2)
+    assert not torch.equal(drawn[0], drawn[1])
+    again = simulate(draw, 2)
+    assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
+
+
+def test_interrupted_run_leaves_whole_records(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"steps": 50})
+    stop = StopRequest()
+
+    class StopsAtThree:
+        def update(self, status: Any) -> None:
+            if status.step == 3:
+                stop.receive(2, None)
+
+        def message(self, text: str) -> None: ...
+
+        def close(self) -> None: ...
+
+    result = train(config, stop=stop, display=StopsAtThree())
+    assert result.interrupted
+    assert result.steps == 4, "asked for during step 3's record, taken up with step 4's"
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (last["kind"], last["step"], last["signal"]) == ("interrupted", 4, "SIGINT")
+
+
+def test_one_rank_that_is_asked_stops_all(tmp_path: Path):
+    config = tiny_config(tmp_path, train={"steps": 50})
+
+    def rank_of_many() -> int:
+        stop = StopRequest()
+        if dist.get_rank() == 1:
+            stop.receive(15, None)
+        return train(config, stop=stop).steps
+
+    assert simulate(rank_of_many, 3) == [1, 1, 1]
+    assert records(config, "interrupted")[0]["signal"] == "another rank's"
+
+
+def test_batch_that_does_not_divide(tmp_path: Path):
+    with pytest.raises(Exception, match="must be a multiple of") as caught:
+        simulate(train, 5, tiny_config(tmp_path))
+    assert isinstance(caught.value.__cause__, ConfigError)
+
+
+def test_token_outside_the_vocabulary(tmp_path: Path):
+    path = tmp_path / "tokens.bin"
+    np.arange(2000, dtype=np.uint16).tofile(path)
+    config = tiny_config(tmp_path, data={"source": "tokens", "paths": [str(path)]}, model={"vocab_size": 300})
+    with pytest.raises(ValueError, match=r"outside the vocabulary: model\.vocab_size = 300; raise it to at least"):
+        train(config)
+
+
+def test_a_target_outside_the_vocabulary(tmp_path: Path):
+    """The last token of all is nobody's input."""
+    path = tmp_path / "tokens.bin"
+    np.append(np.arange(2000, dtype=np.uint16) % 300, np.uint16(300)).tofile(path)
+    config = tiny_config(tmp_path, data={"source": "tokens", "paths": [str(path)]}, model={"vocab_size": 300})
+    with pytest.raises(DataError, match=r"token 300 is outside the vocabulary: model\.vocab_size = 300"):
+        train(config)
+
+
+def test_cuda_without_a_gpu_is_refused(tmp_path: Path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ValueError, match=r'train\.device = "cuda": torch sees no CUDA device'):
+        train(tiny_config(tmp_path, train={"device": "cuda"}))
+
+
+def test_all_reduce_sum_without_a_group_is_the_identity():
+    assert Runtime(0, 1, torch.device("cpu")).all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
+
+
+@pytest.mark.slow
+def test_a_real_training_beats_the_bigram_model(tmp_path: Path):
+    """The shipped configuration on the standard library's source, smaller and shorter: ten seconds of one core.
+
+    In fp32: a core without instructions for bf16 multiplies it ten times slower.
+    """
+    size = ["--model.dim", "128", "--model.num-layers", "2", "--model.num-heads", "2", "--model.ffn-dim", "352"]
+    size += ["--model.param-dtype", "float32"]
+    batch = ["--train.global-batch-size", "16", "--train.sequence-length", "64", "--optimizer.lr", "6e-3"]
+    length = ["--train.steps", "160", "--train.max-seconds", "None", "--train.eval-every", "160"]
+    result = train(load_config(STDLIB, [*size, *batch, *length, "--train.out-dir", str(tmp_path)]))
+    assert result.validation_loss is not None
+    assert result.bigram_loss is not None
+    assert 2.1 < result.bigram_loss < 2.7
+    assert result.validation_loss < result.bigram_loss - 0.05
+
+
+ENVIRONMENTS = {
+    "a launcher of one": {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    "its size alone": {"WORLD_SIZE": "1"},
+    "several, and nobody says which this is": {"WORLD_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("said", ENVIRONMENTS)
+@pytest.mark.sampled(2)
+def test_what_a_launcher_says_of_ranks_is_heard(
+    said: str, parallel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, parallel=parallel, train={"steps": 3, "eval_every": 3})
+    expected = train(config).losses
+    for name, value in ENVIRONMENTS[said].items():
+        monkeypatch.setenv(name, value)
+    with process_group_from_env("cpu"):
+        assert dist.is_initialized() is ("RANK" in ENVIRONMENTS[said])
+        if ENVIRONMENTS[said]["WORLD_SIZE"] == "1":
+            assert train(config).losses == expected
+            return
+        with pytest.raises(ValueError, match=r"WORLD_SIZE=2.*init_process_group.*unset WORLD_SIZE"):
+            train(config)

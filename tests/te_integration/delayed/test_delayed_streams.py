@@ -1,0 +1,75 @@
+"""Which stream a delayed weight gradient runs on, and what it waits for: the order of calls, on streams that only note.
+
+What the kernels do with it is for a GPU to show; that nothing is captured when an entry is made can be seen anywhere.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from maingrad.ddp.contract.delayed import DelayedWgrad
+from maingrad.te_integration import WgradQueue
+
+
+class Device:
+    """Stands for a GPU: its current stream, and everything that happened on it, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.current = self.stream("producer")
+        self.finished = False
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.current)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+
+    def stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.events.append((name, "waits for", other.name)))
+
+    def event(self) -> Any:
+        return SimpleNamespace(
+            record=lambda stream: self.events.append((stream.name, "records")), query=lambda: self.finished
+        )
+
+    def entry(self) -> DelayedWgrad:
+        operand = SimpleNamespace(is_cuda=True, device="cuda:0", _version=0)
+
+        def write(entry: DelayedWgrad, dy: Any, x: Any) -> None:
+            assert entry.backward == 1 and dy is operand and x is operand
+            self.events.append((self.current.name, "writes"))
+
+        return DelayedWgrad(write, (operand, operand), (), "layer", backward=1)
+
+
+def test_17_it_runs_on_the_stream_of_the_moment_after_the_one_that_made_its_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    queue = WgradQueue()
+    queue.put(device.entry())
+    device.current = device.stream("drain")
+    queue.drain()
+    assert device.events == [("drain", "waits for", "producer"), ("drain", "writes"), ("drain", "records")]
+
+
+def test_17_its_tensors_live_until_the_other_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed earlier, their memory would be given to the next kernel of the stream that made them."""
+    device = Device(monkeypatch)
+    queue = WgradQueue()
+    for _ in range(2):
+        queue.put(device.entry())
+    device.current = device.stream("drain")
+    queue.drain()
+    assert len(queue._retired) == 2 and all(entry._operands is not None for entry in queue._retired)
+    device.finished = True
+    queue.put(device.entry())
+    queue.drain()
+    assert queue._retired == []
+
+
+def test_on_its_own_stream_it_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    entry = device.entry()
+    entry.run()
+    assert device.events == [("producer", "writes")]
+    assert entry._operands is None

@@ -1,0 +1,83 @@
+"""What Transformer Engine's callers and checkpoints bring along besides names must neither fail nor have an effect."""
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from loops import wrap
+from modules import FACTORIES, FEATURES, make
+from torch import Tensor, nn
+
+from maingrad.te_integration import LayerNormMLP, Sequential
+from maingrad.te_integration.dense.activations import ACTIVATIONS
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+def theirs(module: nn.Module, prefix: str, extra: Any) -> dict[str, Any]:
+    """The state dict of Transformer Engine's module: the same and its scaling factors."""
+    return {f"{prefix}{name}": value for name, value in module.state_dict().items()} | {f"{prefix}_extra_state": extra}
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("extra", [None, torch.empty(0), io.BytesIO()], ids=["None", "tensor", "bytes"])
+@pytest.mark.parametrize("prefix", ["", "0.", "1.0."])
+def test_its_checkpoints_load_strictly(kind: str, extra: Any, prefix: str) -> None:
+    source, target = make(kind, seed=1), make(kind, seed=2)
+    model: nn.Module = {"": target, "0.": Sequential(target), "1.0.": nn.Sequential(nn.Tanh(), Sequential(target))}[
+        prefix
+    ]
+    given = theirs(source, prefix, extra)
+    model.load_state_dict(given, strict=True)
+    assert f"{prefix}_extra_state" in given, "the caller's own stays as it is"
+    for name, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], value), name
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: .*other"):
+        model.load_state_dict(given | {f"{prefix}other": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("delay", [False, True])
+def test_is_first_microbatch_erases_nothing(kind: str, delay: bool) -> None:
+    """There it makes each of a module's uses in the first microbatch overwrite the one before (fault 8)."""
+    results = []
+    for first in (None, True, False):
+        module = make(kind, delay=delay)
+        ddp = wrap(module)
+        for seed in range(2):
+            with ddp.no_sync():
+                y = ddp(batch(seed), is_first_microbatch=first)
+                module(y, is_first_microbatch=first).square().sum().backward()
+            module.backward_dw()
+        results.append({name: getattr(module, name).main_grad.clone() for name in module.weight_names})
+    for other in results[1:]:
+        assert all(torch.equal(other[name], gradient) for name, gradient in results[0].items())
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("delay", [False, True])
+def test_modules_can_be_saved_whole(kind: str, delay: bool) -> None:
+    module = make(kind, delay=delay)
+    ddp = wrap(module)
+    ddp(batch()).sum().backward()
+    module.backward_dw()
+    expected = module(batch())
+    del ddp
+    copy = pickle.loads(pickle.dumps(module))
+    assert torch.equal(copy(batch()), expected)
+    again = wrap(copy)
+    again(batch()).sum().backward()
+    assert copy.need_backward_dw() is delay
+    copy.backward_dw()
+    again.finish_grad_sync()
+    assert all(record.num_fused_writes == 1 for record in again.records if record.name in copy.weight_names)
+
+
+def test_every_activation_can_be_saved() -> None:
+    for activation in ACTIVATIONS:
+        module = LayerNormMLP(FEATURES, 4, activation=activation)
+        assert torch.equal(pickle.loads(pickle.dumps(module))(batch()), module(batch())), activation
