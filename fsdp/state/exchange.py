@@ -9,32 +9,15 @@ that one all-to-all makes the one of the other, and each element travels once::
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...ddp.collectives.in_flight import device_types_of
+from ...ddp.plan.ranges import Range
 
-__all__ = ["Range", "device_of", "exchange", "rows_of_rank"]
-
-
-class Range(NamedTuple):
-    """[start, end) of a flattened tensor's elements, or of its rows."""
-
-    start: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        """How many they are."""
-        return self.end - self.start
-
-    def common(self, other: "Range") -> "Range":
-        """The elements that are in both; an empty range inside this one where there are none."""
-        start = min(max(self.start, other.start), self.end)
-        return Range(start, max(start, min(self.end, other.end)))
+__all__ = ["device_of", "exchange", "rows_of_rank"]
 
 
 def rows_of_rank(num_rows: int, rank: int, size: int) -> Range:
@@ -58,8 +41,8 @@ def exchange(have: Tensor, haves: Sequence[Range], wants: Sequence[Range], group
         return have[wanted.start - mine.start : wanted.end - mine.start].clone()
     rank = group.rank()
     mine, wanted = haves[rank], wants[rank]
-    sent = [mine.common(want) for want in wants]
-    received = [wanted.common(other) for other in haves]
+    sent = [mine.intersect(want) for want in wants]
+    received = [wanted.intersect(other) for other in haves]
     itemsize, device = have.element_size(), device_of(group, have)
     # As bytes, since not every backend knows every dtype.
     out = torch.empty(wanted.numel, dtype=have.dtype, device=device)

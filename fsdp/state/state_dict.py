@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter, ShardInfo, local_shape
 from .agreement import disagreement
-from .exchange import Range, device_of, exchange, rows_of_rank
+from .exchange import device_of, exchange, rows_of_rank
 
 __all__ = ["Translation", "install_state_dict_hooks", "translation_of"]
 

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from tiny_run import tiny_config
 
+from maingrad.launch.report import overlap_plot, report
 from maingrad.launch.report.overlap import computing, overlap_lines, overlap_share
 from maingrad.launch.report.overlap_plot import draw_overlap
-from maingrad.launch.report.report import overlap_plot, report
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.progress import Status, format_duration, format_rate, make_display
 from maingrad.launch.training.train import train
