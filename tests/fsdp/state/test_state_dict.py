@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from maingrad.ddp.plan.ranges import Range
 from maingrad.fsdp import FSDPModule, fully_shard
-from maingrad.fsdp.state.exchange import Range, exchange, rows_of_rank
+from maingrad.fsdp.state.exchange import exchange, rows_of_rank
 from maingrad.launch import simulate
 
 
