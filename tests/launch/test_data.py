@@ -53,6 +53,7 @@ def test_standard_library_is_real_text_in_a_fixed_order():
     assert b"def " in corpus.train.tobytes()
 
 
+@pytest.mark.slow
 def test_files_stay_on_their_side_when_more_is_held_back():
     less = load_corpus(DataConfig(validation_fraction=0.05), sequence_length=8).validation.tobytes()
     more = load_corpus(DataConfig(validation_fraction=0.3), sequence_length=8).validation.tobytes()
