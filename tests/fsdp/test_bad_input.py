@@ -203,7 +203,7 @@ def test_optimizers_that_look_across_elements() -> None:
 
 @on_ranks(2)
 def test_a_border_between_two_parameters_cuts_none() -> None:
-    model = nn.Sequential(nn.Linear(5, 8, bias=False), nn.Linear(8, 5, bias=False))
+    model = nn.Sequential(nn.Linear(5, 64, bias=False), nn.Linear(64, 5, bias=False))
     fully_shard(model)
     step_of(model)
     torch.optim.Muon(model.parameters()).step()
