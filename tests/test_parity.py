@@ -91,6 +91,7 @@ def test_two_simulated_ranks_are_two_gloo_processes(tmp_path: Path, form: str, d
 
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_more_ranks_repeat_bitwise(tmp_path: Path, ranks: int) -> None:
     job = config(tmp_path, ranks, dtype="bfloat16", dropout=0.2, form="reduce-scatter, overlap", microbatches=1)
     runs = [simulate(run_on_each_rank, ranks, job, seed=seed) for seed in range(3)]

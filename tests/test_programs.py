@@ -104,7 +104,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("program", "way"), TRAINED, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_trains_as_plain_pytorch_does(program: Program, way: str) -> None:
     assert_trained_alike(program, around(program, simulate, outcome, 2, program, way))
 

@@ -118,7 +118,7 @@ def run_sharded(block: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("number", range(len(FSDP)))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_fsdp_on_four_ranks(number: int) -> None:
     for before, after in simulate(run_sharded, 4, FSDP[number]):
         if "for microbatches in data" in FSDP[number]:

@@ -10,9 +10,12 @@ apply, breaks an import, or makes the test hang or crash is an error of the patc
 
 import argparse
 import compileall
+import contextlib
 import gc
 import json
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import py_compile
 import re
@@ -171,7 +174,30 @@ def run_here(copy: Path, results: Path, output: Path, timeout: float, tests: Seq
     )
     sys.dont_write_bytecode = True
     sys.path[:] = [str(copy.parent), *(each for each in sys.path if each not in ("", str(HERE), *inherited))]
+    serve_forks()
     report_tests(results, timeout, tests, all_cases)
+
+
+def serve_forks() -> None:
+    """Let the ranks that tests start be forked from this process as it is, instead of from a new one."""
+
+    def fork(path: Any, arguments: Sequence[Any], inherited: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        # What ``exec`` would have closed: an open end of a pipe of the test process keeps this one for ever.
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in inherited:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        exec(arguments[-1])  # python -c, which does not return
+        os._exit(0)
+
+    executed, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork
+    try:
+        multiprocessing.forkserver.set_forkserver_preload([])
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = executed
 
 
 def tail(output: str, lines: int = 30) -> str:

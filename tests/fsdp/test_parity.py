@@ -152,7 +152,7 @@ def test_a_width_of_2880(ranks: int, placements: str, low: bool) -> None:
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"])
 @pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_bf16_over_fp32_masters(placements: str, fused: bool) -> None:
     instances, inner = (2, 2) if placements.startswith("hsdp") else (1, 3)
     job = Job("shapes", ("odd", "prime"), placements, instances, inner, fused=fused, microbatches=3, low=True)

@@ -538,6 +538,7 @@ def _fresh_compiler():
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 @pytest.mark.parametrize("order", ["convert, compile, wrap", "compile, run, convert, wrap", "convert, wrap, compile"])
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_a_compiled_model_has_eagers_gradients(order: str, backend: str) -> None:
     torch.manual_seed(0)
     model = Waves()

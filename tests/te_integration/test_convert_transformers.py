@@ -270,6 +270,7 @@ def test_without_a_provider_the_conv1d_is_named() -> None:
         conv1d_loss(model, 0).backward()
 
 
+@pytest.mark.slow
 def test_a_compiled_conv1d_is_one_graph_break() -> None:
     class Waves(nn.Module):
         def __init__(self) -> None:

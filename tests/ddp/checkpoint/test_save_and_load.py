@@ -120,7 +120,7 @@ FAST = [
         for dtype in DTYPES
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_there_and_back_changes_no_bit(
     tmp_path: Path, saved_by_four: Callable[[torch.dtype], Saved], middle: str, dtype: torch.dtype
 ) -> None:
@@ -216,7 +216,7 @@ FAST_OPTIMIZERS = ("adamw groups", "sgd momentum in one group", "nadam")
         for name, options in OPTIMIZERS.items()
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_every_optimizer_resumes_with_its_groups_and_schedule(tmp_path: Path, options: dict[str, Any]) -> None:
     """Through a wrapper that cuts the model otherwise, on the way."""
     simulate(resume_scheduled, 2, tmp_path / "c", options, ZERO1, WHOLE)

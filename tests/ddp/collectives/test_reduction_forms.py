@@ -391,3 +391,11 @@ def test_training_with_bf16_on_the_wire_stays_near() -> None:
     for ours, theirs in zip(wire, exact, strict=True):
         assert ours.losses != theirs.losses
         torch.testing.assert_close(ours.losses[-1], theirs.losses[-1], rtol=0.05, atol=0.0)
+
+
+def test_a_complex_number_is_two_on_the_wire() -> None:
+    for wire, nbytes in ((None, 8 * 10), (BF16, 2 * 2 * 10)):
+        reduction = GradReduction(
+            make_grid(None), PLACEMENTS["zero1"], factor=1.0, wire_dtype=wire, device=torch.device("cpu")
+        )
+        assert reduction.wire_nbytes(10, torch.complex64) == nbytes

@@ -356,6 +356,7 @@ def test_compiled_blocks_are_compiled_once_and_their_gathers_overlap() -> None:
         assert waiting == [6] * 8
 
 
+@pytest.mark.slow
 def test_a_compiled_function_that_calls_the_model_is_soon_compiled_no_more() -> None:
     """In processes: it waits for a gather while it is compiled, which one simulated rank at a time can be."""
     for (compiled, _, losses), (_, _, expected) in zip(

@@ -398,6 +398,7 @@ def test_a_step_that_raised_leaves_no_scale_for_the_next_one() -> None:
             kept, weight.data = weight.data, weight.data.clone()
             with pytest.raises(RuntimeError, match="was given other storage"):
                 scaler.step(optimizer)
+            assert not {"grad_scale", "found_inf"} & vars(optimizer).keys(), "a step without a scaler would obey them"
             weight.data = kept
         scaler.step(optimizer)
         results.append(weights(ddp))

@@ -137,7 +137,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_no_layout_changes_a_bit(layout: dict[str, Any]) -> None:
     check(Case(microbatches=1, fused=True, delayed=False, overlap=(True, True), ranks=3), steps=5, **layout)
 

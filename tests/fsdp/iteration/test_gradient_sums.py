@@ -145,3 +145,24 @@ def test_microbatches_are_summed_over_any_number_of_forwards(placements: str):
 
     for apart, together in simulate(run, 2):
         torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("placements", ["zero3", "zero1"])
+def test_a_gradient_that_was_replaced_is_what_the_next_backward_adds_to(placements: str):
+    """bf16 shows sums that are kept in fp32."""
+
+    def on_each_rank() -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16))
+        fully_shard(model, placements=placements)
+        weight = model[0].weight
+        x = torch.ones(2, 16, dtype=torch.bfloat16)
+        model(x).sum().backward()
+        once = weight.grad.to_local().clone()
+        weight.grad = weight.grad * 0.5
+        model(x).sum().backward()
+        return once, weight.grad.to_local()
+
+    for once, found in simulate(on_each_rank, 2):
+        assert once.any()
+        assert torch.equal(found, once * 1.5)

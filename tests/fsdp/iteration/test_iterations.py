@@ -269,7 +269,7 @@ class Branches(Net):
 @pytest.mark.parametrize(
     "kind", ["zero3", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("hsdp_zero1", "zero1", "zero3, once")]]
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_models_that_go_their_own_ways(kind: str, make: Callable[[], nn.Module]) -> None:
     train_beside(kind, make, steps=2, microbatches=3)
 
@@ -311,7 +311,7 @@ class Recomputes(Net):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("what", ["blocks", "pairs", "inside", "all"])
 @pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1", "zero3, once"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_recompute(kind: str, what: str, reentrant: bool) -> None:
     train_beside(kind, lambda: Recomputes(what, reentrant))
 
@@ -404,7 +404,7 @@ BREAKS = [
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("first", ["nothing", "a microbatch", "an iteration"])
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once", "hsdp, once"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[Any, Tensor], None]) -> None:
     """After ``optimizer.zero_grad()`` the next iteration knows nothing of it."""
 

@@ -72,7 +72,7 @@ KINDS: dict[str, tuple[str, bool | None]] = {
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("microbatches", [3, 1])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_shards_agree_to_the_bit(kind: str, microbatches: int, fused: bool, delay: str, ranks: int) -> None:
     placements, reshard = KINDS[kind]
     options = {"fused": fused, "delay": delay, "microbatches": microbatches, "reshard": reshard}
@@ -112,7 +112,7 @@ def test_bf16_over_fp32_masters(placements: str) -> None:
 @pytest.mark.parametrize("delay", ["none", "modules, lagging", "queue"])
 @pytest.mark.parametrize("holding", [("",), UNITS, ("odd", "frozen_weight", "unused_layer")], ids=str)
 @pytest.mark.parametrize(("placements", "instances"), [("zero3", 1), ("hsdp", 2), ("zero2", 1)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_each_unit_as_it_was_told(placements: str, instances: int, holding: tuple[str, ...], delay: str) -> None:
     job = Job("everything", UNITS, placements, instances, 2, delay=delay, microbatches=3, steps=STEPS)
     check(job._replace(holding=holding))

@@ -352,7 +352,7 @@ USED: dict[str, tuple[tuple[int, ...], ...]] = {
 @pytest.mark.parametrize("finish", [False, True], ids=["", "finished by hand"])
 @pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("kind", ["zero3, once", "zero2, once", "hsdp_zero1, once"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_units_that_some_microbatches_leave_out(kind: str, used: str, finish: bool) -> None:
     def run(model: Any, batches: Batches) -> None:
         for index, (batch, blocks) in enumerate(zip(batches, USED[used], strict=True)):

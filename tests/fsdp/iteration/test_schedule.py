@@ -184,7 +184,7 @@ def test_collectives_of_an_iteration(placements: str, options: dict[str, Any], e
     ids=["hybrid", "hsdp", "hsdp_zero1"],
 )
 @pytest.mark.parametrize("microbatches", [2, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_one_collective_across_instances_for_each_bucket_and_step(
     placements: str, inside: str, across: Sequence[str], microbatches: int
 ) -> None:
@@ -208,7 +208,7 @@ def test_delayed_gradients_are_reduced_in_the_drain(microbatches: int, delayed: 
 
 @pytest.mark.parametrize("delayed", ["inside", "outside"])
 @pytest.mark.parametrize("placements", ["hybrid", "hsdp"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_which_microbatch_is_the_last_is_said_by_its_backward(placements: str, delayed: str) -> None:
     """A drain after ``no_sync`` of what a backward within it has delayed is not the end of the iteration."""
     inside, across = launches(placements, instances=2, microbatches=3, delayed=delayed)

@@ -120,7 +120,7 @@ CASES += [("hsdp_zero1", 4, kind, "torch") for kind in OPTIMIZERS]
 
 
 @pytest.mark.parametrize("placement, ranks, kind, how", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_is_loaded_goes_on_bit_for_bit(placement: str, ranks: int, kind: str, how: str) -> None:
     simulate(resume, ranks, placement, kind, how)
 

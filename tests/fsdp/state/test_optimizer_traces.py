@@ -119,7 +119,7 @@ def test_a_first_step_that_is_skipped_leaves_no_trace(name: str, place: str) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if not name.endswith(", fused")])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_nor_does_any_other_class(name: str) -> None:
     with stale_empty():
         simulate(check_skips, 5, name, "zero3", (0,))
@@ -200,7 +200,7 @@ def check_resumes(name: str, before: str, after: str, groups: bool, how: str, fo
 @pytest.mark.parametrize(
     "name", ["SGD, momentum, fused", "SGD, dampening, fused", "Adagrad, by default", "Adagrad, fused"]
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_empty_shards_go_on(name: str, how: str, folder: Path) -> None:
     check_resumes(name, "alone", "zero3", False, how, folder)
 

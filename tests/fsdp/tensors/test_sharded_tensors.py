@@ -387,7 +387,7 @@ def norms_on(ranks: Ranks, tensors: Sequence[Tensor]) -> dict[tuple[str, float],
 
 
 @every_layout
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_norms_are_those_of_whole_gradients(ranks: Ranks) -> None:
     tensors = wholes(0.01)
     by_rank = simulate(norms_on, ranks.size, ranks, tensors)

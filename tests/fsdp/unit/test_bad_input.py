@@ -201,6 +201,14 @@ def test_optimizers_that_look_across_elements() -> None:
     torch.optim.NAdam(model.parameters()).step()
 
 
+@on_ranks(2)
+def test_a_border_between_two_parameters_cuts_none() -> None:
+    model = nn.Sequential(nn.Linear(5, 64, bias=False), nn.Linear(64, 5, bias=False))
+    fully_shard(model)
+    step_of(model)
+    torch.optim.Muon(model.parameters()).step()
+
+
 def _change(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if how == "zero":
         optimizer.zero_grad(set_to_none=False)

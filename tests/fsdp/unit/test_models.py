@@ -83,7 +83,7 @@ def shard_inner(model: nn.Module, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "zero2", "hsdp_zero1", "hsdp"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_more_ranks_than_elements(kind: str) -> None:
     train_beside(kind, Tiny, shard_inner, ranks=8)
 

@@ -167,7 +167,7 @@ def data_parallel(job: Job, once: frozenset[str]) -> Any:
 
 
 @pytest.mark.parametrize(("placements", "microbatches", "fused", "delay", "size", "ranks"), MATRIX)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_any_buckets_agree_with_data_parallelism_to_the_bit(
     placements: str, microbatches: int, fused: bool, delay: str, size: int, ranks: int
 ) -> None:

@@ -97,7 +97,7 @@ def test_forward_and_dgrad(device: str, config: GemmConfig, splits: list[int], f
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("form", ["packed", "discrete"])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_bias_is_scaled_and_added_before_the_one_rounding(device: str, form: str, scaled: bool) -> None:
     splits, n, k = SPLITS["uneven"], 33, 16
     for dtype in DTYPES[device]:
@@ -120,7 +120,7 @@ def test_the_bias_is_scaled_and_added_before_the_one_rounding(device: str, form:
 @pytest.mark.parametrize("form", ["packed", "discrete", "backwards", "wide rows"])
 @pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_wgrad(device: str, config: WgradConfig, form: str, overwrite: Any) -> None:
     for name, (dtype, n, k) in itertools.product(SPLITS, CASES[device]):
         if name == "uneven" or device == "cuda" or dtype is torch.float32:
@@ -166,7 +166,7 @@ def check_wgrad(
 @pytest.mark.parametrize("form", ["packed", "discrete", "backwards"])
 @pytest.mark.parametrize("config", [WGRADS["tma, in halves"], WGRADS["pointer"]], ids=["tma", "pointer"])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_frozen_expert_is_left_alone(device: str, config: WgradConfig, form: str) -> None:
     for overwrite in (False, True, [True, False, True, False, False]):
         check_wgrad(SPLITS["uneven"], 24, 40, torch.float16, device, config, form, overwrite, frozen=[0, 2])

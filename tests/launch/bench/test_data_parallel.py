@@ -138,6 +138,7 @@ def test_on_one_rank_it_writes_table_and_picture(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "data_parallel.png").exists()
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     def broken(case: Case) -> None:
         raise RuntimeError("out of\nluck")

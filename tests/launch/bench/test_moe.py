@@ -14,6 +14,7 @@ from maingrad.te_integration import GroupedMLP, ScaledSwiGLU
 BRIEF = ["--num-steps", "2", "--num-rounds", "1", "--num-warmup-steps", "1"]
 
 
+@pytest.mark.slow
 def test_bench_moe_has_a_row_for_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--dim", "32", "--num-layers", "2", "--num-heads", "2", "--num-experts", "4", "--top-k", "2"]
     sizes += ["--expert-ffn-dim", "16", "--vocab-size", "64", "--num-tokens", "16", "--num-microbatches", "2"]

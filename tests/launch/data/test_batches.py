@@ -53,6 +53,7 @@ def test_standard_library_is_real_text_in_a_fixed_order():
     assert b"def " in corpus.train.tobytes()
 
 
+@pytest.mark.slow
 def test_files_stay_on_their_side_when_more_is_held_back():
     less = load_corpus(DataConfig(validation_fraction=0.05), sequence_length=8).validation.tobytes()
     more = load_corpus(DataConfig(validation_fraction=0.3), sequence_length=8).validation.tobytes()
@@ -130,6 +131,23 @@ def sample_of(tokens: Any) -> Batch:
         global_batch_size=64,
         sequence_length=8,
     )
+
+
+def test_a_part_of_a_part_is_counted_from_its_beginning(tmp_path: Path) -> None:
+    tokens = np.arange(100, dtype=np.uint8)
+    (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
+    inner = FileTokens(tmp_path / "tokens.bin", tokens.dtype).part(10, 90).part(5, 20)
+    assert inner[:].tolist() == tokens[15:30].tolist()
+    assert inner.part(10, 99)[:].tolist() == tokens[25:30].tolist()
+
+
+def test_a_digest_is_of_every_block() -> None:
+    tokens = np.zeros(3 * token_files._DIGEST_BLOCK, dtype=np.uint8)
+    digest = digest_of(tokens)
+    for place in (0, token_files._DIGEST_BLOCK, len(tokens) - 1):
+        tokens[place] = 1
+        assert digest_of(tokens) != digest
+        tokens[place] = 0
 
 
 def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -362,7 +362,7 @@ ENVIRONMENTS = {
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.parametrize("said", ENVIRONMENTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_a_launcher_says_of_ranks_is_heard(
     said: str, parallel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

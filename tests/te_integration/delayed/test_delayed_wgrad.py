@@ -194,6 +194,28 @@ def test_buckets_launch_as_they_drain_and_not_before() -> None:
     ddp.finish_grad_sync()
 
 
+class LastFirst(nn.Sequential):
+    """Its backward comes to the first layer first, while its buckets expect the last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def test_a_queue_drains_in_bucket_order_whatever_order_backward_took() -> None:
+    model = LastFirst(*(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True) for _ in range(4)))
+    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=64))
+    queue = WgradQueue()
+    queue.log = []
+    with delayed_wgrad(queue):
+        y = ddp(torch.randn(2, 8))
+    y.sum().backward()
+    queue.drain()
+    assert [entry.bucket for entry in queue.log] == [0, 1, 2, 3]
+    ddp.finish_grad_sync()
+
+
 def test_one_modules_gradients_can_be_drained_alone() -> None:
     """Modules of one size describe themselves alike; it is the weight that tells them apart."""
     model = nn.Sequential(*(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True) for _ in range(3)))

@@ -214,6 +214,7 @@ def test_initialisation() -> None:
 
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_compiled_only_the_fused_product_stays_outside(fuse: bool) -> None:
     torch.compiler.reset()
     layer = make("LayerNormLinear", fuse=fuse)

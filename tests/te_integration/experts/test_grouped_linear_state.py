@@ -293,7 +293,7 @@ def test_in_a_sequential_splits_and_scales_go_where_they_are_taken(delay: bool) 
 
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("form", BOTH, ids=["discrete", "packed"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_compiled_around(fuse: bool, form: dict[str, bool]) -> None:
     """A graph break, and the same gradients."""
     torch.compiler.reset()
