@@ -268,7 +268,7 @@ class Scheduler:
 def _user_line(thread: threading.Thread) -> str:
     """File, line and function of the innermost frame of ``thread`` that is neither torch's nor the simulator's."""
     frame = _frame_of(thread)
-    simulator = __name__.rpartition(".")[0] + ".simulat"
+    simulator = f"{__package__}."
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith(("torch.", simulator, "threading", "contextlib")):

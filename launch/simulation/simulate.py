@@ -102,7 +102,7 @@ def _check_all_joined(groups: dict[tuple[str, tuple[int, ...]], SharedGroup]) ->
 
 def _without_simulator_frames(error: BaseException) -> BaseException:
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(__name__):
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(f"{__package__}."):
         trace = trace.tb_next
     return error.with_traceback(trace)
 

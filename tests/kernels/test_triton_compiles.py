@@ -21,34 +21,34 @@ _GROUPED = {
 }  # fmt: skip
 _GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}
 KERNELS = {
-    "scaled_glu_triton._scaled_glu_kernel": {
+    "glu.triton_kernels._scaled_glu_kernel": {
         "h": "*bf16/16", "probs": "*fp32/16", "out": "*bf16/16", "T": "i32", "F": "i32/16", "stride_h": "i32/16",
         **_NUMBERS, **_GLU_TILE,
     },
-    "scaled_glu_triton._scaled_glu_backward_kernel": {
+    "glu.triton_kernels._scaled_glu_backward_kernel": {
         "da": "*bf16/16", "h": "*bf16/16", "probs": "*fp32/16", "dh": "*bf16/16", "dprobs": "*fp32/16", "T": "i32",
         "F": "i32/16", "stride_da": "i32/16", "stride_h": "i32/16", **_NUMBERS, **_GLU_TILE,
     },
-    "grouped_reductions_triton._group_offsets_kernel": {
+    "grouped.reductions_triton._group_offsets_kernel": {
         "splits": "*i32/16", "offsets": "*i64/16", "E": "i32", "BLOCK": 64,
     },
-    "grouped_reductions_triton._bias_grad_chunks_kernel": {
+    "grouped.reductions_triton._bias_grad_chunks_kernel": {
         "dy": "*bf16/16", "scale": "*fp32/16", "offsets": "*i64/16", "partials": "*fp32/16", "T": "i32", "N": "i32/16",
         "E": "i32", "stride_dy": "i32/16", "SCALED": True, "CHUNK": 128, "BLOCK_T": 32, "BLOCK_N": 128, "BLOCK_E": 64,
     },
-    "grouped_reductions_triton._bias_grad_kernel": {
+    "grouped.reductions_triton._bias_grad_kernel": {
         "partials": "*fp32/16", "offsets": "*i64/16", "out": "*bf16/16", "T": "i32", "N": "i32/16", "CHUNK": 128,
         "BLOCK_S": 16, "BLOCK_N": 128,
     },
-    "grouped_reductions_triton._scale_grad_kernel": {
+    "grouped.reductions_triton._scale_grad_kernel": {
         "dy": "*bf16/16", "bias": "*bf16/16", "offsets": "*i64/16", "out": "*fp32/16", "T": "i32", "N": "i32/16",
         "E": "i32", "stride_dy": "i32/16", "stride_bias": "i32/16", "BLOCK_T": 16, "BLOCK_N": 128, "BLOCK_E": 64,
     },
-    "moe_permutation_triton._permute_rows_kernel": {
+    "permutation.triton_kernels._permute_rows_kernel": {
         "x": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_x": "i32/16",
         "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
     },
-    "moe_permutation_triton._unpermute_rows_kernel": {
+    "permutation.triton_kernels._unpermute_rows_kernel": {
         "rows": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_rows": "i32/16",
         "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
     },
@@ -63,7 +63,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 for path, arguments in json.loads(sys.argv[1]).items():
-    module, name = path.split(".")
+    module, _, name = path.rpartition(".")
     kernel = getattr(importlib.import_module(f"maingrad.kernels.{module}"), name)
     signature, constants, aligned = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):
@@ -89,4 +89,4 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     wide = dict(line.split() for line in done.stdout.splitlines())
     assert wide.keys() == KERNELS.keys()
     # What a bandwidth needs; offsets are too few to matter.
-    assert [path for path, count in wide.items() if count == "0"] == ["grouped_reductions_triton._group_offsets_kernel"]
+    assert [path for path, count in wide.items() if count == "0"] == ["grouped.reductions_triton._group_offsets_kernel"]
