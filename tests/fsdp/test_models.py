@@ -229,7 +229,7 @@ def shard_nested(model: nn.Module, **options: Any) -> None:
 
 
 @every_kind
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_nested_units_some_of_them_without_parameters(kind: str) -> None:
     train_beside(kind, Nested, shard_nested)
 
