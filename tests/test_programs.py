@@ -123,7 +123,7 @@ def outcome_in_fp64(program: Program, way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_trains_in_processes(way: str) -> None:
     assert_trained_alike(ACCUMULATION, run_ranks(outcome_in_fp64, 2, ACCUMULATION, way))
 

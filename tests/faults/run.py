@@ -154,7 +154,7 @@ NEEDLESS = "another case of this test has failed"
 
 WARM = multiprocessing.get_context("forkserver")
 """Makes processes that have imported what takes seconds, and nothing of the library."""
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "triton", "numpy", "pytest", "hypothesis")
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "pytest", "hypothesis")
 
 
 def run_here(copy: Path, results: Path, output: Path, timeout: float, tests: Sequence[str], all_cases: bool) -> None:
@@ -353,6 +353,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--require", type=int, nargs="*", default=REQUIRED, help="faults that must have a patch")
     parser.add_argument("--preload", nargs="*", default=PRELOADED, help="modules that all test processes begin with")
     options = parser.parse_args(arguments)
+    # As tests/conftest.py has it: Triton is asked when it is imported, which torch._dynamo does.
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     WARM.set_forkserver_preload(list(options.preload))
     began = time.perf_counter()
     try:

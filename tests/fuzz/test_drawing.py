@@ -89,6 +89,7 @@ def test_pipelines_are_drawn_and_valid() -> None:
     assert {program.tied for program in found if program.whole} == {True, False}
 
 
+@pytest.mark.slow
 def test_programs_are_written_as_python(drawn: list[Program]) -> None:
     for program in [*drawn, *map(draw_pipeline, range(COUNT))]:
         compile(program_source(program), "<program>", "exec")

@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = 22
-SHARES = 2
+SHARES = 4
 
 
 @pytest.mark.timeout(600)

@@ -140,7 +140,7 @@ ALL_CASES = [
     "dtype, config, victim, layer, value, at",
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_CASES)],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_bad_gradients_are_named_on_all_ranks_and_leave_no_trace(
     dtype: torch.dtype, config: str, victim: int, layer: str, value: float, at: int
 ) -> None:

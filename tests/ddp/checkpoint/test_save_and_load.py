@@ -448,7 +448,7 @@ def load_weights_only(folder: Path, when: str) -> tuple[dict[str, Tensor], dict[
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_weights_alone_load_into_a_wrapped_model(tmp_path: Path, when: str, with_optimizer: bool) -> None:
     def save() -> dict[str, Tensor]:
         ddp, optimizer = build(torch.bfloat16, **ZERO1)

@@ -154,7 +154,7 @@ def test_a_rank_that_dies_is_named_by_all_others(
     all_ended = run_to_the_end(
         one_ends, world_size, CONFIGS[config], victim, when, how, store=store, collective_timeout=60.0
     )
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50
     for rank, ended in enumerate(all_ended):
         if rank == victim:
             assert ended.exit_code == EXIT_CODES[how], ended.output

@@ -383,6 +383,7 @@ def test_bf16_on_the_wire_is_more_exact_than_a_bf16_reduction(ranks: int) -> Non
     assert full.max() < 1e-3 * wire.max()
 
 
+@pytest.mark.slow
 def test_training_with_bf16_on_the_wire_stays_near() -> None:
     """Twenty steps: the loss falls as it does without."""
     common: dict[str, Any] = {"fused": True, "delayed": False, "microbatches": 1, **ZERO1, **OVERLAP}

@@ -117,6 +117,7 @@ def test_gradients_are_eagers_and_each_fused_layer_is_one_graph_break(
         assert len(in_each_forward) == (1 + NUM_FUSED if fuse else 1)
 
 
+@pytest.mark.slow
 def test_a_whole_training_run_is_eagers() -> None:
     model = make_model()
     eager = wrap(plain_twin(model))

@@ -294,5 +294,6 @@ def test_new_weights_are_read_in_c(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["its own weight", "a child's weight", "a list of all parameters", "a tied weight"])
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_hybrid(way: str) -> None:
     check(way, 4, {"overlap_param_gather": True, "num_distributed_optimizer_instances": 2})

@@ -108,7 +108,7 @@ def train_a_module(overlap: bool, kind: str) -> tuple[bool, list[float]]:
 
 
 @pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_modules_of_torch(kind: str) -> None:
     same_with_and_without_overlap(train_a_module, kind)
 

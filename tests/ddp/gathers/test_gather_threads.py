@@ -196,6 +196,7 @@ def seen_after_each_step(built: str, overlap: bool) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_thread_reads_what_has_arrived() -> None:
     built = build_native_reader()
     after = run_ranks(seen_after_each_step, 2, built, False)

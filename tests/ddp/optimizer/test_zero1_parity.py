@@ -151,6 +151,7 @@ def test_no_layout_changes_a_bit(layout: dict[str, Any]) -> None:
         pytest.param(True, True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_width_of_2880(fused: bool, delayed: bool, ranks: int) -> None:
     common: dict[str, Any] = {"fused": fused, "delayed": delayed, "microbatches": 1}
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}

@@ -158,7 +158,7 @@ SECOND: dict[str, Callable[[], nn.Module]] = {
 
 @every_placement
 @pytest.mark.parametrize("second", SECOND)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_03_every_use_of_a_tied_weight_counts(placements: str, second: str) -> None:
     check(placements, lambda: Tied(linear(), SECOND[second]()))
 

@@ -100,6 +100,7 @@ EVERYTHING = [
 
 
 @pytest.mark.parametrize(("placements", "what"), [("zero3", "each rank something else"), *EVERYTHING])
+@pytest.mark.slow
 def test_delays_of_100_ms_change_nothing(placements: str, what: str) -> None:
     prompt: Sequence[Watched] = run_ranks(train_delayed, 2, placements, [Delays(0, 0, 0)] * 2)
     delayed: Sequence[Watched] = run_ranks(train_delayed, 2, placements, DELAYED[what])

@@ -177,7 +177,7 @@ ORDERS = [
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "alone", "zero2", "zero3, once", "hsdp, once"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_orders_of_forward_and_backward(kind: str, order: Callable[[nn.Module, Batches], None]) -> None:
     train_beside(kind, run=order)
 
@@ -404,7 +404,7 @@ BREAKS = [
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("first", ["nothing", "a microbatch", "an iteration"])
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once", "hsdp, once"])
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
 def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[Any, Tensor], None]) -> None:
     """After ``optimizer.zero_grad()`` the next iteration knows nothing of it."""
 

@@ -89,7 +89,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("who", ["nobody", "rank 0", "everybody"])
 @pytest.mark.parametrize("what", ["loss", "output", "output of an extra forward", "loss that is never used"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_kept_on_some_ranks(kind: str, what: str, who: str) -> None:
     """``losses.append(loss)`` under ``if rank == 0``; a metric's forward, in grad mode, whose result is kept."""
 
@@ -125,7 +125,7 @@ def test_kept_on_some_ranks(kind: str, what: str, who: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_an_exception_is_stored_on_rank_0(kind: str) -> None:
     """With its traceback, and with that the frames, their tensors and their graphs."""
 

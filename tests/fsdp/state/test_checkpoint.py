@@ -177,6 +177,7 @@ def train_ddp_and_save(folder: Path, dtype: torch.dtype) -> None:
     save_checkpoint(folder, ddp, optimizer, extra={"step": 3})
 
 
+@pytest.mark.slow
 def test_fp32_models_share_one_file_with_either_kind_of_sharding(
     tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path]
 ) -> None:

@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_optimizers_of_torch(kind: str, name: str) -> None:
     """Adam divides by roots of squares, which carry less of the bits of gradients that cancel."""
     train_beside(kind, optimizer=OPTIMIZERS[name], steps=3, tolerance=1e-7)
@@ -160,7 +160,7 @@ def all_at_once(model: nn.Module) -> None:
 
 @some_kinds
 @pytest.mark.parametrize("change", [in_place, through_data, all_at_once])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_weights_changed_between_steps_are_gathered_anew(kind: str, change: Callable[[nn.Module], None]) -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         for step in range(3):

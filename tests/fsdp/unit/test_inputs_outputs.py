@@ -183,7 +183,7 @@ class Passing(nn.Module):
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["", "recomputed", "recomputed, reentrant"])
 @pytest.mark.parametrize("pairs", [False, True], ids=["", "pairs"])
 @pytest.mark.parametrize("kind", ["zero3", "zero2"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_units_that_hand_their_input_on_are_reduced_in_their_turn(
     kind: str, pairs: bool, reentrant: bool | None
 ) -> None:

@@ -229,7 +229,7 @@ def shard_nested(model: nn.Module, **options: Any) -> None:
 
 
 @every_kind
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_nested_units_some_of_them_without_parameters(kind: str) -> None:
     train_beside(kind, Nested, shard_nested)
 
@@ -385,3 +385,24 @@ def test_f_linear_over_a_units_own_parameters_works_in_its_forward() -> None:
             return F.linear(x, self.inner.weight, self.inner.bias * 2)
 
     train_beside("zero3", Functional, lambda model, **options: fully_shard(model, **options))
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2"])
+def test_a_rank_of_padding_alone_gathers_with_the_others_after_a_step_by_hand(kind: str) -> None:
+    def on_each_rank() -> list[float]:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False))
+        nn.init.ones_(model[0].weight)
+        fully_shard(model, placements=kind)
+        seen = []
+        for _ in range(3):
+            y = model(torch.ones(1, 1))
+            y.sum().backward()
+            seen.append(y.item())
+            with torch.no_grad():
+                for local, grad in ((param.data, param.grad.to_local()) for param in model.parameters()):
+                    if local.numel():
+                        local.sub_(grad, alpha=0.25)
+            model.zero_grad()
+        return seen
+
+    assert simulate(on_each_rank, 2) == [[1.0, 0.75, 0.5]] * 2

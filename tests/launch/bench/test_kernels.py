@@ -28,6 +28,7 @@ def bench(folder: Path, *arguments: str) -> int:
     return main(["bench", "kernels", "--out-dir", str(folder), *BRIEF, *arguments])
 
 
+@pytest.mark.slow
 def test_every_operation_is_measured_beside_its_rivals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(tmp_path, "--shapes", GROUPED, "1x32x16x24") == 0
     rows = measured(tmp_path)

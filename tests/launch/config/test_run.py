@@ -24,7 +24,7 @@ def refused(document: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_shipped_files_load(path: Path):
     config = load_config(path)
     assert config == structure(config_to_dict(config))

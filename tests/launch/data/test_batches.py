@@ -267,6 +267,7 @@ def test_bigram_counts_across_chunks(monkeypatch: pytest.MonkeyPatch):
     assert np.array_equal(whole, fit_bigram(tokens, 7).log_prob)
 
 
+@pytest.mark.slow
 def test_bigram_on_the_standard_library_is_the_known_yardstick():
     corpus = load_corpus(DataConfig(), sequence_length=128)
     windows = validation_windows(corpus.validation, count=256, sequence_length=128)

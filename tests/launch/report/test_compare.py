@@ -83,6 +83,7 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--compare BASE RUN" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out_dir = run(tmp_path, "run")
     capsys.readouterr()

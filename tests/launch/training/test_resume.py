@@ -81,6 +81,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, before: str, after
     assert_same_end(whole, rest)
 
 
+@pytest.mark.slow
 def test_processes_go_on_where_simulated_ranks_stopped(tmp_path: Path):
     whole = simulate(outcome, 2, config_of(tmp_path, "whole"))[0]
     simulate(outcome, 2, config_of(tmp_path, "saved", save_every=4))

@@ -88,6 +88,7 @@ def test_trains_what_zero1_trains(tmp_path: Path, parallel: str, fsdp: dict[str,
         pytest.param("fsdp", {"placements": "zero1", "bucket_size": 4000}, EXPERTS, 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_gradients_that_are_reduced_once_are_those_of_zero1(
     tmp_path: Path, parallel: str, fsdp: dict[str, Any], model: dict, ranks: int
 ):
@@ -128,6 +129,7 @@ def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: i
 @pytest.mark.parametrize(
     "parallel, ranks", [("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)], ids=["fsdp", "hsdp"]
 )
+@pytest.mark.slow
 def test_processes_and_simulated_ranks_agree(tmp_path: Path, parallel: str, ranks: int):
     config = tiny_config(tmp_path, parallel=parallel, optimizer=UNCLIPPED, model={"param_dtype": "bfloat16"})
     simulated = simulate(outcome, ranks, config)[0]

@@ -378,6 +378,7 @@ def test_convert_linears_skips_a_subclass() -> None:
     assert "Doubled is a subclass of LayerNormMLP" in conversion.skipped["0"]
 
 
+@pytest.mark.slow
 def test_compiled_only_the_fused_products_stay_outside() -> None:
     for fuse, checkpoint in itertools.product([True, False], repeat=2):
         torch.compiler.reset()
