@@ -431,6 +431,27 @@ def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[A
     simulate(on_each_rank, ranks_of(kind))
 
 
+@pytest.mark.parametrize("kind", ["hsdp", "hsdp_zero1", "zero3"])
+def test_gradients_that_are_zeroed_in_place_know_nothing_of_an_iteration_that_broke_off(kind: str) -> None:
+    """``.grad`` stays, and with it the sums: what one instance had summed for the iteration that failed is lost."""
+
+    def on_each_rank() -> None:
+        rank, size = rank_and_size()
+        model, twin = both(Fragile, lambda model: shard_blocks(model, **options_of(kind)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        lost = batches_of(rank, 3, step=1)
+        mean_loss(model(lost[0])).backward()
+        with no_sync(model):
+            mean_loss(model(lost[1])).backward()
+        fail_in_backward(model, lost[2])
+        model.where = ""
+        optimizer.zero_grad(set_to_none=False)
+        one_backward(model, batches_of(rank, 2))
+        assert_same_grads(model, plain_grads(twin, one_backward, [batches_of(other, 2) for other in range(size)]))
+
+    simulate(on_each_rank, ranks_of(kind))
+
+
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp", "hsdp_zero1", "hsdp_zero1, once"])
 @pytest.mark.sampled(2)
 def test_what_is_abandoned_in_a_unit_stays_out_of_later_iterations_that_do_not_use_it(kind: str) -> None:
