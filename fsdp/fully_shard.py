@@ -223,7 +223,7 @@ def _make_buckets(
             unit=name,
             trainable=trainable,
             offload=wanted.offload_to_cpu,
-            holds_grads=wanted.placements.inner.holds_grads(wanted.reduce_every_microbatch),
+            reduces_once=wanted.placements.inner.reduces_once(wanted.reduce_every_microbatch),
         )
         for layout, trainable in plans
     ]

@@ -13,9 +13,9 @@ from .iteration.parts import RootParts
 from .iteration.root import Root
 from .norm_ranks import ranks_of_norms
 from .state.checkpoint_source import ShardedSource
+from .unit.forwards import BackwardHooks
 from .unit.surroundings import refuse_torch_ddp
 from .unit.unit import Unit
-from .unit.uses import Passage
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
 
@@ -65,14 +65,14 @@ class FSDPModule(nn.Module):
         root.gathers.notice_changes()
         root.gathers.gather(unit)
         root.gathers.arrive(unit)
-        unit.num_held += 1
+        unit.num_unshards += 1
         unit.registered.show_whole()
 
     def reshard(self) -> None:
         """Undo ``unshard``; without one, let go of what forward has left gathered. What was written to them is lost."""
         unit = unit_of(self)
-        if unit.num_held:
-            unit.num_held -= 1
+        if unit.num_unshards:
+            unit.num_unshards -= 1
             unit.registered.show_shards()
             for bucket in unit.buckets:
                 bucket.note_whole_changed()
@@ -211,14 +211,14 @@ def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...],
 @torch.compiler.disable
 def _before(
     module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], Passage | None]:
+) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
     return unit_of(module).before_forward(root_of(module), args, kwargs)
 
 
 @torch.compiler.disable
-def _after(module: FSDPModule, outputs: Any, passage: Passage | None) -> Any:
+def _after(module: FSDPModule, outputs: Any, hooks: BackwardHooks | None) -> Any:
     unit = unit_of(module)
-    return unit.after_forward(unit.root, outputs, passage)
+    return unit.after_forward(unit.root, outputs, hooks)
 
 
 @torch.compiler.disable

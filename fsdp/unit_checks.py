@@ -219,7 +219,7 @@ def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
         for child in module.children():
             if isinstance(child, FSDPModule):
                 return unit_of(child).device
-    served = [kind for group in grid.axes for kind in device_types_of(group)]
+    served = [device_type for group in grid.axes for device_type in device_types_of(group)]
     if not served or "cpu" in served:
         return torch.device("cpu")
     return _usable(torch.device(served[0]))

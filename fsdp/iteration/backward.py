@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.contract.demand import Demand, demand
+from ..unit.forwards import ForwardTrace, UnitForward
 from ..unit.unit import Unit
-from ..unit.uses import Trace, Use
 
 __all__ = ["Backward", "Entered", "delivers_to_any"]
 
@@ -22,7 +22,7 @@ class Entered(NamedTuple):
 
     task: int
     """The graph task that has entered it first."""
-    uses: set[Use]
+    forwards: set[UnitForward]
     """Those that it has entered, and not passed."""
     trains: bool
     """It brings the unit gradients."""
@@ -44,7 +44,7 @@ class Backward:
         """Graph tasks whose end will be heard of, nested ones too."""
         self.entered: dict[Unit, Entered] = {}
         """The units that it is in."""
-        self.recomputed: dict[int, Trace] = {}
+        self.recomputed: dict[int, ForwardTrace] = {}
         """By graph task: forwards that ran again in it."""
         self.keeps_graph = False
         """``create_graph=True``: what it read is read again."""

@@ -56,7 +56,7 @@ class UnitGathers:
 
     def release(self, unit: Unit) -> None:
         """Let the whole parameters go, after what the current stream has been given so far."""
-        if not (unit.gathered and unit.releasable) or unit.num_held:
+        if not (unit.gathered and unit.releasable) or unit.num_unshards:
             return
         self.arrive(unit)
         unit.gathered = False
@@ -91,7 +91,7 @@ class UnitGathers:
                 self.arrive(unit)
                 self.release(unit)
                 unit.gathered = False
-                if unit.num_held:
+                if unit.num_unshards:
                     self.gather(unit)
                     self.arrive(unit)
 
@@ -115,7 +115,7 @@ class UnitGathers:
                 sum(_rounded(bucket.gathered.nbytes) for bucket in unit.buckets if bucket in buckets)
                 for unit in self._units
             ]
-            if not buckets[0].keeps_params:
+            if not buckets[0].whole_params_at_rest:
                 sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[:num_units]]
             with OnStream(self.stream):
                 with pool.allocating():

@@ -31,7 +31,7 @@ class GradPool:
         limits = [pool_limit([bucket.grads.nbytes for bucket in _pooled(unit)]) for unit in units[1:]]
         self._limit = max(limits, default=0)
 
-    def in_the_way(self, bucket: ShardedBucket) -> list[ShardedBucket]:
+    def must_end_before(self, bucket: ShardedBucket) -> list[ShardedBucket]:
         """The reductions, the oldest first, that have to end before ``bucket`` adds to what the pool holds.
 
         What counts is what is being reduced, and what the bucket's own unit has. Other units that are still being
@@ -39,7 +39,7 @@ class GradPool:
         which come when activations have gone, or before anything is reduced, nor what has its memory for good.
         """
         unit = self._unit_of[id(bucket)]
-        if unit is self._outermost or bucket.keeps_grads:
+        if unit is self._outermost or bucket.whole_grads_at_rest:
             return []
         launched = {id(other) for other in self.launched}
         held = bucket.grads.nbytes + sum(other.grads.nbytes for other in self.launched)
@@ -56,4 +56,4 @@ class GradPool:
 
 
 def _pooled(unit: Unit) -> list[ShardedBucket]:
-    return [bucket for bucket in unit.buckets if bucket.trainable and not bucket.keeps_grads]
+    return [bucket for bucket in unit.buckets if bucket.trainable and not bucket.whole_grads_at_rest]

@@ -22,8 +22,8 @@ from ...ddp.collectives.rank_grid import RankGrid, all_groups, with_separate_gat
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import BucketEvents, ShardedBucket
+from ..unit.forwards import BackwardHooks, ForwardTrace, UnitForward
 from ..unit.unit import Unit
-from ..unit.uses import Passage, Trace, Use
 from .backward import Backward, Entered, delivers_to_any
 from .gathers import UnitGathers
 from .order import ForwardOrder
@@ -40,7 +40,7 @@ class _Running(NamedTuple):
     """A forward that is under way."""
 
     unit: Unit
-    trace: Trace
+    trace: ForwardTrace
     num_blocks: int
     """Of ``delayed_wgrad``, entered before it; -1 where it began in one."""
 
@@ -81,7 +81,7 @@ class Root:
 
     # ---- Forward. ----
 
-    def enter_forward(self, unit: Unit) -> Passage:
+    def enter_forward(self, unit: Unit) -> BackwardHooks:
         """A unit's forward starts: gather it, and what comes next; its parameters are there for the current stream."""
         task = current_backward()
         following: Unit | None = None
@@ -97,40 +97,40 @@ class Root:
             self.gathers.gather(following)
         self.gathers.arrive(unit)
         around = tuple([running.unit for running in self._running])
-        passage = Passage(Use(unit, around), self._trace_of(task))
+        hooks = BackwardHooks(UnitForward(unit, around), self._trace_of(task))
         # What is recomputed goes by what is frozen now, as it does without units.
-        passage.use.trains = not (self._frozen if task == -1 else self._is_frozen())
-        trace = passage.trace
+        hooks.forward.trains = not (self._frozen if task == -1 else self._is_frozen())
+        trace = hooks.trace
         num_blocks = -1 if delay_blocks.queue is not None else delay_blocks.num_entered
         self._running.append(_Running(unit, trace, num_blocks))
-        return passage
+        return hooks
 
-    def leave_forward(self, unit: Unit, passage: Passage | None) -> None:
+    def leave_forward(self, unit: Unit, hooks: BackwardHooks | None) -> None:
         """A unit's forward is over; ``passage``: it left a graph."""
         running = self._running.pop()
-        if passage is not None:
+        if hooks is not None:
             # Whether this rank has delayed something or not: another may have.
-            passage.use.delays = running.num_blocks != delay_blocks.num_entered
-            passage.trace.add(passage.use)
+            hooks.forward.delays = running.num_blocks != delay_blocks.num_entered
+            hooks.trace.add(hooks.forward)
         if self._backward is None or unit not in self._backward.entered:
             reshards = unit.reshard_after_forward
             if reshards is None:
                 reshards = unit is not self.units[0]
             # What backward begins with stays.
-            if passage is None or (reshards and not self.forward_order.came_last(unit)):
+            if hooks is None or (reshards and not self.forward_order.came_last(unit)):
                 self.gathers.release(unit)
         if not self._running and current_backward() == -1:
-            if passage is None:
+            if hooks is None:
                 self.gathers.release_all()
             self.observer.forward_ended()
 
-    def _trace_of(self, task: int) -> Trace:
+    def _trace_of(self, task: int) -> ForwardTrace:
         """Of the forward that is under way, or of what this graph task has recomputed so far."""
         if self._running and self._running[-1].trace.task == task:
             return self._running[-1].trace
         if task == -1 or self._backward is None:
-            return Trace(task)
-        return self._backward.recomputed.setdefault(task, Trace(task))
+            return ForwardTrace(task)
+        return self._backward.recomputed.setdefault(task, ForwardTrace(task))
 
     def _begin(self) -> None:
         """The outermost forward starts."""
@@ -161,32 +161,34 @@ class Root:
 
     # ---- Backward. ----
 
-    def enter_backward(self, use: Use, trace: Trace, task: int, *, delivers: bool) -> None:
+    def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
         """Backward, in this graph task, has reached the outputs of a unit's forward."""
-        unit = use.unit
-        trains = use.trains and (delivers or self._is_named_in(task))
-        backward = self._enter(unit, task, trains=trains, delays=use.delays)
-        uses = backward.entered[unit].uses
-        uses.add(use)
+        unit = forward.unit
+        trains = forward.trains and (delivers or self._is_named_in(task))
+        backward = self._enter(unit, task, trains=trains, delays=forward.delays)
+        forwards = backward.entered[unit].forwards
+        forwards.add(forward)
         self.gathers.gather(unit)
-        if all(other is unit or other in use.around for other in backward.entered):
-            self._prefetch(use, trace, task, 1)  # otherwise that one leaves next, lets its parameters go, and does it
+        if all(other is unit or other in forward.around for other in backward.entered):
+            self._prefetch(
+                forward, trace, task, 1
+            )  # otherwise that one leaves next, lets its parameters go, and does it
         self.gathers.arrive(unit)
-        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in uses))
+        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in forwards))
         if torch.is_grad_enabled():
             backward.keeps_graph = True
 
-    def leave_backward(self, use: Use, trace: Trace, task: int) -> None:
+    def leave_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
         """Backward, in this graph task, has passed the inputs of a unit's forward."""
-        unit, backward = use.unit, self._backward
+        unit, backward = forward.unit, self._backward
         if backward is None or unit not in backward.entered:
             return
         entered = backward.entered[unit]
-        entered.uses.discard(use)
-        if entered.uses or trace.comes_again(use, task):
+        entered.forwards.discard(forward)
+        if entered.forwards or trace.comes_again(forward, task):
             return
         self._let_go_of(unit, backward)
-        self._prefetch(use, trace, task, 2)  # before the reduction, which it would wait behind
+        self._prefetch(forward, trace, task, 2)  # before the reduction, which it would wait behind
         if entered.trains:
             self.grads.leave(unit, final=backward.final)
 
@@ -211,7 +213,7 @@ class Root:
         entered = backward.entered.setdefault(unit, Entered(task, set(), trains))
         if trains:
             backward.entered[unit] = entered._replace(trains=True)
-            self.grads.enter(unit, waits=delays)
+            self.grads.enter(unit, delays=delays)
         return backward
 
     def _let_go_of(self, unit: Unit, backward: Backward) -> None:
@@ -221,17 +223,17 @@ class Root:
         if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
             self.gathers.release(unit)
 
-    def _prefetch(self, use: Use, trace: Trace, task: int, count: int) -> None:
+    def _prefetch(self, forward: UnitForward, trace: ForwardTrace, task: int, count: int) -> None:
         """Gather what backward comes to next."""
-        unit, backward = use.unit, self._backward
+        unit, backward = forward.unit, self._backward
         assert backward is not None, "it has come to the unit"
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
                 self.gathers.gather(other)
             return
-        if count > 1 and any(other in use.around[1:] for other in backward.entered):
+        if count > 1 and any(other in forward.around[1:] for other in backward.entered):
             count = 1  # the unit around it still has its parameters
-        for following in trace.before(use, task, count):
+        for following in trace.before(forward, task, count):
             if unit not in following.around:  # inside of what is left: done
                 self.gathers.gather(following.unit)
 

@@ -30,7 +30,7 @@ from .grad_pool import GradPool
 __all__ = ["GradRounds"]
 
 
-class _Going(NamedTuple):
+class _GradSet(NamedTuple):
     """One round, and the buckets whose gradients go it."""
 
     round: Round
@@ -69,10 +69,10 @@ class GradRounds:
             failures,
             device=device,
         )
-        self._of: dict[Unit, list[_Going]] = {unit: _rounds_of(unit) for unit in units}
-        self._all = [going for unit in reversed(units) for going in self._of[unit]]  # about in backward's order
-        self._due: list[_Going] | None = None  # what an iteration whose backwards are over has still to send
-        self._num_waited = 0  # rounds, at the end of the last iteration
+        self._of: dict[Unit, list[_GradSet]] = {unit: _rounds_of(unit) for unit in units}
+        self._all = [grad_set for unit in reversed(units) for grad_set in self._of[unit]]  # about in backward's order
+        self._due: list[_GradSet] | None = None  # what an iteration whose backwards are over has still to send
+        self._num_with_delays = 0  # rounds, at the end of the last iteration
         self._sending = False  # also after a reduction was refused: nobody else gives the iteration up
         self._home: torch.cuda.Stream | None = None  # of forwards: sums take their memory there and give it back there
         self._pool = GradPool(units)
@@ -99,17 +99,17 @@ class GradRounds:
         self._due = None
         self._notice_all_cleared()
 
-    def enter(self, unit: Unit, *, waits: bool) -> None:
+    def enter(self, unit: Unit, *, delays: bool) -> None:
         """Backward has come to a unit; ``waits``: to a forward of it that ran under ``delayed_wgrad``."""
-        for going in self._of[unit]:
-            going.round.enter(waits=waits)
+        for grad_set in self._of[unit]:
+            grad_set.round.enter(delays=delays)
 
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give a bucket's whole gradients memory; where a collective has it, wait for that first."""
         self._settle(bucket)
         assert bucket.bucket is not None, "trainable"
         if not bucket.grads.resident:
-            self._make_way(bucket)
+            self._bound_pool(bucket)
             bucket.grads.take()
         if bucket.bucket.idle:
             bucket.bucket.phase = Phase.ACCUMULATING
@@ -121,15 +121,15 @@ class GradRounds:
 
     def leave(self, unit: Unit, *, final: bool) -> None:
         """Backward has passed the unit, or ended; ``final``: it is the iteration's last."""
-        for going in self._of[unit]:
-            if going.has_pending:
-                going.round.waits = True
-            if going.round.keeps_after(final=final):
-                going.round.keep()
-                for bucket in going.buckets:
-                    bucket.grad_shard.hold()
+        for grad_set in self._of[unit]:
+            if grad_set.has_pending:
+                grad_set.round.delays = True
+            if grad_set.round.keeps_after(final=final):
+                grad_set.round.keep()
+                for bucket in grad_set.buckets:
+                    bucket.grad_shard.defer()
             else:
-                self._send(going, final=final)
+                self._send(grad_set, final=final)
 
     def delayed_wgrad_done(self, bucket: ShardedBucket) -> None:
         """A delayed weight gradient was computed."""
@@ -148,7 +148,7 @@ class GradRounds:
         self._check_complete("start_grad_sync()")
         if self._under_way:
             self._notice_all_cleared()
-            self._due = [going for going in self._all if going.round.is_left]
+            self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
             self._send_due(finish=False)
 
     def finish_grad_sync(self) -> None:
@@ -157,12 +157,14 @@ class GradRounds:
         if self._under_way:
             self._notice_all_cleared()
             self._end_iteration()
-        for going in self._all:
-            going.round.has_waited = False
+        for grad_set in self._all:
+            grad_set.round.had_delays = False
 
     def _check_complete(self, caller: str) -> None:
         """Every backward of the iteration has ended, and every delayed weight gradient is computed."""
-        failed = next((going.round.name for going in self._all if going.round.phase is RoundPhase.WRITING), None)
+        failed = next(
+            (grad_set.round.name for grad_set in self._all if grad_set.round.phase is RoundPhase.WRITING), None
+        )
         if failed is not None:
             raise RuntimeError(
                 f"{caller} after a backward that raised an exception in {failed}: gradients are not "
@@ -180,19 +182,19 @@ class GradRounds:
         """Lose what is not reduced; what is under way ends."""
         self._due = None
         self._settle_all()
-        for going in self._all:
-            going.round.give_up()
-            for bucket in going.buckets:
+        for grad_set in self._all:
+            grad_set.round.give_up()
+            for bucket in grad_set.buckets:
                 bucket.discard_grads()
 
     # ---- The end of an iteration. ----
 
     @property
     def _under_way(self) -> bool:
-        return any(going.round.under_way for going in self._all)
+        return any(grad_set.round.under_way for grad_set in self._all)
 
     def _end_iteration(self) -> None:
-        self._due = [going for going in self._all if going.round.is_left]
+        self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
         self._send_due()
 
     def _send_due(self, *, complete: bool = True, finish: bool = True) -> None:
@@ -203,10 +205,12 @@ class GradRounds:
         """
         assert self._due is not None, "the iteration's backwards are over"
         while self._due and not (complete and self._due[0].has_pending):
-            going = self._due.pop(0)
-            if not going.round.waits:  # .grad that is cleared before a delayed gradient comes does not give that one up
-                self._notice_cleared(going)
-            self._send(going, final=True, makes_way=finish)
+            grad_set = self._due.pop(0)
+            if (
+                not grad_set.round.delays
+            ):  # .grad that is cleared before a delayed gradient comes does not give that one up
+                self._notice_cleared(grad_set)
+            self._send(grad_set, final=True, bounds_pool=finish)
         if not self._due:
             self._due = None
             if finish:
@@ -217,9 +221,9 @@ class GradRounds:
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # where no backward came, or all that came was cleared
             bucket.grad_shard.publish()
-        for going in self._all:
-            going.round.end()
-        self._num_waited = sum(going.round.has_waited for going in self._all)
+        for grad_set in self._all:
+            grad_set.round.end()
+        self._num_with_delays = sum(grad_set.round.had_delays for grad_set in self._all)
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # the optimizer reads gradients on the host
         with torch.no_grad():
@@ -231,12 +235,14 @@ class GradRounds:
         These are sent as they are computed, which may be now on one rank, and after what this sends on another. So all
         ranks refuse, those too that have none pending.
         """
-        if self._due is None and not self._num_waited:
+        if self._due is None and not self._num_with_delays:
             return
-        num_waited = sum(going.round.has_waited for going in self._all)
-        over = self._due is None and num_waited < self._num_waited  # an optimizer has stepped
+        num_with_delays = sum(grad_set.round.had_delays for grad_set in self._all)
+        over = self._due is None and num_with_delays < self._num_with_delays  # an optimizer has stepped
         if not over and not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
-            unit = next(going.round.name for going in self._all if going.round.waits or going.round.has_waited)
+            unit = next(
+                grad_set.round.name for grad_set in self._all if grad_set.round.delays or grad_set.round.had_delays
+            )
             if self._due is not None:
                 self._send_due(complete=False)  # other ranks wait for it, and come here then
             raise RuntimeError(
@@ -245,9 +251,9 @@ class GradRounds:
                 f"but the last, and call torch.autograd.grad before it"
             )
         if self._due is None:  # that iteration was stepped with or thrown away: the next one may have many forwards
-            self._num_waited = 0
-            for going in self._all:
-                going.round.has_waited = False
+            self._num_with_delays = 0
+            for grad_set in self._all:
+                grad_set.round.had_delays = False
 
     def _check_nothing_bypassed(self) -> None:
         pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
@@ -259,43 +265,43 @@ class GradRounds:
             raise
 
     def _notice_all_cleared(self) -> None:
-        for going in self._all:
-            if going.round.is_left:
-                self._notice_cleared(going)
+        for grad_set in self._all:
+            if grad_set.round.is_left:
+                self._notice_cleared(grad_set)
 
-    def _notice_cleared(self, going: _Going) -> None:
-        for bucket in going.buckets:
+    def _notice_cleared(self, grad_set: _GradSet) -> None:
+        for bucket in grad_set.buckets:
             if bucket.grad_shard.was_cleared:
                 self._settle(bucket)
                 bucket.discard_grads()
 
     # ---- One reduction. ----
 
-    def _send(self, going: _Going, *, final: bool, makes_way: bool = True) -> None:
+    def _send(self, grad_set: _GradSet, *, final: bool, bounds_pool: bool = True) -> None:
         """Reduce what the round has; across instances alone, where the rest was done in earlier microbatches.
 
         makes_way  the pool takes what was kept, and stays bounded: not where others compute meanwhile, who would wait
         """
-        inside, kept = going.round.phase is not RoundPhase.PARTIAL, going.round.was_kept
-        going.round.send(final=final)
-        for bucket in going.buckets:
+        inside, kept = grad_set.round.phase is not RoundPhase.PARTIAL, grad_set.round.was_kept
+        grad_set.round.send(final=final)
+        for bucket in grad_set.buckets:
             if inside or bucket.reduction.grid.outer_size > 1:
-                self._launch(bucket, kept=kept and makes_way, inside=inside, across=final)
+                self._launch(bucket, kept=kept and bounds_pool, inside=inside, across=final)
 
     def _launch(self, bucket: ShardedBucket, *, kept: bool, inside: bool, across: bool) -> None:
         assert bucket.bucket is not None, "trainable"
         if bucket.bucket.phase is not Phase.ACCUMULATING:
             self.make_room(bucket)  # this rank has written nothing: what it sends is zeros
         if kept:
-            self._make_way(bucket)  # its memory comes into the pool
+            self._bound_pool(bucket)  # its memory comes into the pool
         self._sending = True
-        keeps_total = self._claim(bucket)
+        adds_to_total = self._claim(bucket)
         self.launcher.launch(
-            bucket.bucket, partial(_reduce, bucket, keeps_total=keeps_total, inside=inside, across=across)
+            bucket.bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)
         )
         self._sending = False
         bucket.grad_shard.launched()
-        if not bucket.keeps_grads:
+        if not bucket.whole_grads_at_rest:
             self._pool.launched.append(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
@@ -308,9 +314,9 @@ class GradRounds:
         with OnStream(home):
             return bucket.grad_shard.claim()
 
-    def _make_way(self, bucket: ShardedBucket) -> None:
+    def _bound_pool(self, bucket: ShardedBucket) -> None:
         """Wait for as many reductions as keep the pool bounded."""
-        for other in self._pool.in_the_way(bucket):
+        for other in self._pool.must_end_before(bucket):
             self._settle(other)
 
     def _settle_all(self) -> None:
@@ -331,7 +337,7 @@ class GradRounds:
         bucket.bucket.reset()
         if bucket in self._pool.launched:
             self._pool.launched.remove(bucket)
-        if not bucket.keeps_grads:
+        if not bucket.whole_grads_at_rest:
             bucket.grads.release()
 
 
@@ -346,19 +352,21 @@ def _settling(rounds: GradRounds, bucket: ShardedBucket) -> Callable[[], None]:
     return settle
 
 
-def _rounds_of(unit: Unit) -> list[_Going]:
+def _rounds_of(unit: Unit) -> list[_GradSet]:
     """One round of a unit's gradients; of those that its modules delay another, which is sent after the first."""
-    found: list[_Going] = []
+    found: list[_GradSet] = []
     for delayed in (False, True):
         buckets = tuple([bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed])
         if buckets:
-            going = _Going(Round(unit.label, keeps=buckets[0].holds_grads, delayed=delayed), buckets)
+            grad_set = _GradSet(Round(unit.label, reduces_once=buckets[0].reduces_once, delayed=delayed), buckets)
             for bucket in buckets:
-                bucket.round = going.round
-            found.append(going)
+                bucket.round = grad_set.round
+            found.append(grad_set)
     return found
 
 
-def _reduce(bucket: ShardedBucket, grads: Tensor, *, keeps_total: bool, inside: bool, across: bool) -> InFlight:
-    stages = bucket.grad_shard.collect(bucket.reduction, grads, keeps_total=keeps_total, inside=inside, across=across)
+def _reduce(bucket: ShardedBucket, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool) -> InFlight:
+    stages = bucket.grad_shard.collect(
+        bucket.reduction, grads, adds_to_total=adds_to_total, inside=inside, across=across
+    )
     return in_stages(stages, (grads,))

@@ -59,7 +59,7 @@ def exchange(have: Tensor, haves: Sequence[Range], wants: Sequence[Range], group
 
 def device_of(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:
     """The tensor's, or one that the group talks over where the tensor was offloaded to the host."""
-    kinds = device_types_of(group)
-    if not kinds or tensor.device.type in kinds:
+    device_types = device_types_of(group)
+    if not device_types or tensor.device.type in device_types:
         return tensor.device
-    return torch.device(kinds[0])
+    return torch.device(device_types[0])

@@ -117,7 +117,7 @@ def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
     for bucket in buckets:
         if bucket.round is not None:
-            bucket.round.has_waited = False
+            bucket.round.had_delays = False
     if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
         step_began(optimizer)
 

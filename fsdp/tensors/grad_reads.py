@@ -23,10 +23,10 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from .over_ranks import everyone_of, extremum, max_over, mean_and_variance, norms, reduced, sums, whole
 from .shard_info import ShardInfo
 
-__all__ = ["KINDS", "NORMS", "Kind", "refuse", "shard_of"]
+__all__ = ["HANDLING", "NORMS", "Handling", "refuse", "shard_of"]
 
 
-class Kind(Enum):
+class Handling(Enum):
     """How a function runs."""
 
     PLAIN = auto()
@@ -39,40 +39,44 @@ def shard_of(tensor: Any) -> ShardInfo | None:
     return None if isinstance(tensor, nn.Parameter) else getattr(tensor, "shard", None)
 
 
-class _Kinds(dict[Any, "Kind | Callable[..., Any]"]):
-    def __missing__(self, func: Any) -> "Kind | Callable[..., Any]":
-        self[func] = kind = _kind_of(func)
-        return kind
+class _Handlings(dict[Any, "Handling | Callable[..., Any]"]):
+    def __missing__(self, func: Any) -> "Handling | Callable[..., Any]":
+        self[func] = handling = _handling_of(func)
+        return handling
 
 
-KINDS = _Kinds()
-"""How each function runs where an argument is a sharded gradient: a ``Kind``, or a function of this file in its place.
-Found at the first call, and kept."""
+HANDLING = _Handlings()
+"""How each function runs when an argument is a sharded gradient: a ``Handling``, or a function of this file in place of
+torch's. The entry is found at the first call and cached."""
 
 
-def _kind_of(func: Any) -> "Kind | Callable[..., Any]":
+def _handling_of(func: Any) -> "Handling | Callable[..., Any]":
     if func in NORMS:
         return NORMS[func]
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return Kind.REFUSED if attribute in _ATTRIBUTES_OF_ORDER else _ELEMENTWISE_ATTRIBUTES.get(attribute, Kind.PLAIN)
+        return (
+            Handling.REFUSED
+            if attribute in _ATTRIBUTES_OF_ORDER
+            else _ELEMENTWISE_ATTRIBUTES.get(attribute, Handling.PLAIN)
+        )
     if name in _OWN:
         return _OWN[name]
     if name in _QUESTIONS or (name.startswith(("_foreach_", "_fused_", "_amp_")) and name.endswith("_")):
-        return Kind.PLAIN
+        return Handling.PLAIN
     if name.startswith("_foreach_"):
-        return Kind.REFUSED if name == "_foreach_max" else Kind.ELEMENTWISE
+        return Handling.REFUSED if name == "_foreach_max" else Handling.ELEMENTWISE
     bare = name.strip("_")
     if name.endswith("_") and not name.endswith("__"):  # in place
-        return Kind.PLAIN if bare in _FILLS or _is_elementwise(bare) else Kind.REFUSED
+        return Handling.PLAIN if bare in _FILLS or _is_elementwise(bare) else Handling.REFUSED
     if name.startswith("__"):
         if bare.startswith("i") and _is_elementwise(_OPERATORS.get(bare[1:], bare[1:])):
-            return Kind.PLAIN
+            return Handling.PLAIN
         if not _is_elementwise(_OPERATORS.get(bare, bare)):
             bare = bare.removeprefix("r")
         bare = _OPERATORS.get(bare, bare)
-    return Kind.ELEMENTWISE if _is_elementwise(bare) else Kind.REFUSED
+    return Handling.ELEMENTWISE if _is_elementwise(bare) else Handling.REFUSED
 
 
 def _is_elementwise(name: str) -> bool:
@@ -112,7 +116,7 @@ _OPERATORS = {
 }
 
 _ATTRIBUTES_OF_ORDER = frozenset(["T", "H", "mT", "mH"])
-_ELEMENTWISE_ATTRIBUTES = dict.fromkeys(("real", "imag", "data"), Kind.ELEMENTWISE)
+_ELEMENTWISE_ATTRIBUTES = dict.fromkeys(("real", "imag", "data"), Handling.ELEMENTWISE)
 
 _WORDS_QUESTIONS = """
     size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex

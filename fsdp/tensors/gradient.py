@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, let_foreach_take, tree_leaves
-from .grad_reads import KINDS, NORMS, Kind, refuse
+from .grad_reads import HANDLING, NORMS, Handling, refuse
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .parameter import ShardedParameter
 
 __all__ = [
-    "HeldGrad",
+    "PlaceholderGrad",
     "ShardedGrad",
     "adopt_grad",
+    "being_reduced",
     "changed_too_early",
-    "in_flight",
-    "make_held_grads",
+    "make_placeholder_grads",
     "make_sharded_grad",
     "step_began",
     "step_ended",
@@ -38,11 +38,11 @@ class _Sums(Protocol):
     def arrive(self) -> None: ...
 
 
-in_flight: "weakref.WeakSet[Any]" = weakref.WeakSet()
+being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Sums (``GradShard``) that a reduction under way is about to change: between an iteration's microbatches."""
 
 
-_PLAIN = Kind.PLAIN
+_PLAIN = Handling.PLAIN
 
 
 class _Step(threading.local):
@@ -100,20 +100,20 @@ class ShardedGrad(Tensor):
     @staticmethod  # torch looks it up for each tensor of a list: nothing is bound
     def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if in_flight:
+        if being_reduced:
             _arrive(args, kwargs)
-        kind = KINDS[func]
-        if kind is not _PLAIN and func in NORMS:
+        handling = HANDLING[func]
+        if handling is not _PLAIN and func in NORMS:
             return NORMS[func](*args, **kwargs)
         if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
             return NotImplemented  # the parameter has something to say about that
-        if kind is _PLAIN or _step.optimizer is not None:
+        if handling is _PLAIN or _step.optimizer is not None:
             return disabled_torch_function(func, types, args, kwargs)
-        if kind is Kind.ELEMENTWISE:
+        if handling is Handling.ELEMENTWISE:
             return _elementwise(func, types, args, kwargs)
-        if isinstance(kind, Kind):
+        if isinstance(handling, Handling):
             refuse(_first(args, kwargs), _name_of(func))
-        return kind(*args, **kwargs)
+        return handling(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
@@ -132,7 +132,7 @@ class ShardedGrad(Tensor):
 
     def to_local(self) -> Tensor:
         """A plain tensor of this rank's elements, in the same memory: whatever is read of it is local."""
-        if in_flight:
+        if being_reduced:
             _arrive((self,), {})
         return disabled_torch_function(Tensor.detach, (), (self,), {})  # type: ignore[no-any-return]
 
@@ -248,7 +248,7 @@ def adopt_grad(grad: Any, info: ShardInfo) -> Any:
     return grad if grad.requires_grad else _as_shard(grad, info)
 
 
-class HeldGrad(ShardedGrad):
+class PlaceholderGrad(ShardedGrad):
     """``.grad`` while an iteration's gradients are elsewhere: zeros that have the memory of one element.
 
     To set ``.grad`` to None gives the iteration up; whatever else would change it raises ``RuntimeError``.
@@ -259,18 +259,18 @@ class HeldGrad(ShardedGrad):
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_"):
             changed = tree_leaves(args[0] if args else None)
-            found = next((each for each in changed if isinstance(each, HeldGrad)), None)
+            found = next((each for each in changed if isinstance(each, PlaceholderGrad)), None)
             if found is not None:
                 raise RuntimeError(changed_too_early(found.shard))
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
 
 
-def make_held_grads(params: "Sequence[ShardedParameter]") -> list[HeldGrad]:
+def make_placeholder_grads(params: "Sequence[ShardedParameter]") -> list[PlaceholderGrad]:
     """Zeros in the shape of each shard, of one dtype on one device: all of them are one element."""
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
-    zeros: list[HeldGrad] = []
+    zeros: list[PlaceholderGrad] = []
     for param in params:
-        grad: HeldGrad = Tensor._make_subclass(HeldGrad, zero.expand(local_shape(param.shard)), False)
+        grad: PlaceholderGrad = Tensor._make_subclass(PlaceholderGrad, zero.expand(local_shape(param.shard)), False)
         grad.shard = param.shard
         zeros.append(grad)
     return zeros

@@ -85,10 +85,10 @@ def whole(values: Tensor, shard: ShardInfo) -> Tensor:
 
 def reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], Tensor]) -> Tensor:
     """``value`` reduced over the ranks, on a device that they talk over: shards may be offloaded to the host."""
-    kinds = [kind for group in grid.axes for kind in device_types_of(group)]
-    if not kinds or value.device.type in kinds:
+    device_types = [device_type for group in grid.axes for device_type in device_types_of(group)]
+    if not device_types or value.device.type in device_types:
         return reduce(grid, value)
-    return reduce(grid, value.to(kinds[0])).to(value.device)
+    return reduce(grid, value.to(device_types[0])).to(value.device)
 
 
 def everyone_of(info: ShardInfo) -> RankGrid:

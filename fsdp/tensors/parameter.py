@@ -198,8 +198,8 @@ def _allowed() -> frozenset[Any]:
         empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     """
     found = [getattr(Tensor, name) for name in properties.split() if hasattr(Tensor, name)]
-    kinds = ("__get__", "__set__", "__delete__")
-    accessors = [getattr(entry, kind) for entry in found for kind in kinds if hasattr(entry, kind)]
+    verbs = ("__get__", "__set__", "__delete__")
+    accessors = [getattr(entry, verb) for entry in found for verb in verbs if hasattr(entry, verb)]
     inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]
     named = [(Tensor, methods), (torch, functions)]
     callables = [getattr(place, name) for place, names in named for name in names.split() if hasattr(place, name)]

@@ -94,7 +94,7 @@ class ShardedBucket:
         unit: str,
         trainable: bool,
         offload: bool,
-        holds_grads: bool,
+        reduces_once: bool,
     ) -> None:
         self.layout = layout
         self.reduction = reduction
@@ -102,11 +102,11 @@ class ShardedBucket:
         self.delayed = layout.slots[0].spec.delayed
         """Its modules said when they were wrapped that they delay these gradients."""
         self.device = device
-        self.keeps_params = placements.inner.parameter is Placement.WHOLE
+        self.whole_params_at_rest = placements.inner.parameter is Placement.WHOLE
         """Whole parameters have memory for good, and are gathered when the shards have changed."""
-        self.keeps_grads = placements.inner.gradient is Placement.WHOLE
+        self.whole_grads_at_rest = placements.inner.gradient is Placement.WHOLE
         """Whole gradients have memory for good, from their first use."""
-        self.holds_grads = holds_grads
+        self.reduces_once = reduces_once
 
         # Shards.
         first, last = reduction.owned_range(layout.numel)
@@ -175,7 +175,7 @@ class ShardedBucket:
 
     def note_whole_changed(self) -> None:
         """Somebody had whole parameters that are kept, and may have written to them."""
-        if self.keeps_params:
+        if self.whole_params_at_rest:
             self._gathered_version = -1
 
     @property
@@ -226,7 +226,7 @@ class ShardedBucket:
 
     def forget_params(self) -> None:
         """Give up the whole parameters' memory; the stream that took it waits for whoever read them."""
-        if not self.keeps_params:
+        if not self.whole_params_at_rest:
             self.gathered.release()
 
     def _fill(self) -> None:

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from ...ddp.collectives.reduction import GradReduction
-from ..tensors.gradient import HeldGrad, ShardedGrad, changed_too_early, in_flight, make_held_grads, make_sharded_grad
+from ..tensors.gradient import (
+    PlaceholderGrad,
+    ShardedGrad,
+    being_reduced,
+    changed_too_early,
+    make_placeholder_grads,
+    make_sharded_grad,
+)
 from ..tensors.parameter import ShardedParameter
 
 __all__ = ["GradShard"]
@@ -54,21 +61,21 @@ class GradShard:
         self._shown: Tensor | None = None
         self._views: list[ShardedGrad] = []
         self._has_partial = False  # ``partial`` holds a part of this iteration
-        self._holds = False  # a part of this iteration is not in .grad yet: partial, or in whole gradients
-        self._held: Sequence[ShardedGrad] = ()  # .grad then
+        self._incomplete = False  # a part of this iteration is not in .grad yet: partial, or in whole gradients
+        self._expected: Sequence[ShardedGrad] = ()  # .grad then
         self._version = 0  # and its version
 
     def launched(self) -> None:
         """A reduction into the sums is under way."""
-        in_flight.add(self)
+        being_reduced.add(self)
 
     def landed(self) -> None:
         """They have its result."""
-        in_flight.discard(self)
+        being_reduced.discard(self)
 
     def arrive(self) -> None:
         """Somebody is about to read or change ``.grad``."""
-        if self in in_flight and self.settle is not None:
+        if self in being_reduced and self.settle is not None:
             self.settle()
 
     @property
@@ -79,40 +86,40 @@ class GradShard:
     @property
     def was_cleared(self) -> bool:
         """Somebody has set ``.grad`` of all to None while a part was not in it yet: that part is not wanted."""
-        return self._holds and self.is_cleared
+        return self._incomplete and self.is_cleared
 
-    def hold(self) -> None:
+    def defer(self) -> None:
         """A microbatch's whole gradients are kept: have ``.grad`` show zeros, so that clearing it can be seen.
 
         Sums are made in the last microbatch, when whole gradients go; until then all zeros are one element.
         """
-        if self._holds:
+        if self._incomplete:
             return
         self.forget_cleared()
         if self._total is None and self.is_cleared:
-            zeros = make_held_grads(self._params)
+            zeros = make_placeholder_grads(self._params)
             for param, zero in zip(self._params, zeros, strict=True):
                 param.grad = zero
-            self._note_held(zeros)
+            self._note_incomplete(zeros)
             return
         if not self.claim():
             assert self._shown is not None and self._total is not None, "made by the claim"
             self._total.zero_()
             self._shown.zero_()
-        self._note_held(self._views)
+        self._note_incomplete(self._views)
 
     def forget_cleared(self) -> None:
         """Let the sums' memory go where nobody shows them any more: activations need it now.
 
         Whoever kept a gradient that was cleared keeps its memory; the next reduction begins with new sums.
         """
-        if not (self._holds or self._has_partial) and self.is_cleared:
+        if not (self._incomplete or self._has_partial) and self.is_cleared:
             self._total = self._shown = self._partial = None
             self._views.clear()
 
     def give_up(self) -> None:
-        """What was held is lost."""
-        self._has_partial = self._holds = False
+        """What was incomplete is lost."""
+        self._has_partial = self._incomplete = False
 
     def show_zeros(self) -> None:
         """No rank had a gradient in this iteration: ``.grad`` that nobody has set is zeros."""
@@ -127,7 +134,7 @@ class GradShard:
         return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
 
     def collect(
-        self, reduction: GradReduction, grads: Tensor, *, keeps_total: bool, inside: bool, across: bool
+        self, reduction: GradReduction, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool
     ) -> Generator[Any, None, None]:
         """The stages of one reduction of the bucket's whole gradients ``grads`` [n].
 
@@ -138,9 +145,9 @@ class GradShard:
         total = self._total
         assert total is not None, "made by the claim"
         if reduction.grid.outer_size == 1:
-            return self._into_total(reduction, grads, total, keeps_total) if inside else _nothing()
-        keeps_partial, self._has_partial, self._holds = self._has_partial, not across, not across
-        return self._over_instances(reduction, grads, total, keeps_total, keeps_partial, inside, across)
+            return self._into_total(reduction, grads, total, adds_to_total) if inside else _nothing()
+        adds_to_partial, self._has_partial, self._incomplete = self._has_partial, not across, not across
+        return self._over_instances(reduction, grads, total, adds_to_total, adds_to_partial, inside, across)
 
     def publish(self) -> None:
         """Bring ``.grad`` up to date where it is a copy of the sums: of another dtype, or on another device."""
@@ -159,8 +166,8 @@ class GradShard:
         reduction: GradReduction,
         grads: Tensor,
         total: Tensor,
-        keeps_total: bool,
-        keeps_partial: bool,
+        adds_to_total: bool,
+        adds_to_partial: bool,
         inside: bool,
         across: bool,
     ) -> Generator[Any, None, None]:
@@ -169,29 +176,29 @@ class GradShard:
             self._partial = grads.new_empty(end - start)
         if inside:
             mine = yield from reduction.inside(grads)
-            _accumulate(self._partial, mine, keeps_partial)
-        elif not keeps_partial:
+            _accumulate(self._partial, mine, adds_to_partial)
+        elif not adds_to_partial:
             self._partial.zero_()  # given up on this rank; the others' parts are summed all the same
-        if not keeps_total:
+        if not adds_to_total:
             total.zero_()
         if across:
             part = yield from reduction.across(self._partial)
             total.add_(part)
         else:
-            self._note_held(self._views)
+            self._note_incomplete(self._views)
 
     def claim(self) -> bool:
         """Make ``.grad`` show the sums, made on the current stream; returns whether what they hold is kept."""
         grads = [param.grad for param in self._params]
-        held, self._holds = self._holds, False
-        if held:
+        incomplete, self._incomplete = self._incomplete, False
+        if incomplete:
             self._check_untouched(grads)
-            self._held = ()
+            self._expected = ()
         else:
             self.forget_cleared()  # again, where no forward was in between
         if self._total is None:
             self._make_sums()
-        if all(grad is None or isinstance(grad, HeldGrad) for grad in grads):
+        if all(grad is None or isinstance(grad, PlaceholderGrad) for grad in grads):
             self._has_partial = False
             for param, view in zip(self._params, self._views, strict=True):
                 param.grad = view
@@ -203,8 +210,8 @@ class GradShard:
                 param.grad = view
         return True
 
-    def _note_held(self, shown: Sequence[ShardedGrad]) -> None:
-        self._holds, self._held, self._version = True, shown, self._version_shown
+    def _note_incomplete(self, shown: Sequence[ShardedGrad]) -> None:
+        self._incomplete, self._expected, self._version = True, shown, self._version_shown
 
     @property
     def _version_shown(self) -> int:
@@ -214,8 +221,8 @@ class GradShard:
         """What was done to ``.grad`` since was not done to what is not in it yet."""
         if all(grad is None for grad in grads):
             return
-        for param, grad, shown in zip(self._params, grads, self._held, strict=True):
-            touched = grad._version if isinstance(grad, HeldGrad) else self._version_shown - self._version
+        for param, grad, shown in zip(self._params, grads, self._expected, strict=True):
+            touched = grad._version if isinstance(grad, PlaceholderGrad) else self._version_shown - self._version
             if grad is not shown or touched:  # a view of it may have been written to, which nobody refuses
                 raise RuntimeError(changed_too_early(param.shard))
 

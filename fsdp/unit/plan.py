@@ -12,11 +12,11 @@ from ...ddp.plan.model_plan import grad_dtype_of
 from ...ddp.plan.owned_params import OwnedParam
 from .mixed_precision import MixedPrecisionPolicy
 
-__all__ = ["AtomKind", "ShardAtoms", "plan_unit", "shard_degree"]
+__all__ = ["Atom", "ShardAtoms", "plan_unit", "shard_degree"]
 
-AtomKind: TypeAlias = Literal["element", "row", "whole"] | int
+Atom: TypeAlias = Literal["element", "row", "whole"] | int
 """Between what a shard border may lie: elements, rows, whole parameters, blocks of so many rows."""
-ShardAtoms: TypeAlias = AtomKind | Mapping[str, AtomKind]
+ShardAtoms: TypeAlias = Atom | Mapping[str, Atom]
 """For all parameters of a unit, or by patterns of their names in the unit; the first that matches counts, and what no
 pattern matches may be cut between any two elements."""
 
@@ -47,11 +47,11 @@ def plan_unit(
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
     size = bucket_size or default_bucket_numel(degree)
-    kinds: dict[tuple[Any, ...], list[OwnedParam]] = {}
+    alike: dict[tuple[Any, ...], list[OwnedParam]] = {}
     for entry in reversed(owned):  # about the order of backward
         param = entry.param
-        kinds.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
-    for (dtype, trainable, delayed), members in kinds.items():
+        alike.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
+    for (dtype, trainable, delayed), members in alike.items():
         computing = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
         specs = [
             ParamSpec(
@@ -60,7 +60,7 @@ def plan_unit(
                 param_dtype=computing,
                 grad_dtype=grad_dtype_of(computing, policy.grad_dtype),
                 delayed=delayed,
-                atom=atom_of(entry.param.shape, _kind_of(entry.name, atoms)),
+                atom=atom_of(entry.param.shape, _atom_of_name(entry.name, atoms)),
             )
             for entry in members
         ]
@@ -91,10 +91,10 @@ def _runs(specs: Sequence[ParamSpec], size: int) -> Iterator[Sequence[ParamSpec]
     yield specs[first:]
 
 
-def _kind_of(name: str, atoms: ShardAtoms) -> AtomKind:
+def _atom_of_name(name: str, atoms: ShardAtoms) -> Atom:
     if not isinstance(atoms, Mapping):
         return atoms
-    return next((kind for pattern, kind in atoms.items() if fnmatchcase(name, pattern)), "element")
+    return next((atom for pattern, atom in atoms.items() if fnmatchcase(name, pattern)), "element")
 
 
 def _check_patterns(owned: Sequence[OwnedParam], atoms: ShardAtoms) -> None:

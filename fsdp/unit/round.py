@@ -63,23 +63,23 @@ class Round:
     """The phase of one unit's gradients, and the only place where it changes.
 
     name     of the unit, for errors
-    keeps    whole gradients stay from one microbatch to the next, and are reduced once in an iteration
+    reduces_once  whole gradients stay from one microbatch to the next, and are reduced once in an iteration
     delayed  the modules said when they were wrapped that these gradients come after backward
     """
 
-    __slots__ = ("_delayed", "_keeps", "_phase", "has_waited", "name", "waits", "was_kept")
+    __slots__ = ("_delayed", "_phase", "_reduces_once", "delays", "had_delays", "name", "was_kept")
 
-    def __init__(self, name: str, *, keeps: bool, delayed: bool) -> None:
+    def __init__(self, name: str, *, reduces_once: bool, delayed: bool) -> None:
         self.name = name
-        self._keeps = keeps
+        self._reduces_once = reduces_once
         self._delayed = delayed
         self._phase = RoundPhase.IDLE
-        self.waits = delayed
+        self.delays = delayed
         """In this iteration some gradients come after backward, or may do so on another rank: all of the round's are
         reduced once, in the round's turn, after the last backward."""
         self.was_kept = False
         """Whole gradients have stayed from an earlier microbatch."""
-        self.has_waited = False
+        self.had_delays = False
         """It did in the iteration that has ended, and no optimizer has stepped since."""
 
     @property
@@ -97,15 +97,15 @@ class Round:
         """Backward has passed, and what is missing is to be reduced at the iteration's end."""
         return self._phase in (RoundPhase.KEPT, RoundPhase.PARTIAL)
 
-    def enter(self, *, waits: bool) -> None:
+    def enter(self, *, delays: bool) -> None:
         """Backward has come to the unit; ``waits``: to a forward under ``delayed_wgrad``."""
-        self.waits = self.waits or waits
+        self.delays = self.delays or delays
         if self._phase is not RoundPhase.WRITING:
             self._move(RoundPhase.WRITING)
 
     def keeps_after(self, *, final: bool) -> bool:
         """Whether whole gradients stay when a backward, the iteration's last if ``final``, has passed."""
-        return self.waits or (self._keeps and not final)
+        return self.delays or (self._reduces_once and not final)
 
     def keep(self) -> None:
         """Backward has passed, and whole gradients stay."""
@@ -121,13 +121,13 @@ class Round:
         """The iteration is over."""
         if self._phase is not RoundPhase.IDLE:
             self._move(RoundPhase.IDLE)
-            self.has_waited = self.waits
-        self.waits = self._delayed
+            self.had_delays = self.delays
+        self.delays = self._delayed
 
     def give_up(self) -> None:
         """The iteration is abandoned."""
         self._phase = RoundPhase.IDLE
-        self.waits, self.was_kept, self.has_waited = self._delayed, False, False
+        self.delays, self.was_kept, self.had_delays = self._delayed, False, False
 
     def _move(self, phase: RoundPhase) -> None:
         if phase not in _MOVES[self._phase]:

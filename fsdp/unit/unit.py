@@ -14,10 +14,10 @@ from torch import nn
 
 from ...ddp.collectives.rank_grid import RankGrid
 from .bucket import ShardedBucket, ShardedPair
+from .forwards import BackwardHooks, ForwardTrace, UnitForward
 from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .registration import Registration
 from .surroundings import check_surroundings
-from .uses import Passage, Trace, Use
 
 __all__ = ["Unit"]
 
@@ -25,17 +25,17 @@ __all__ = ["Unit"]
 class Listener(Protocol):
     """Who hears of a unit's forwards and backwards, and has its parameters in place by then: the ``Root``."""
 
-    def enter_forward(self, unit: "Unit") -> Passage:
+    def enter_forward(self, unit: "Unit") -> BackwardHooks:
         """A forward starts."""
         raise NotImplementedError
 
-    def leave_forward(self, unit: "Unit", passage: Passage | None) -> None:
+    def leave_forward(self, unit: "Unit", hooks: BackwardHooks | None) -> None:
         """It is over; ``passage``: it left a graph."""
 
-    def enter_backward(self, use: Use, trace: Trace, task: int, *, delivers: bool) -> None:
+    def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
         """Backward has reached the outputs of a forward; ``delivers``: it is a plain ``backward()``."""
 
-    def leave_backward(self, use: Use, trace: Trace, task: int) -> None:
+    def leave_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
         """Backward has passed the unit's inputs."""
 
 
@@ -82,7 +82,7 @@ class Unit:
         """The whole parameters are there, or on their way."""
         self.freed = torch.cuda.Event() if device.type == "cuda" else None
         """After it nobody reads the whole parameters any more."""
-        self.num_held = 0
+        self.num_unshards = 0
         """How often somebody has unsharded it by hand: it stays gathered meanwhile."""
         self.registered = Registration(module, inside, self.pairs)
         """Which form of its parameters modules show."""
@@ -117,7 +117,7 @@ class Unit:
     @property
     def releasable(self) -> bool:
         """Whether whole parameters do not stay at rest."""
-        return bool(self.buckets) and not self.buckets[0].keeps_params
+        return bool(self.buckets) and not self.buckets[0].whole_params_at_rest
 
     def check(self) -> None:
         """Raise ``RuntimeError`` for what has changed, within the unit or around it, since it was made."""
@@ -134,28 +134,28 @@ class Unit:
 
     def before_forward(
         self, root: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Passage | None]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
         """Have the whole parameters in place; returns the inputs as forward takes them, and the use that begins."""
-        passage = root.enter_forward(self)
-        self.registered.show_whole(frozen=not passage.use.trains)
+        hooks = root.enter_forward(self)
+        self.registered.show_whole(frozen=not hooks.forward.trains)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_inputs(args, kwargs, dtype)
         if not (torch.is_grad_enabled() and self.buckets):
             return args, kwargs, None
-        passage.watch_inputs(args, kwargs)
-        return args, kwargs, passage
+        hooks.watch_inputs(args, kwargs)
+        return args, kwargs, hooks
 
-    def after_forward(self, root: Listener, outputs: Any, passage: Passage | None) -> Any:
+    def after_forward(self, root: Listener, outputs: Any, hooks: BackwardHooks | None) -> Any:
         """Let the parameters go as far as backward does not need them at once; returns the outputs."""
         self._end_forward()
         if self.policy.output_dtype is not None:
             outputs = cast_floating(outputs, self.policy.output_dtype)
-        if passage is not None:
-            outputs, has_graph = passage.watch_outputs(outputs)
+        if hooks is not None:
+            outputs, has_graph = hooks.watch_outputs(outputs)
             if not has_graph:
-                passage = None
-        root.leave_forward(self, passage)
+                hooks = None
+        root.leave_forward(self, hooks)
         return outputs
 
     def forward_failed(self, root: Listener) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from maingrad.fsdp.module import root_of
-from maingrad.fsdp.tensors.gradient import HeldGrad, ShardedGrad
+from maingrad.fsdp.tensors.gradient import PlaceholderGrad, ShardedGrad
 from maingrad.launch import simulate
 
 TOO_EARLY = r"\.grad of parameter '.*' was changed in the middle of an iteration"
@@ -72,7 +72,7 @@ def test_it_is_zeros_until_the_last_microbatch(kind: str) -> None:
         a_microbatch(model, batches[0])
         shown = [param.grad for param in model.parameters()]
         for param, grad in zip(model.parameters(), shown, strict=True):
-            assert type(grad) is HeldGrad and grad.shard is param.shard
+            assert type(grad) is PlaceholderGrad and grad.shard is param.shard
             assert (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device)
             assert torch.equal(grad.to_local(), torch.zeros(param.shape, dtype=param.dtype))
             assert grad.untyped_storage().nbytes() == grad.element_size()

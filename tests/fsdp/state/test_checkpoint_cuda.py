@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
-from maingrad.fsdp.tensors.gradient import HeldGrad
+from maingrad.fsdp.tensors.gradient import PlaceholderGrad
 
 
 def on_gpu(
@@ -71,7 +71,7 @@ def two_microbatches(model: Any, step: int) -> dict[str, Tensor]:
     for param in model.parameters():
         if param.requires_grad:
             assert param.grad.device == param.device
-            assert not param.grad.to_local().any() or not isinstance(param.grad, HeldGrad)
+            assert not param.grad.to_local().any() or not isinstance(param.grad, PlaceholderGrad)
     loss_of(model, batch(step, 1).cuda()).backward()
     return {name: param.grad.to_local().cpu() for name, param in model.named_parameters() if param.requires_grad}
 

@@ -24,10 +24,10 @@ from ...ddp.torch_internals import current_backward, tree_leaves, tree_map
 if TYPE_CHECKING:
     from .unit import Unit
 
-__all__ = ["Passage", "Trace", "Use"]
+__all__ = ["BackwardHooks", "ForwardTrace", "UnitForward"]
 
 
-class Use:
+class UnitForward:
     """One forward of a unit.
 
     around  the units that it ran inside, the outermost first
@@ -50,55 +50,55 @@ class Use:
         """The graph task that has reached its inputs last."""
 
 
-class Trace:
+class ForwardTrace:
     """The uses of units in one outermost forward, or in one recomputed part of it, as their forwards ended.
 
     task  the graph task that it was recomputed in, whose parts follow each other here, each passed once; -1 outside of
           backward
     """
 
-    __slots__ = ("_uses", "_uses_of", "task")
+    __slots__ = ("_forwards", "_forwards_of", "task")
 
     def __init__(self, task: int) -> None:
         self.task = task
-        self._uses: list[Use] = []
-        self._uses_of: dict[int, list[Use]] = {}
+        self._forwards: list[UnitForward] = []
+        self._forwards_of: dict[int, list[UnitForward]] = {}
 
-    def add(self, use: Use) -> None:
+    def add(self, forward: UnitForward) -> None:
         """A forward has ended, and left a graph."""
-        use.index = len(self._uses)
-        self._uses.append(use)
-        self._uses_of.setdefault(id(use.unit), []).append(use)
+        forward.index = len(self._forwards)
+        self._forwards.append(forward)
+        self._forwards_of.setdefault(id(forward.unit), []).append(forward)
 
-    def comes_again(self, use: Use, task: int) -> bool:
+    def comes_again(self, forward: UnitForward, task: int) -> bool:
         """Whether a backward that has passed ``use`` has another use of the same unit before it."""
-        mine = self._uses_of[id(use.unit)]
+        mine = self._forwards_of[id(forward.unit)]
         return len(mine) > 1 and not all(self._is_passed(other, task) for other in mine)
 
-    def before(self, use: Use, task: int, count: int) -> list[Use]:
+    def before(self, forward: UnitForward, task: int, count: int) -> list[UnitForward]:
         """The uses that a backward has not passed after this one, the next one first, at most ``count``.
 
         Where it has entered another since it entered this one, that is the first of them.
         """
-        found: list[Use] = []
-        for index in range(use.index - 1, -1, -1):
+        found: list[UnitForward] = []
+        for index in range(forward.index - 1, -1, -1):
             if len(found) == count:
                 break
-            if not self._is_passed(self._uses[index], task):
-                found.append(self._uses[index])
+            if not self._is_passed(self._forwards[index], task):
+                found.append(self._forwards[index])
         return found
 
-    def _is_passed(self, use: Use, task: int) -> bool:
-        return use.passed == task if self.task == -1 else use.passed != -1
+    def _is_passed(self, forward: UnitForward, task: int) -> bool:
+        return forward.passed == task if self.task == -1 else forward.passed != -1
 
 
-class Passage:
+class BackwardHooks:
     """What autograd's hooks of one use share: those on outputs own it, those on inputs refer to it weakly."""
 
-    __slots__ = ("__weakref__", "_inputs", "trace", "use")
+    __slots__ = ("__weakref__", "_inputs", "forward", "trace")
 
-    def __init__(self, use: Use, trace: Trace) -> None:
-        self.use = use
+    def __init__(self, forward: UnitForward, trace: ForwardTrace) -> None:
+        self.forward = forward
         self.trace = trace
         self._inputs: set[int] = set()  # ``id`` of those that have gradients, while forward runs
 
@@ -120,7 +120,11 @@ class Passage:
             outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
             tensors = _tensors_of(outputs)
         self._inputs.clear()
-        if self.use.unit.needs_graph and self.use.trains and not any(tensor.grad_fn is not None for tensor in tensors):
+        if (
+            self.forward.unit.needs_graph
+            and self.forward.trains
+            and not any(tensor.grad_fn is not None for tensor in tensors)
+        ):
             # Another rank may have used what it trains, and this one what is frozen: backward comes to it on both.
             outputs = tree_map(_with_graph, outputs)
             tensors = _tensors_of(outputs)
@@ -136,20 +140,20 @@ class Passage:
             return
         self._inputs.add(id(tensor))
         # A leaf's hook may run before all of the forward's graph has: such a unit is passed when backward ends.
-        if tensor.grad_fn is not None and tensor.device == self.use.unit.device:
+        if tensor.grad_fn is not None and tensor.device == self.forward.unit.device:
             # Weakly: recompute makes graphs that no backward comes to, over inputs that live on.
             tensor.register_hook(partial(_on_input, weakref.ref(self)))
 
     def _on_output(self, behind: Any, _: Tensor) -> None:
         """Backward is about to enter the forward's graph; ``behind``: a node that it has there."""
         task = current_backward()
-        if self.use.entered == task:  # another output of the same forward
+        if self.forward.entered == task:  # another output of the same forward
             return
         plain = delivers()
         if plain and behind is not None and not goes_on_to(behind):
             return  # autograd.grad for the output itself
-        self.use.entered = task
-        self.use.unit.root.enter_backward(self.use, self.trace, task, delivers=plain)
+        self.forward.entered = task
+        self.forward.unit.root.enter_backward(self.forward, self.trace, task, delivers=plain)
 
     def on_input(self) -> None:
         """Backward has left it: autograd runs later nodes first, and all of the forward's are later than its inputs'.
@@ -157,10 +161,10 @@ class Passage:
         That holds for all parts of the forward, those that no input leads to as well, and with several inputs already
         for the first that is reached.
         """
-        use, task = self.use, current_backward()
-        if use.entered == task and use.passed != task:
-            use.passed = task
-            use.unit.root.leave_backward(use, self.trace, task)
+        forward, task = self.forward, current_backward()
+        if forward.entered == task and forward.passed != task:
+            forward.passed = task
+            forward.unit.root.leave_backward(forward, self.trace, task)
 
 
 def _behind(node: Any) -> Any:
@@ -168,10 +172,10 @@ def _behind(node: Any) -> Any:
     return next((following for following, _ in node.next_functions if following is not None), None)
 
 
-def _on_input(reference: "weakref.ref[Passage]", grad: Tensor) -> None:
-    passage = reference()
-    if passage is not None:
-        passage.on_input()
+def _on_input(reference: "weakref.ref[BackwardHooks]", grad: Tensor) -> None:
+    hooks = reference()
+    if hooks is not None:
+        hooks.on_input()
 
 
 class _WithGraph(torch.autograd.Function):
