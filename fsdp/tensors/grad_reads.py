@@ -45,7 +45,7 @@ class _Handlings(dict[Any, "Handling | Callable[..., Any]"]):
 
 
 HANDLING = _Handlings()
-"""How each function runs when an argument is a sharded gradient: a ``Handling``, or a function that replaces torch's."""
+"""How each function runs if an argument is a sharded gradient: a ``Handling``, or a function that replaces torch's."""
 
 
 def _handling_of(func: Any) -> "Handling | Callable[..., Any]":

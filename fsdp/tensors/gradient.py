@@ -200,7 +200,7 @@ def _like(func: Any, given: Sequence[Any]) -> "ShardedGrad | None":
     """The first shard among ``given``; None if there is none. Shards of different elements are refused."""
     grads = [each for each in given if isinstance(each, ShardedGrad)]
     for other in grads[1:]:
-        if other.shard[1:4] != grads[0].shard[1:4]:
+        if not other.shard.is_same_shard(grads[0].shard):
             refuse(grads[0], f"{_name_of(func)} of shards of different elements, the other one {other.shard},")
     return grads[0] if grads else None
 
@@ -238,7 +238,7 @@ def adopt_grad(grad: Any, info: ShardInfo) -> Any:
     Raises ``RuntimeError`` if the shape is not the shard's, or if ``grad`` is a shard of other elements.
     """
     if isinstance(grad, ShardedGrad):
-        if grad.shard is info or grad.shard[1:4] == info[1:4]:
+        if grad.shard is info or grad.shard.is_same_shard(info):
             return grad
         raise RuntimeError(f".grad of a sharded parameter ({info}) was given a shard of other elements: {grad.shard}")
     if not isinstance(grad, Tensor) or isinstance(grad, nn.Parameter):

@@ -104,7 +104,7 @@ class ShardedParameter(nn.Parameter):
         return handle
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Raises ``RuntimeError``: backward computes the whole parameter's gradient, and never calls hooks of a shard."""
+        """Raises ``RuntimeError``: backward computes gradients of whole parameters, and calls no hook of a shard."""
         raise RuntimeError(
             f"register_hook on a sharded parameter ({self.shard}): backward leads to the whole one, and no hook of the "
             f"shard is called; use register_post_accumulate_grad_hook, which is called when .grad is complete"

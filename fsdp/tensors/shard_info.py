@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from ...ddp.collectives.rank_grid import RankGrid
+from ...ddp.plan.ranges import Range
 
 __all__ = ["ShardInfo", "local_shape"]
 
@@ -24,13 +25,22 @@ class ShardInfo(NamedTuple):
     unit: str
     """Name of the unit's module in the outermost unit; empty for the outermost."""
     everyone: RankGrid | None
-    """The ranks of the outermost unit, over which norms of gradients are computed; an expert's ``grid`` has fewer ranks.
+    """The ranks of the outermost unit, over which norms of gradients are computed; an expert's ``grid`` has fewer.
     None if ranks hold different numbers of expert parameters."""
 
     @property
     def numel(self) -> int:
         """Number of elements of the shard."""
         return self.end - self.start
+
+    @property
+    def elements(self) -> Range:
+        """``start`` and ``end``."""
+        return Range(self.start, self.end)
+
+    def is_same_shard(self, other: "ShardInfo") -> bool:
+        """Whether both are the same elements of tensors of one shape; names, grids and units may differ."""
+        return self[1:4] == other[1:4]
 
     def __str__(self) -> str:
         return f"elements {self.start} to {self.end} of {self.name!r} {self.shape}"

@@ -1,13 +1,14 @@
-"""Where backward is: one forward of a unit whose graph is open, and the hooks that tell when backward comes and goes.
+"""Forwards of units, and the autograd hooks that tell when backward enters and passes each of them.
 
-Autograd runs the nodes of a graph in the reverse of the order in which forward made them. So backward comes to a unit
-with the outputs of its forward, and has passed it with the first of its inputs; the units of one forward in reverse::
+Autograd runs the nodes of a graph in the reverse of the order in which forward made them. So backward enters a unit's
+forward when it reaches the first of the forward's outputs. Backward has passed the forward when it reaches the first of
+the forward's inputs. The units of one outermost forward are entered in reverse order::
 
-    forward   outermost( stem | block 0 | block 1 | head )      a trace: [block 0, block 1, outermost]
-    backward             outermost is entered | block 1 | block 0 | ...
+    forward    outermost( block 0 | block 1 | block 2 )      trace: [block 0, block 1, block 2, outermost]
+    backward   enter outermost | enter, pass block 2 | enter, pass block 1 | enter, pass block 0 | end of backward
 
-A trace says which uses there are, and in which order backward comes to them. It follows from the forward alone: whether
-somebody kept the outputs, and the graph with them, changes nothing.
+``ForwardTrace`` is that order. It follows from the forwards alone, and so is the same on all ranks. It does not depend
+on which outputs, and graphs with them, the program has kept.
 """
 
 import weakref
@@ -28,9 +29,9 @@ __all__ = ["BackwardHooks", "ForwardTrace", "UnitForward"]
 
 
 class UnitForward:
-    """One forward of a unit.
+    """One forward of a unit that may have left a graph, and where backward is in that graph.
 
-    around  the units that it ran inside, the outermost first
+    around  the units inside whose forwards it ran, the outermost first
     """
 
     __slots__ = ("around", "delays", "entered", "index", "passed", "trains", "unit")
@@ -39,22 +40,21 @@ class UnitForward:
         self.unit = unit
         self.around = around
         self.delays = False
-        """Some of it ran under ``delayed_wgrad``."""
+        """A part of the forward ran under ``delayed_wgrad``."""
         self.trains = True
-        """Its backward is one of an iteration: the model was not frozen meanwhile."""
+        """The model was not frozen: a backward through this forward belongs to an iteration."""
         self.index = -1
-        """Place in its trace; -1 until forward has ended, and for good where it left no graph."""
+        """Index in its trace; -1 while the forward runs, and if it left no graph."""
         self.entered = -1
-        """The graph task that has reached its outputs last."""
+        """Id of the last graph task that has reached the outputs; -1: none."""
         self.passed = -1
-        """The graph task that has reached its inputs last."""
+        """Id of the last graph task that has reached the inputs; -1: none."""
 
 
 class ForwardTrace:
-    """The uses of units in one outermost forward, or in one recomputed part of it, as their forwards ended.
+    """The forwards of units inside one outermost forward, or inside the recomputes of one graph task, as they ended.
 
-    task  the graph task that it was recomputed in, whose parts follow each other here, each passed once; -1 outside of
-          backward
+    task  id of the graph task that recomputes; a recomputed forward is passed once. -1: not a recompute
     """
 
     __slots__ = ("_forwards", "_forwards_of", "task")
@@ -65,20 +65,20 @@ class ForwardTrace:
         self._forwards_of: dict[int, list[UnitForward]] = {}
 
     def add(self, forward: UnitForward) -> None:
-        """A forward has ended, and left a graph."""
+        """Append a forward that has ended and left a graph."""
         forward.index = len(self._forwards)
         self._forwards.append(forward)
         self._forwards_of.setdefault(id(forward.unit), []).append(forward)
 
     def comes_again(self, forward: UnitForward, task: int) -> bool:
-        """Whether a backward that has passed ``use`` has another use of the same unit before it."""
+        """Whether graph task ``task``, which has passed ``forward``, has still to pass another forward of the unit."""
         mine = self._forwards_of[id(forward.unit)]
         return len(mine) > 1 and not all(self._is_passed(other, task) for other in mine)
 
     def before(self, forward: UnitForward, task: int, count: int) -> list[UnitForward]:
-        """The uses that a backward has not passed after this one, the next one first, at most ``count``.
+        """The next forwards that graph task ``task`` will pass after ``forward``, at most ``count``, in that order.
 
-        Where it has entered another since it entered this one, that is the first of them.
+        A forward that the task has entered and not passed is among them.
         """
         found: list[UnitForward] = []
         for index in range(forward.index - 1, -1, -1):
@@ -93,17 +93,21 @@ class ForwardTrace:
 
 
 class BackwardHooks:
-    """What autograd's hooks of one use share: those on outputs own it, those on inputs refer to it weakly."""
+    """The autograd hooks on the inputs and outputs of one forward.
+
+    Hooks on outputs own this object. Hooks on inputs refer to it weakly: recompute makes graphs that no backward
+    reaches, over inputs that live on.
+    """
 
     __slots__ = ("__weakref__", "_inputs", "forward", "trace")
 
     def __init__(self, forward: UnitForward, trace: ForwardTrace) -> None:
         self.forward = forward
         self.trace = trace
-        self._inputs: set[int] = set()  # ``id`` of those that have gradients, while forward runs
+        self._inputs: set[int] = set()  # while forward runs: ``id`` of inputs that require gradients
 
     def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hear when backward has passed the use."""
+        """Register the hooks that tell that backward has passed the forward."""
         for tensor in args if not kwargs else (*args, *kwargs.values()):
             if isinstance(tensor, Tensor):
                 self._watch_input(tensor)
@@ -113,10 +117,15 @@ class BackwardHooks:
                         self._watch_input(leaf)
 
     def watch_outputs(self, outputs: Any) -> tuple[Any, bool]:
-        """Hear when backward comes to the use; returns the outputs, and whether they have a graph."""
+        """Register the hooks that tell that backward enters the forward.
+
+        Returns the outputs, and whether they have a graph.
+
+        Outputs may be replaced: by views, if they are inputs, and by copies with a graph, if they have none.
+        """
         tensors = _tensors_of(outputs)
         if any(id(tensor) in self._inputs for tensor in tensors):
-            # Backward must leave the unit after it has entered it, on ranks where it only hands something on too.
+            # An output that is an input has one hook for entering and one for passing. The view orders these.
             outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
             tensors = _tensors_of(outputs)
         self._inputs.clear()
@@ -125,7 +134,8 @@ class BackwardHooks:
             and self.forward.trains
             and not any(tensor.grad_fn is not None for tensor in tensors)
         ):
-            # Another rank may have used what it trains, and this one what is frozen: backward comes to it on both.
+            # This rank has used frozen parameters alone. Another rank may have used trained ones: backward must enter
+            # the unit on both.
             outputs = tree_map(_with_graph, outputs)
             tensors = _tensors_of(outputs)
         opened = False
@@ -139,27 +149,27 @@ class BackwardHooks:
         if not tensor.requires_grad:
             return
         self._inputs.add(id(tensor))
-        # A leaf's hook may run before all of the forward's graph has: such a unit is passed when backward ends.
+        # A leaf's hook may run before other nodes of the forward's graph. A unit with leaf inputs alone is passed when
+        # backward ends.
         if tensor.grad_fn is not None and tensor.device == self.forward.unit.device:
-            # Weakly: recompute makes graphs that no backward comes to, over inputs that live on.
             tensor.register_hook(partial(_on_input, weakref.ref(self)))
 
     def _on_output(self, behind: Any, _: Tensor) -> None:
-        """Backward is about to enter the forward's graph; ``behind``: a node that it has there."""
+        """Hook on an output: backward is about to enter the forward's graph; ``behind``: a node of that graph."""
         task = current_backward()
         if self.forward.entered == task:  # another output of the same forward
             return
         plain = delivers()
         if plain and behind is not None and not goes_on_to(behind):
-            return  # autograd.grad for the output itself
+            return  # autograd.grad was asked for the output itself, and goes no further
         self.forward.entered = task
         self.forward.unit.root.enter_backward(self.forward, self.trace, task, delivers=plain)
 
     def on_input(self) -> None:
-        """Backward has left it: autograd runs later nodes first, and all of the forward's are later than its inputs'.
+        """Hook on an input: backward has passed the forward.
 
-        That holds for all parts of the forward, those that no input leads to as well, and with several inputs already
-        for the first that is reached.
+        Autograd runs nodes in the reverse order of their creation, and every node of the forward was created after the
+        nodes of its inputs. So the first input that is reached tells that all nodes of the forward have run.
         """
         forward, task = self.forward, current_backward()
         if forward.entered == task and forward.passed != task:
@@ -168,7 +178,7 @@ class BackwardHooks:
 
 
 def _behind(node: Any) -> Any:
-    """The first that a graph's node hands a gradient on to."""
+    """The first node to which ``node`` hands a gradient on; None: there is none."""
     return next((following for following, _ in node.next_functions if following is not None), None)
 
 
@@ -179,7 +189,7 @@ def _on_input(reference: "weakref.ref[BackwardHooks]", grad: Tensor) -> None:
 
 
 class _WithGraph(torch.autograd.Function):
-    """A copy that has a graph, which leads nowhere."""
+    """A copy of ``value`` with a graph that leads to no parameter."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
