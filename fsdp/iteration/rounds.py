@@ -206,9 +206,7 @@ class GradRounds:
         assert self._due is not None, "the iteration's backwards are over"
         while self._due and not (complete and self._due[0].has_pending):
             grad_set = self._due.pop(0)
-            if (
-                not grad_set.round.delays
-            ):  # .grad that is cleared before a delayed gradient comes does not give that one up
+            if not grad_set.round.delays:  # otherwise .grad may have been set to None before its gradients came
                 self._notice_cleared(grad_set)
             self._send(grad_set, final=True, bounds_pool=finish)
         if not self._due:
