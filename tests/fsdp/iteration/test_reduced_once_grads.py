@@ -156,7 +156,7 @@ CHANGES: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.sampled(3)
 def test_a_change_in_place_is_refused_and_does_no_harm(change: str, kind: str) -> None:
-    """What clips or scales between microbatches would clip or scale nothing; the iteration goes on."""
+    """A clip or scale between microbatches would have no effect, and is refused. The iteration goes on."""
 
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -186,7 +186,7 @@ BEHIND: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", BEHIND)
 @pytest.mark.sampled(4)
 def test_what_cannot_be_refused_is_noticed_by_the_last_microbatch(change: str, kind: str) -> None:
-    """And the next iteration knows nothing of it."""
+    """The last microbatch raises. The next iteration is right."""
 
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         a_microbatch(model, batches[0])
@@ -240,7 +240,7 @@ def test_clearing_all_gives_the_iteration_up(kind: str, next_one: str) -> None:
 
 
 def test_clearing_all_and_finishing_leaves_zeros() -> None:
-    """Whoever has cleared nothing on his rank gets what he has computed: all reduce."""
+    """A rank that has not set ``.grad`` to None gets its gradients, because all ranks reduce."""
 
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         a_microbatch(model, batches[0])
@@ -327,7 +327,7 @@ def test_a_gradient_of_the_users_is_added_to() -> None:
 
 
 class Picks(Net):
-    """Runs the blocks that it is told to."""
+    """Runs the blocks that its arguments name."""
 
     blocks_used: Sequence[int] = (0, 1, 2)
 
