@@ -65,19 +65,6 @@ class GradShard:
         self._expected: Sequence[ShardedGrad] = ()  # while incomplete: what .grad was set to
         self._version = 0  # while incomplete: version of ``shown`` by then
 
-    def launched(self) -> None:
-        """A reduction into the sums was launched."""
-        being_reduced.add(self)
-
-    def landed(self) -> None:
-        """The reduction into the sums has ended."""
-        being_reduced.discard(self)
-
-    def arrive(self) -> None:
-        """Wait for a reduction into the sums, because the program is about to read or change ``.grad``."""
-        if self in being_reduced and self.settle is not None:
-            self.settle()
-
     @property
     def is_cleared(self) -> bool:
         """Whether ``.grad`` of all parameters is None."""
@@ -87,6 +74,21 @@ class GradShard:
     def was_cleared(self) -> bool:
         """Whether all ``.grad`` were set to None while gradients were not in them yet: these are to be discarded."""
         return self._incomplete and self.is_cleared
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums on the reducing device now: from the first reduction to the forward after ``zero_grad``."""
+        tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
+        return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
+
+    def forget_cleared(self) -> None:
+        """Free the memory of the sums if all ``.grad`` are None, so that activations can use it.
+
+        A program that kept such a ``.grad`` keeps its memory. The next reduction makes new sums.
+        """
+        if not (self._incomplete or self._has_partial) and self.is_cleared:
+            self._total = self._shown = self._partial = None
+            self._views.clear()
 
     def defer(self) -> None:
         """A microbatch's whole gradients are reduced later. Until then ``.grad`` is zeros, or the sum of before.
@@ -109,30 +111,32 @@ class GradShard:
             self._shown.zero_()
         self._note_incomplete(self._views)
 
-    def forget_cleared(self) -> None:
-        """Free the memory of the sums if all ``.grad`` are None, so that activations can use it.
+    def claim(self) -> bool:
+        """Have ``.grad`` show the sums before a reduction, and allocate them on the current stream if needed.
 
-        A program that kept such a ``.grad`` keeps its memory. The next reduction makes new sums.
+        Returns True if the reduction is added to what ``.grad`` contains, False if it overwrites the sums. Raises
+        ``RuntimeError`` if ``.grad`` was changed while gradients of the iteration were not in it.
         """
-        if not (self._incomplete or self._has_partial) and self.is_cleared:
-            self._total = self._shown = self._partial = None
-            self._views.clear()
-
-    def give_up(self) -> None:
-        """Discard gradients that are not in ``.grad`` yet."""
-        self._has_partial = self._incomplete = False
-
-    def show_zeros(self) -> None:
-        """Set every ``.grad`` that is None to zeros: the iteration is over and has brought no gradient."""
-        if any(param.grad is None for param in self._params) and not self.claim():
-            assert self._total is not None, "claim() has made it"
-            self._total.zero_()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums on the reducing device now: from the first reduction to the forward after ``zero_grad``."""
-        tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
-        return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
+        grads = [param.grad for param in self._params]
+        incomplete, self._incomplete = self._incomplete, False
+        if incomplete:
+            self._check_untouched(grads)
+            self._expected = ()
+        else:
+            self.forget_cleared()  # no forward may have run since .grad was set to None
+        if self._total is None:
+            self._make_sums()
+        if all(grad is None or isinstance(grad, PlaceholderGrad) for grad in grads):
+            self._has_partial = False
+            for param, view in zip(self._params, self._views, strict=True):
+                param.grad = view
+            return False
+        for param, grad, view in zip(self._params, grads, self._views, strict=True):
+            if grad is not view:  # the program has set this one to None, or replaced it
+                view.zero_() if grad is None else view.copy_(grad)
+                self._carry_over(view)
+                param.grad = view
+        return True
 
     def collect(
         self, reduction: GradReduction, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool
@@ -150,10 +154,33 @@ class GradShard:
         adds_to_partial, self._has_partial, self._incomplete = self._has_partial, not across, not across
         return self._over_instances(reduction, grads, total, adds_to_total, adds_to_partial, inside, across)
 
+    def launched(self) -> None:
+        """A reduction into the sums was launched."""
+        being_reduced.add(self)
+
+    def landed(self) -> None:
+        """The reduction into the sums has ended."""
+        being_reduced.discard(self)
+
+    def arrive(self) -> None:
+        """Wait for a reduction into the sums, because the program is about to read or change ``.grad``."""
+        if self in being_reduced and self.settle is not None:
+            self.settle()
+
     def publish(self) -> None:
         """Copy the sums to ``.grad``, if the shard has another dtype or device than the sums."""
         if self._shown is not None and self._total is not None and self._shown is not self._total:
             self._shown.copy_(self._total, non_blocking=True)
+
+    def show_zeros(self) -> None:
+        """Set every ``.grad`` that is None to zeros: the iteration is over and has brought no gradient."""
+        if any(param.grad is None for param in self._params) and not self.claim():
+            assert self._total is not None, "claim() has made it"
+            self._total.zero_()
+
+    def give_up(self) -> None:
+        """Discard gradients that are not in ``.grad`` yet."""
+        self._has_partial = self._incomplete = False
 
     def _into_total(
         self, reduction: GradReduction, grads: Tensor, total: Tensor, keeps: bool
@@ -188,32 +215,19 @@ class GradShard:
         else:
             self._note_incomplete(self._views)
 
-    def claim(self) -> bool:
-        """Have ``.grad`` show the sums before a reduction, and allocate them on the current stream if needed.
-
-        Returns True if the reduction is added to what ``.grad`` contains, False if it overwrites the sums. Raises
-        ``RuntimeError`` if ``.grad`` was changed while gradients of the iteration were not in it.
-        """
-        grads = [param.grad for param in self._params]
-        incomplete, self._incomplete = self._incomplete, False
-        if incomplete:
-            self._check_untouched(grads)
-            self._expected = ()
-        else:
-            self.forget_cleared()  # no forward may have run since .grad was set to None
-        if self._total is None:
-            self._make_sums()
-        if all(grad is None or isinstance(grad, PlaceholderGrad) for grad in grads):
-            self._has_partial = False
-            for param, view in zip(self._params, self._views, strict=True):
-                param.grad = view
-            return False
-        for param, grad, view in zip(self._params, grads, self._views, strict=True):
-            if grad is not view:  # the program has set this one to None, or replaced it
-                view.zero_() if grad is None else view.copy_(grad)
-                self._carry_over(view)
-                param.grad = view
-        return True
+    def _make_sums(self) -> None:
+        # Not zeroed: the first reduction overwrites the sums of all parameters.
+        self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        self._shown = self._total
+        dtype, device = self._params[0].dtype, self._params[0].device
+        if (dtype, device) != (self._dtype, self._device):
+            pinned = device.type == "cpu" and self._device.type == "cuda"
+            self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
+        for param, offset in zip(self._params, self._offsets, strict=True):
+            flat = self._shown[offset : offset + param.numel()]
+            view = make_sharded_grad(flat, param.shard)
+            view.sums = weakref.ref(self)
+            self._views.append(view)
 
     def _note_incomplete(self, shown: Sequence[ShardedGrad]) -> None:
         self._incomplete, self._expected, self._version = True, shown, self._version_shown
@@ -237,20 +251,6 @@ class GradShard:
             assert self._shown is not None and self._total is not None, "made together"
             start = view.storage_offset() - self._shown.storage_offset()
             self._total[start : start + view.numel()].copy_(view.detach().view(-1))
-
-    def _make_sums(self) -> None:
-        # Not zeroed: the first reduction overwrites the sums of all parameters.
-        self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self._shown = self._total
-        dtype, device = self._params[0].dtype, self._params[0].device
-        if (dtype, device) != (self._dtype, self._device):
-            pinned = device.type == "cpu" and self._device.type == "cuda"
-            self._shown = torch.empty(self._numel, dtype=dtype, device=device, pin_memory=pinned)
-        for param, offset in zip(self._params, self._offsets, strict=True):
-            flat = self._shown[offset : offset + param.numel()]
-            view = make_sharded_grad(flat, param.shard)
-            view.sums = weakref.ref(self)
-            self._views.append(view)
 
 
 def _accumulate(into: Tensor, value: Tensor, keeps: bool) -> None:
