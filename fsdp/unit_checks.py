@@ -132,7 +132,7 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
         if isinstance(param, ShardedParameter):
             raise ValueError(
                 f"parameter '{name}' is sharded by unit '{param.shard.unit}' and registered outside it as well: "
-                f"wrap from the inside out, and leave tied parameters to one unit that holds all their modules"
+                f"wrap from the inside out, and leave tied parameters to one unit that contains all their modules"
             )
         other = replaced_in(param)
         if other is not None:

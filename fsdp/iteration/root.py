@@ -101,9 +101,8 @@ class Root:
         hooks = BackwardHooks(UnitForward(unit, around), self._trace_of(task))
         # A recompute sees what is frozen now, as it does without units.
         hooks.forward.trains = not (self._frozen if task == -1 else self._is_frozen())
-        trace = hooks.trace
         num_blocks = -1 if delay_blocks.queue is not None else delay_blocks.num_entered
-        self._running.append(_Running(unit, trace, num_blocks))
+        self._running.append(_Running(unit, hooks.trace, num_blocks))
         return hooks
 
     def leave_forward(self, unit: Unit, hooks: BackwardHooks | None) -> None:

@@ -65,7 +65,7 @@ class GradRounds:
             bucket.grads.meter = self.meter
             bucket.grad_shard.settle = _settling(self, bucket)
         self.launcher = BucketLauncher(
-            [bucket.bucket for bucket in buckets if bucket.bucket is not None],
+            [bucket.grad_bucket for bucket in buckets if bucket.grad_bucket is not None],
             [bucket.reduction for bucket in buckets],
             None,
             failures,
@@ -109,12 +109,12 @@ class GradRounds:
     def make_room(self, bucket: ShardedBucket) -> None:
         """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
         self._settle(bucket)
-        assert bucket.bucket is not None, "trainable"
+        assert bucket.grad_bucket is not None, "trainable"
         if not bucket.grads.resident:
             self._bound_pool(bucket)
             bucket.grads.take()
-        if bucket.bucket.idle:
-            bucket.bucket.phase = Phase.ACCUMULATING
+        if bucket.grad_bucket.idle:
+            bucket.grad_bucket.phase = Phase.ACCUMULATING
 
     def leave(self, unit: Unit, *, final: bool) -> None:
         """Backward has passed the unit, or has ended: keep or send; ``final``: the iteration's last backward."""
@@ -130,8 +130,8 @@ class GradRounds:
 
     def delayed_wgrad_done(self, bucket: ShardedBucket) -> None:
         """A delayed weight gradient was computed."""
-        if self._device.type == "cuda" and bucket.bucket is not None:
-            bucket.bucket.streams.add(current_raw_stream(self._device.index))  # which wrote it
+        if self._device.type == "cuda" and bucket.grad_bucket is not None:
+            bucket.grad_bucket.streams.add(current_raw_stream(self._device.index))  # which wrote it
         if self._due is not None:
             self._send_due()
 
@@ -245,8 +245,8 @@ class GradRounds:
                 self._send_due(complete=False)  # other ranks wait for these, and then raise as well
             raise RuntimeError(
                 f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
-                f"compute these and call model.finish_grad_sync() first; or hold model.no_sync() around all backwards "
-                f"but the last, and call torch.autograd.grad before it"
+                f"compute these and call model.finish_grad_sync() first; or run all backwards but the last within "
+                f"model.no_sync(), and call torch.autograd.grad before the last"
             )
         if self._due is None:  # an optimizer has stepped, or all .grad were set to None
             self._num_with_delays = 0
@@ -288,15 +288,15 @@ class GradRounds:
                 self._launch(bucket, kept=kept and bounds_pool, inside=inside, across=final)
 
     def _launch(self, bucket: ShardedBucket, *, kept: bool, inside: bool, across: bool) -> None:
-        assert bucket.bucket is not None, "trainable"
-        if bucket.bucket.phase is not Phase.ACCUMULATING:
+        assert bucket.grad_bucket is not None, "trainable"
+        if bucket.grad_bucket.phase is not Phase.ACCUMULATING:
             self.make_room(bucket)  # this rank has written no gradient, and sends zeros
         if kept:
             self._bound_pool(bucket)
         self._sending = True
         adds_to_total = self._claim(bucket)
         self.launcher.launch(
-            bucket.bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)
+            bucket.grad_bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)
         )
         self._sending = False
         bucket.grad_shard.launched()
@@ -308,8 +308,8 @@ class GradRounds:
         home = self._home
         if home is None or home == current_stream(self._device):
             return bucket.grad_shard.claim()
-        assert bucket.bucket is not None, "trainable"
-        bucket.bucket.streams.add(home.cuda_stream)  # the reduction waits for this stream
+        assert bucket.grad_bucket is not None, "trainable"
+        bucket.grad_bucket.streams.add(home.cuda_stream)  # the reduction waits for this stream
         with OnStream(home):
             return bucket.grad_shard.claim()
 
@@ -328,14 +328,14 @@ class GradRounds:
 
     def _settle(self, bucket: ShardedBucket) -> None:
         """Wait for the bucket's reduction, if one was launched, and free the memory of whole gradients."""
-        if bucket.bucket is None or bucket.bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
+        if bucket.grad_bucket is None or bucket.grad_bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
             return
         bucket.grad_shard.landed()
-        self.launcher.wait_for(bucket.bucket)
+        self.launcher.wait_for(bucket.grad_bucket)
         home = bucket.grads.stream  # the memory returns to this stream
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
-        bucket.bucket.reset()
+        bucket.grad_bucket.reset()
         if bucket in self._pool.launched:
             self._pool.launched.remove(bucket)
         if not bucket.whole_grads_at_rest:

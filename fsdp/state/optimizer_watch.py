@@ -90,7 +90,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         unit = replaced_in(param)
         if unit is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built before fully_shard: it holds the parameters that {unit} had "
+                f"{type(optimizer).__name__} was built before fully_shard: its parameters are those that {unit} had "
                 f"before it was sharded, which no forward uses any more; build the optimizer from model.parameters() "
                 f"after the last fully_shard call"
             )

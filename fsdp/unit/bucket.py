@@ -42,7 +42,7 @@ __all__ = ["BucketEvents", "ShardedBucket", "ShardedPair"]
 
 
 class BucketEvents(NamedTuple):
-    """Callbacks of a bucket. They refer to the bucket and to their own object weakly."""
+    """Callbacks of a bucket, made by ``iteration/root.py``. They refer to the root weakly."""
 
     make_room: Callable[["ShardedBucket"], None]
     """A gradient is about to be written, and ``grads`` has no memory, or a reduction still uses the memory."""
@@ -142,7 +142,8 @@ class ShardedBucket:
 
         # Gradients.
         self.records: tuple[GradRecord, ...] = ()
-        self.bucket: Bucket | None = None
+        self.grad_bucket: Bucket | None = None
+        """The whole gradients as a bucket of ``ddp``, for the launcher. None before ``connect``, and if frozen."""
         self.round: Round | None = None
         """The phase of the gradients in their iteration. Buckets of a unit share a round (``round.py``)."""
         if trainable:
@@ -179,7 +180,7 @@ class ShardedBucket:
     @property
     def why_unfinished(self) -> str | None:
         """Why an optimizer may not step over the gradients yet; None if it may."""
-        if self.round is None or self.bucket is None:
+        if self.round is None or self.grad_bucket is None:
             return None
         if self.has_pending:
             return (
@@ -187,7 +188,7 @@ class ShardedBucket:
                 "the last backward and before the step"
             )
         bypassed = any(pair.whole.grad is not None for pair in self.pairs)
-        if self.round.under_way or not self.bucket.idle or bypassed:
+        if self.round.under_way or not self.grad_bucket.idle or bypassed:
             return (
                 "are not reduced yet: run the last microbatch's backward outside no_sync(), or call "
                 "model.finish_grad_sync()"
@@ -206,7 +207,7 @@ class ShardedBucket:
             record.bucket_index = index
             record.make_room = partial(_first_write, here, events.make_room)
             record.on_delayed_wgrad = partial(_tell, here, events.on_delayed_wgrad)
-        self.bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
+        self.grad_bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
         self._on_grad = events.on_grad
 
     # ---- Parameters. ----
@@ -243,10 +244,10 @@ class ShardedBucket:
 
     def discard_grads(self) -> None:
         """Discard this rank's gradients of the iteration. The caller has waited for a reduction of them."""
-        assert self.bucket is not None, "trainable"
+        assert self.grad_bucket is not None, "trainable"
         self.grad_shard.give_up()
         self.grads.release()
-        self.bucket.reset()
+        self.grad_bucket.reset()
         for pair, record in zip(self.pairs, self.records, strict=True):
             forget_failed_backward(pair.whole)
             record.forget_lost()
@@ -288,20 +289,20 @@ def _absorb(
 ) -> None:
     """The post-accumulate-grad hook of a whole parameter: move ``.grad`` into ``main_grad`` and tell the root."""
     live = here()
-    if live is None or live.bucket is None:
+    if live is None or live.grad_bucket is None:
         return
     take_grad_of_backward(param, record)
     if raw_stream is not None:
-        live.bucket.streams.add(raw_stream())
+        live.grad_bucket.streams.add(raw_stream())
     live._on_grad(live)
 
 
 def _first_write(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], None]) -> None:
     """Call ``event`` unless another parameter's first write of this backward has."""
     live = here()
-    if live is None or live.bucket is None:
+    if live is None or live.grad_bucket is None:
         return
-    if not (live.grads.resident and live.bucket.phase is Phase.ACCUMULATING):
+    if not (live.grads.resident and live.grad_bucket.phase is Phase.ACCUMULATING):
         event(live)
 
 

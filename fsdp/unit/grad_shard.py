@@ -93,8 +93,8 @@ class GradShard:
     def defer(self) -> None:
         """A microbatch's whole gradients are reduced later. Until then ``.grad`` is zeros, or the sum of before.
 
-        ``.grad`` that is None could not be set to None, and the program could not discard the microbatch. If there are
-        no sums yet, the zeros are placeholders without memory: sums get memory when whole gradients free theirs.
+        ``.grad`` may not stay None: the program discards the microbatch by setting ``.grad`` to None. If there are no
+        sums yet, the zeros are placeholders, because the sums take memory only when whole gradients free theirs.
         """
         if self._incomplete:
             return
@@ -183,11 +183,11 @@ class GradShard:
         self._has_partial = self._incomplete = False
 
     def _into_total(
-        self, reduction: GradReduction, grads: Tensor, total: Tensor, keeps: bool
+        self, reduction: GradReduction, grads: Tensor, total: Tensor, adds: bool
     ) -> Generator[Any, None, None]:
-        mine = yield from reduction.inside(grads, None if keeps else total)
+        mine = yield from reduction.inside(grads, None if adds else total)
         if mine is not total:
-            _accumulate(total, mine, keeps)
+            _accumulate(total, mine, adds)
 
     def _over_instances(
         self,
@@ -253,8 +253,8 @@ class GradShard:
             self._total[start : start + view.numel()].copy_(view.detach().view(-1))
 
 
-def _accumulate(into: Tensor, value: Tensor, keeps: bool) -> None:
-    if keeps:
+def _accumulate(into: Tensor, value: Tensor, adds: bool) -> None:
+    if adds:
         into.add_(value)
     else:
         into.copy_(value)

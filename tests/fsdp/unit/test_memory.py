@@ -307,7 +307,7 @@ def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **h
 
     def taking(bucket: Any) -> None:
         nonlocal most
-        events.append(("again" if bucket.grads.resident else "take", bucket.bucket.name))
+        events.append(("again" if bucket.grads.resident else "take", bucket.grad_bucket.name))
         make_room(bucket)
         most = max(most, in_blocks())
 
