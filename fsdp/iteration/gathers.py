@@ -65,7 +65,7 @@ class UnitGathers:
         self.arrive(unit)
         unit.gathered = False
         for bucket in unit.buckets:
-            bucket.forget_params()
+            bucket.release_params()
         if unit.freed is not None:
             unit.freed.record(current_stream(self._device))
             self._freed.append(unit.freed)

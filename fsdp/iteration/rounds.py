@@ -94,7 +94,7 @@ class GradRounds:
             self.give_up()
         if not self._under_way:
             for bucket in self._buckets:
-                bucket.grad_shard.forget_cleared()
+                bucket.grad_shard.free_if_cleared()
 
     def backward_began(self) -> None:
         """A backward of the iteration begins. Discard earlier gradients whose ``.grad`` was set to None meanwhile."""

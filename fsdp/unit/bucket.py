@@ -217,7 +217,7 @@ class ShardedBucket:
         assert self.gather is not None, "connected"
         self.gather.start(stream, observer, fill=self._fill, ordered=True)
 
-    def forget_params(self) -> None:
+    def release_params(self) -> None:
         """Free the memory of the whole parameters, unless they are whole at rest. The caller orders streams."""
         if not self.whole_params_at_rest:
             self.gathered.release()

@@ -81,7 +81,7 @@ class GradShard:
         tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
         return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
 
-    def forget_cleared(self) -> None:
+    def free_if_cleared(self) -> None:
         """Free the memory of the sums if all ``.grad`` are None, so that activations can use it.
 
         A program that kept such a ``.grad`` keeps its memory. The next reduction makes new sums.
@@ -98,7 +98,7 @@ class GradShard:
         """
         if self._incomplete:
             return
-        self.forget_cleared()
+        self.free_if_cleared()
         if self._total is None and self.is_cleared:
             zeros = make_placeholder_grads(self._params)
             for param, zero in zip(self._params, zeros, strict=True):
@@ -123,7 +123,7 @@ class GradShard:
             self._check_untouched(grads)
             self._expected = ()
         else:
-            self.forget_cleared()  # no forward may have run since .grad was set to None
+            self.free_if_cleared()  # no forward may have run since .grad was set to None
         if self._total is None:
             self._make_sums()
         if all(grad is None or isinstance(grad, PlaceholderGrad) for grad in grads):
