@@ -1,4 +1,8 @@
-"""Parameters that are sharded at rest: ZeRO-1 to 3 and hybrids, on the buckets and collectives of ``ddp``."""
+"""Fully sharded data parallelism: ZeRO-1 to ZeRO-3 and hybrids, on the buckets and collectives of ``ddp``.
+
+``fully_shard`` makes a unit of a module. The folders, from the lowest to the highest: ``tensors`` (shards and their
+gradients), ``unit`` (one unit), ``iteration`` (all units of a model) and ``state`` (optimizers, state dicts).
+"""
 
 from ..ddp.collectives.placements import PLACEMENTS, AxisPlacement, Placement, Placements
 from .fully_shard import fully_shard

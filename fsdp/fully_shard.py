@@ -1,4 +1,4 @@
-"""``fully_shard``: makes a unit of a module."""
+"""``fully_shard``: checks a module, plans its buckets, shards its parameters and makes it a unit."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
@@ -66,11 +66,11 @@ def fully_shard(
     device: torch.device | str | None = None,
     ignored_params: Collection[nn.Parameter] = (),
 ) -> _Module:
-    """Shard the parameters of ``module`` that no unit inside it has, as one unit; returns the same module.
+    """Make one unit of ``module``: shard its parameters, without those of units inside it. Returns the same module.
 
-    Call it from the inside out: on each transformer block, then on the whole model. The module becomes an instance of
-    ``FSDPModule`` as well; its parameters become this rank's shards, over which any elementwise optimizer of torch can
-    be built; ``model(...)`` and ``backward()`` are used as ever. One iteration is::
+    Call ``fully_shard`` from the inside out: on each transformer block, then on the whole model. The module becomes an
+    instance of ``FSDPModule`` as well. Its parameters become this rank's shards, and any elementwise optimizer of torch
+    can be built over them. Collective over ``mesh``. One iteration is::
 
         for microbatch in microbatches[:-1]:
             with model.no_sync(): (loss(model, microbatch) / n).backward()
@@ -78,36 +78,37 @@ def fully_shard(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(); optimizer.zero_grad()
 
-    module                   on any device, or on meta
-    mesh                     ranks to shard over: a group, a DeviceMesh of one dim, or of two: (outer, inner);
-                             ``maingrad.ddp.WORLD_OF_ONE``: this process alone. None: the default group, or a world of
-                             one where no launcher has started several ranks
-    placements               a row of ``PLACEMENTS`` by name, or one of your own: what is whole and what is sharded at
-                             rest, along both axes
-    mixed_precision          dtypes of computation, of gradients and of their reduction
-    reshard_after_forward    let whole parameters go between forward and backward; None: unless the unit is the
-                             outermost. Needs placements that shard parameters
-    reduce_every_microbatch  False: under ``no_sync`` whole gradients stay in memory, and an iteration reduces them
-                             once; None: as placements say, which keep them whole ('zero1') or do not
-    bucket_size              elements at which the unit's buckets are closed, whose gradients take memory one after the
-                             other; None: max(40e6, 1e6 shards), which keeps links busy
-    shard_atoms              what no border between ranks' shards may cut: "element", "row" (entries of dim 0), "whole"
-                             (parameters; for optimizers of matrices), or a number of rows; for all parameters, or by
-                             patterns of their names in ``module``. Coarse atoms take padding, elements next to none
-    offload_to_cpu           shards, gradients and with them the optimizer live in pinned host memory; CUDA only
-    copy_engine_gather       gathers of the whole model run on the GPU's copy engines and take no multiprocessor from
-                             what is computed; say it on the outermost unit. NCCL 2.28 or newer, kernels where ranks
-                             cannot map each other's memory (several nodes). The process keeps what is mapped, the
-                             outermost unit and three more, until it ends
-    init_fn                  initialises one module's own parameters after they came from meta; None: its
-                             ``reset_parameters()``. A unit's whole parameters exist while it is being wrapped
+    module                   on any device, or on the meta device
+    mesh                     ranks to shard over: a process group, or a DeviceMesh of one dim, or of two dims (outer,
+                             inner). ``maingrad.ddp.WORLD_OF_ONE``: this process alone. None: the default group, or a
+                             world of one if no launcher has started several ranks
+    placements               name of a row of ``PLACEMENTS``, or a ``Placements``: whether parameters, gradients and
+                             optimizer state are whole or sharded at rest, along both axes
+    mixed_precision          dtypes of computation, gradients and reduction; None: ``MixedPrecisionPolicy()``
+    reshard_after_forward    True: free the whole parameters between forward and backward; needs placements that shard
+                             parameters. None: True for every unit but the outermost
+    reduce_every_microbatch  False: under ``no_sync`` whole gradients stay in memory, and one reduction an iteration
+                             sums them. None: False if the placements keep gradients whole ('zero1'), else True
+    bucket_size              number of elements at which a bucket of the unit is closed; gradients of different buckets
+                             take memory one after the other. None: max(40e6, 1e6 * number of shards)
+    shard_atoms              what no border between shards may cut: "element" (no restriction), "row" (an entry of
+                             dim 0), "whole" (a parameter; for optimizers of matrices), or a number of rows. One value
+                             for all parameters, or a dict from patterns of names in ``module``. Larger atoms need more
+                             padding
+    offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
+    copy_engine_gather       True on the outermost unit: all gathers of the model run on the GPU's copy engines, and no
+                             multiprocessor is taken from computation. Needs NCCL 2.28. Ranks that cannot map each
+                             other's memory (several nodes) gather by kernels. The process keeps the mapped memory, of
+                             the outermost unit and three others, until the process ends
+    init_fn                  initialises the own parameters of one module that was on the meta device; None: the
+                             module's ``reset_parameters()``. The unit's parameters are whole during this call
     init_sync                copy the first rank's parameters and buffers to all ranks
-    device                   where the module computes; None: that of a DeviceMesh, or where the parameters are
-    ignored_params           parameters that stay as they are, and are nobody's business here
+    device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
+    ignored_params           parameters that are neither sharded nor reduced
 
-    Gradients are averaged over all ranks of the outermost unit, those of experts with a mesh of their own too.
+    Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
 
-    Raises ``ValueError`` for a module or mesh that cannot be sharded so, naming the parameter; the same where the model
+    Raises ``ValueError`` if the module or mesh cannot be sharded (the error names the parameter), or if the module
     differs between ranks.
     """
     policy, when = mixed_precision or MixedPrecisionPolicy(), (reshard_after_forward, reduce_every_microbatch)
@@ -130,7 +131,7 @@ def fully_shard(
 
 
 class _Wanted(NamedTuple):
-    """What the user wants of a unit, and all ranks must want alike."""
+    """The options of one ``fully_shard`` call that must be equal on all ranks."""
 
     placements: Placements
     policy: MixedPrecisionPolicy
@@ -142,19 +143,19 @@ class _Wanted(NamedTuple):
     init_sync: bool
 
     def check(self, grid: RankGrid, device: torch.device) -> None:
-        """Raise ``ValueError`` for what cannot be, or has no effect."""
+        """Raise ``ValueError`` for options that contradict each other, or have no effect."""
         check_placements(self.placements, grid, self.reshard_after_forward, self.reduce_every_microbatch)
         if self.offload_to_cpu:
             check_offload(device)
 
 
 class _Prepared(NamedTuple):
-    """A module that was checked and waits to be compared between ranks and sharded."""
+    """A module that this rank has checked and planned. It is not yet compared between ranks, nor sharded."""
 
     wanted: _Wanted
     device: torch.device
     inside: Sequence[nn.Module]
-    """Its modules but for units inside it."""
+    """The module and the modules in it, without units inside it and their modules."""
     owned: Sequence[OwnedParam]
     plans: Sequence[tuple[BucketLayout, bool]]
     """Each bucket's layout, and whether its parameters are trained."""
@@ -171,14 +172,14 @@ def _prepare(
     *,
     copy_engines: bool,
 ) -> _Prepared:
-    """Check the module, materialise it and plan its buckets: all that may fail on one rank alone."""
+    """Check the module, materialise it and plan its buckets: every step that may fail on one rank alone."""
     check_module(module)
     inside = list(own_modules(module))
     on = device_of(device, mesh, grid, inside, ignored)
     wanted.check(grid, on)
     if copy_engines:
         check_copy_engines([grid], on, "copy_engine_gather")
-    own_params(module, ignored)  # refuses what it must before anything is moved
+    own_params(module, ignored)  # raises before any parameter is moved
     materialize(inside, on, init_fn, ignored)
     owned = own_params(module, ignored)
     for entry in owned:
@@ -197,9 +198,9 @@ def _make_buckets(
     *,
     named: bool,
 ) -> list[ShardedBucket]:
-    """Compare the plan and then the values between ranks, and shard the parameters.
+    """Compare the plan, then the values, between ranks; then shard the parameters.
 
-    named  somebody said which ranks there are
+    named  the user has given a mesh
     """
     wanted, device, inside, owned, plans = prepared
     with failures.watch("the comparison of models between ranks"):
@@ -223,19 +224,19 @@ def _make_buckets(
             unit=name,
             trainable=trainable,
             offload=wanted.offload_to_cpu,
-            holds_grads=wanted.placements.inner.holds_grads(wanted.reduce_every_microbatch),
+            reduces_once=wanted.placements.inner.reduces_once(wanted.reduce_every_microbatch),
         )
         for layout, trainable in plans
     ]
 
 
 def _reduction(grid: RankGrid, wanted: _Wanted, device: torch.device) -> GradReduction:
-    factor = 1.0 / grid.size  # until the outermost unit is known
+    factor = 1.0 / grid.size  # Root replaces the factor by that of the outermost unit
     return GradReduction(grid, wanted.placements, factor=factor, wire_dtype=wanted.policy.wire_dtype, device=device)
 
 
 def _take_over(module: nn.Module, unit: Unit) -> None:
-    """The module shows shards from here on, and optimizers are watched."""
+    """Register the shards in place of the parameters, and have steps of optimizers watched."""
     guard_stock_clipping(unit)
     for bucket in unit.buckets:
         watch_steps(bucket)

@@ -1,4 +1,4 @@
-"""What a module can do once it is a unit: the class that ``fully_shard`` puts before its own."""
+"""``FSDPModule``: the methods of a module that is a unit. ``fully_shard`` puts this class before the module's own."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,9 @@ from .iteration.parts import RootParts
 from .iteration.root import Root
 from .norm_ranks import ranks_of_norms
 from .state.checkpoint_source import ShardedSource
+from .unit.forwards import BackwardHooks
 from .unit.surroundings import refuse_torch_ddp
 from .unit.unit import Unit
-from .unit.uses import Passage
 
 __all__ = ["FSDPModule", "make_unit", "root_of", "unit_of"]
 
@@ -26,20 +26,20 @@ _ROOT = "_maingrad_root"
 class FSDPModule(nn.Module):
     """A module whose parameters are sharded. ``fully_shard`` makes a module an instance of this class and of its own.
 
-    Outside its forwards its parameters are this rank's shards. Verbs that speak of an iteration (``no_sync``,
-    ``finish_grad_sync``, ``record_timeline``) act on the whole model that this module is the outermost unit of.
+    Outside the module's forward the parameters are this rank's shards. Methods about an iteration (``no_sync``,
+    ``finish_grad_sync``, ``record_timeline``) act on the whole model; call them on the outermost unit.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, with its whole parameters in place."""
+        """Run the module's forward while its whole parameters are registered."""
         return _run(self, super().__call__, args, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Every microbatch of an iteration but the last: gradients stay as local as placements and memory allow.
+        """For every microbatch of an iteration but the last: gradients are not reduced over all ranks.
 
-        Sharded ones are reduced inside an instance, unless ``reduce_every_microbatch=False``; whole ones are kept.
-        Nothing is reduced across instances.
+        Placements that shard gradients reduce them inside an instance, unless ``reduce_every_microbatch=False``.
+        Otherwise whole gradients stay in memory. Nothing is reduced across instances.
         """
         root = root_of(self)
         before, root.sync = root.sync, False
@@ -50,29 +50,32 @@ class FSDPModule(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Reduce what is left of the iteration's gradients, and wait: then ``.grad`` of every shard is complete.
+        """Reduce the remaining gradients of the iteration, and wait. Then ``.grad`` of every shard is complete.
 
-        The last backward of an iteration does it by itself, where it is not under ``no_sync`` and no delayed weight
-        gradients are pending; draining the last of those does it as well. Calling it again costs nothing. Raises
-        ``RuntimeError`` while delayed weight gradients are pending.
+        A backward outside ``no_sync`` does so by itself, unless delayed weight gradients are pending. Then the
+        computation of the last delayed gradient does so. A second call costs nothing. Raises ``RuntimeError`` while
+        delayed weight gradients are pending.
         """
         root_of(self).grads.finish_grad_sync()
 
     def unshard(self) -> None:
-        """Gather this unit's parameters and register them, until ``reshard``. Collective."""
+        """Gather this unit's whole parameters and register them until ``reshard()``. Collective."""
         unit, root = unit_of(self), root_of(self)
         root.grads.check_delays_are_over("unshard()")
         root.gathers.notice_changes()
         root.gathers.gather(unit)
         root.gathers.arrive(unit)
-        unit.num_held += 1
+        unit.num_unshards += 1
         unit.registered.show_whole()
 
     def reshard(self) -> None:
-        """Undo ``unshard``; without one, let go of what forward has left gathered. What was written to them is lost."""
+        """Undo one ``unshard()``, and free the whole parameters after the last. Writes to whole parameters are lost.
+
+        Without ``unshard()`` before: free the whole parameters that forward has left gathered.
+        """
         unit = unit_of(self)
-        if unit.num_held:
-            unit.num_held -= 1
+        if unit.num_unshards:
+            unit.num_unshards -= 1
             unit.registered.show_shards()
             for bucket in unit.buckets:
                 bucket.note_whole_changed()
@@ -81,12 +84,12 @@ class FSDPModule(nn.Module):
 
     @contextmanager
     def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
-        """Whole parameters of this unit and of those inside it, for reading.
+        """Within the block, this unit and all units inside it have their whole parameters registered. Collective.
 
-        writeback  what was written to them goes into the shards at the end: all ranks must have written the same;
-                   otherwise, and where the block raises, it is lost
+        writeback  True: writes to whole parameters are copied into the shards at the end; all ranks must have written
+                   the same values. If False, or if the block raises, the writes are lost
 
-        Collective. Takes memory for all of them at once; ``for unit in model.modules()`` takes one after the other.
+        All these units are in memory at once. To read one unit at a time, use ``unshard()`` and ``reshard()``.
         """
         inside = _sharded_inside(self)
         for module in inside:
@@ -103,21 +106,21 @@ class FSDPModule(nn.Module):
                 FSDPModule.reshard(module)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
-        """Gather these while this unit's forward runs, instead of what came next the last time."""
+        """Gather these units while this unit's forward runs, instead of the unit that followed the last time."""
         unit_of(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: Sequence["FSDPModule"]) -> None:
-        """Gather these while this unit's backward runs, instead of what its forward came after."""
+        """Gather these units while this unit's backward runs, instead of the unit whose forward ran before."""
         unit_of(self).backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are let go between forward and backward, which gathers them again then."""
+        """Set ``reshard_after_forward`` of this unit and, if ``recurse``, of all units inside it."""
         for module in _sharded_inside(self) if recurse else [self]:
             unit_of(module).set_reshard(reshard_after_forward)
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
-        """Record when forwards and backwards ran, and when parameters were gathered and gradients reduced."""
+        """Record the times of forwards, backwards, gathers and reductions within the block."""
         root = root_of(self)
         with recorded_on(root, root.device, [bucket.reduction.grid for bucket in root.buckets]) as timeline:
             yield timeline
@@ -129,16 +132,16 @@ class FSDPModule(nn.Module):
 
     @property
     def grad_parts(self) -> RootParts:
-        """Of the whole model: who reduces its gradients, for those who run parts of it. Collective the first time."""
+        """The interface of a pipeline schedule that runs parts of the model by turns. Collective at the first call."""
         return root_of(self).parts
 
     def checkpoint_source(self) -> ShardedSource:
-        """How ``save_checkpoint`` and ``load_checkpoint`` see this module and the units in it. Collective the first
-        time."""
+        """What ``save_checkpoint`` and ``load_checkpoint`` ask of this module and the units in it. Collective at the
+        first call."""
         return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As any module has them. Raises ``ValueError`` where torch's ``DistributedDataParallel`` asks."""
+        """As ``nn.Module``. Raises ``ValueError`` if the caller is torch's ``DistributedDataParallel``."""
         refuse_torch_ddp(unit_of(self).pairs, unit_of(self).label)
         return super().named_parameters(*args, **kwargs)
 
@@ -169,7 +172,7 @@ def unit_of(module: nn.Module) -> Unit:
 
 
 def _sharded_inside(module: nn.Module) -> list[FSDPModule]:
-    """The module, where it is a unit, and the units inside it."""
+    """All units among the module and the modules inside it, the outermost first."""
     return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
 
@@ -181,7 +184,7 @@ def _units_of(modules: Sequence[nn.Module], verb: str) -> tuple[Unit, ...]:
 
 
 def root_of(module: FSDPModule) -> Root:
-    """The root of the model that this module is in; the module becomes the outermost where there is none yet."""
+    """The root of the model that contains this module. If there is none, the module becomes the outermost unit."""
     unit = unit_of(module)
     root = None if unit.root_reference is None else unit.root_reference()
     return root if root is not None else _become_root(module)
@@ -211,14 +214,14 @@ def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...],
 @torch.compiler.disable
 def _before(
     module: FSDPModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], Passage | None]:
+) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
     return unit_of(module).before_forward(root_of(module), args, kwargs)
 
 
 @torch.compiler.disable
-def _after(module: FSDPModule, outputs: Any, passage: Passage | None) -> Any:
+def _after(module: FSDPModule, outputs: Any, hooks: BackwardHooks | None) -> Any:
     unit = unit_of(module)
-    return unit.after_forward(unit.root, outputs, passage)
+    return unit.after_forward(unit.root, outputs, hooks)
 
 
 @torch.compiler.disable
@@ -228,7 +231,7 @@ def _failed(module: FSDPModule) -> None:
 
 
 def _become_root(module: FSDPModule) -> Root:
-    """The first forward, or a verb, makes the module that it is called on the outermost unit. Collective."""
+    """Make the module the outermost unit, at its first forward or at a method about the whole model. Collective."""
     names = {id(inner): name for name, inner in module.named_modules()}
     inside = _sharded_inside(module)
     everyone = ranks_of_norms([unit_of(inner) for inner in inside])
@@ -241,7 +244,7 @@ def _become_root(module: FSDPModule) -> Root:
 
 
 def _but_shards(fn: Callable[[Any], Any], module: nn.Module) -> Callable[[Any], Any]:
-    """``fn`` for all tensors but shards and their gradients, which stay the views that they are."""
+    """``fn``, but shards and their gradients are returned as they are: they must stay views of the flat shard."""
     shards = [pair.sharded for inner in _sharded_inside(module) for pair in unit_of(inner).pairs]
     kept = {id(tensor) for shard in shards for tensor in (shard, shard.grad)}
     return lambda tensor: tensor if id(tensor) in kept else fn(tensor)

@@ -1,8 +1,8 @@
-"""Which ranks a norm of gradients covers, and the search for Inf in them: all of the outermost unit's.
+"""Which ranks a norm of gradients, and the check for Inf, cover: all ranks of the outermost unit.
 
-Experts are units on meshes of their own: ranks that hold the same ones. One rank's experts are another's gradients, and
-a norm that covered the expert's own ranks alone would differ between ranks, which then would clip by different
-coefficients. So each expert's powers are summed over all ranks, with the experts that others hold at its place.
+Units of experts have smaller meshes: the ranks that hold the same experts. A norm over such a mesh alone would differ
+between ranks, and ranks would clip by different coefficients. So a norm of an expert's gradient sums over all ranks: it
+includes the experts that other ranks hold at the same place of the model.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ __all__ = ["ranks_of_norms"]
 
 
 def ranks_of_norms(units: Sequence[Unit]) -> RankGrid | None:
-    """The outermost unit's; None where they hold different numbers of parameters on meshes of their own. Collective.
+    """The ranks of the outermost unit. None if ranks hold different numbers of expert parameters. Collective.
 
-    units  the outermost first
+    units  all units of the model, the outermost first
 
-    Raises ``ValueError`` on all ranks where a unit's mesh has ranks that are not among the outermost one's.
+    Raises ``ValueError`` on all ranks if a unit's mesh contains a rank that is not in the outermost unit's mesh.
     """
     everyone = units[0].grid
     apart = [unit for unit in units if unit.grid[:2] != everyone[:2]]

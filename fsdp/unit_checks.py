@@ -1,4 +1,4 @@
-"""What may become a unit: modules, parameters, devices and placements that cannot be sharded are refused by name."""
+"""Checks before a module becomes a unit. Errors name the module, parameter, device or option that cannot be sharded."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def row_of(placements: str | Placements) -> Placements:
-    """The row of the table, by its name or as it is."""
+    """The ``Placements`` of that name in ``PLACEMENTS``, or ``placements`` itself. Raises for a row that cannot be."""
     if isinstance(placements, str):
         if placements not in PLACEMENTS:
             raise ValueError(f"placements '{placements}' is none of {', '.join(PLACEMENTS)}")
@@ -54,7 +54,7 @@ def check_placements(
     reshard_after_forward: bool | None,
     reduce_every_microbatch: bool | None,
 ) -> None:
-    """Raise ``ValueError`` for what has no effect on these ranks."""
+    """Raise ``ValueError`` for an option that has no effect under these placements on these ranks."""
     if reduce_every_microbatch and placements.inner.gradient is Placement.WHOLE:
         raise ValueError(
             "reduce_every_microbatch=True has no effect where placements keep gradients whole; leave it None, or shard "
@@ -73,13 +73,13 @@ def check_placements(
 
 
 def check_offload(device: torch.device) -> None:
-    """Raise ``ValueError`` where shards cannot be offloaded."""
+    """Raise ``ValueError`` if ``device`` is not CUDA: offloading has no effect."""
     if device.type != "cuda":
         raise ValueError(f"offload_to_cpu has no effect on {device}: shards are in host memory anyway; leave it False")
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise for a module that cannot be a unit, whatever its parameters are."""
+    """Raise ``TypeError`` or ``ValueError`` for a module that cannot be a unit, whatever its parameters are."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard takes an nn.Module, got {type(module).__name__}")
     if isinstance(module, FSDPModule):
@@ -102,7 +102,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and those inside it, without units and what is inside them."""
+    """The module and the modules inside it, without units inside it and their modules."""
     seen: set[int] = set()
     stack = [module]
     while stack:
@@ -115,10 +115,11 @@ def own_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
-    """The parameters that this unit shards, with all modules that register them.
+    """The parameters that this unit is to shard, each with all modules that register it.
 
-    Raises ``ValueError`` for one that cannot be sharded, or that another unit has. ``ignored``: ``id`` of those that
-    stay as they are; what units inside have ignored does so too.
+    ignored  ``id`` of parameters that are not sharded. Parameters that units inside have ignored are not sharded either
+
+    Raises ``ValueError`` for a parameter that cannot be sharded, or that another unit has sharded.
     """
     inside = {id(found) for found in own_modules(module)}
     owned = []
@@ -131,7 +132,7 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
         if isinstance(param, ShardedParameter):
             raise ValueError(
                 f"parameter '{name}' is sharded by unit '{param.shard.unit}' and registered outside it as well: "
-                f"wrap from the inside out, and leave tied parameters to one unit that holds all their modules"
+                f"wrap from the inside out, and leave tied parameters to one unit that contains all their modules"
             )
         other = replaced_in(param)
         if other is not None:
@@ -177,7 +178,7 @@ def device_of(
     inside: Sequence[nn.Module],
     ignored: Collection[int],
 ) -> torch.device:
-    """Where the unit computes; raises ``ValueError`` where that is not one place, or one that the ranks cannot use."""
+    """Where the unit computes. Raises ``ValueError`` if that is not one device, or the ranks' groups cannot use it."""
     found = _chosen_device(device, mesh, inside, ignored) or _device_around(inside, grid)
     for group in grid.axes:
         served = device_types_of(group)
@@ -214,12 +215,12 @@ def _chosen_device(
 
 
 def _device_around(inside: Sequence[nn.Module], grid: RankGrid) -> torch.device:
-    """Of a unit without parameters: that of the units inside it, or one that its ranks talk over."""
+    """The device of a unit without parameters: that of a unit inside it, or one that the ranks' groups use."""
     for module in inside:
         for child in module.children():
             if isinstance(child, FSDPModule):
                 return unit_of(child).device
-    served = [kind for group in grid.axes for kind in device_types_of(group)]
+    served = [device_type for group in grid.axes for device_type in device_types_of(group)]
     if not served or "cpu" in served:
         return torch.device("cpu")
     return _usable(torch.device(served[0]))
@@ -241,9 +242,11 @@ def compare_units(
     grid: RankGrid,
     unit: str,
 ) -> None:
-    """Compare the unit with other ranks' before collectives depend on it; all raise ``ValueError`` with what differs.
+    """Compare the unit between ranks, before a collective depends on it.
 
-    dtypes  of the parameters at rest, by name
+    Raises ``ValueError`` on all ranks, with the first difference.
+
+    dtypes  dtype of each parameter at rest, by name
     inside  the unit's own modules, whose buffers are compared
     """
     model = [

@@ -56,7 +56,7 @@ class AxisPlacement(NamedTuple):
         """Gradients are reduce-scattered: each rank needs the sum of what its optimizer updates. Else all-reduced."""
         return self.optimizer is Placement.SHARDED
 
-    def holds_grads(self, reduce_every_microbatch: bool | None) -> bool:
+    def reduces_once(self, reduce_every_microbatch: bool | None) -> bool:
         """Whether whole gradients stay from one microbatch to the next: where they are at rest, or reductions wait."""
         return reduce_every_microbatch is False or self.gradient is Placement.WHOLE
 

@@ -1,4 +1,4 @@
-"""What the units of a model do in an iteration: gathers ahead of use, rounds of gradients, the end of a backward.
+"""All units of a model in an iteration: gathers ahead of use, rounds of gradients, and the end of a backward.
 
 Imports ``unit`` and ``tensors``.
 """

@@ -1,7 +1,7 @@
-"""What is known of a backward that is under way, and whether it trains.
+"""The state of a backward under way: the units that it has entered, and whether it brings gradients of parameters.
 
-``backward()`` delivers gradients to all leaves that it reaches. ``autograd.grad`` and ``backward(inputs=...)`` go
-through a model for what they are asked for, which parameters mostly are not: then they are no part of an iteration.
+``backward()`` delivers gradients to all leaves that it reaches. ``autograd.grad`` and ``backward(inputs=...)`` deliver
+gradients to the given inputs alone. If these are not parameters, the backward is no part of an iteration.
 """
 
 from collections.abc import Iterable
@@ -11,28 +11,28 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ...ddp.contract.demand import Demand, demand
+from ..unit.forwards import ForwardTrace, UnitForward
 from ..unit.unit import Unit
-from ..unit.uses import Trace, Use
 
 __all__ = ["Backward", "Entered", "delivers_to_any"]
 
 
 class Entered(NamedTuple):
-    """A unit that a backward is in."""
+    """A unit that a backward has entered and not passed."""
 
     task: int
-    """The graph task that has entered it first."""
-    uses: set[Use]
-    """Those that it has entered, and not passed."""
+    """Id of the graph task that has entered the unit first."""
+    forwards: set[UnitForward]
+    """The forwards of the unit that the backward has entered and not passed."""
     trains: bool
-    """It brings the unit gradients."""
+    """The backward brings gradients of the unit's parameters."""
 
 
 class Backward:
     """One backward.
 
-    task   the outermost graph task
-    final  it is the iteration's last, if it is one of an iteration
+    task   id of the outermost graph task; recomputes may run graph tasks inside
+    final  outside ``no_sync``: if the backward belongs to an iteration, it is the last
     """
 
     __slots__ = ("entered", "final", "keeps_graph", "recomputed", "task", "tasks", "trains")
@@ -41,19 +41,19 @@ class Backward:
         self.task = task
         self.final = final
         self.tasks: set[int] = set()
-        """Graph tasks whose end will be heard of, nested ones too."""
+        """Graph tasks, nested ones too, with a callback at their end."""
         self.entered: dict[Unit, Entered] = {}
-        """The units that it is in."""
-        self.recomputed: dict[int, Trace] = {}
-        """By graph task: forwards that ran again in it."""
+        """The units that the backward has entered and not passed."""
+        self.recomputed: dict[int, ForwardTrace] = {}
+        """By graph task: the forwards that were recomputed in it."""
         self.keeps_graph = False
-        """``create_graph=True``: what it read is read again."""
+        """``create_graph=True``: a later backward reads the same whole parameters."""
         self.trains = False
-        """It is one of an iteration. Otherwise it only goes through the model: for ``autograd.grad``, or because all of
-        it was frozen in its forward."""
+        """The backward belongs to an iteration. False: it only goes through the model, for ``autograd.grad``, or
+        because the whole model was frozen in the forward."""
 
 
 def delivers_to_any(params: Iterable[Tensor]) -> bool:
-    """Whether a ``backward(inputs=...)`` under way names one of these, whole parameters, that its graph has."""
+    """Whether the ``backward(inputs=...)`` under way names one of ``params``, whole parameters."""
     trained = [param for param in params if param.requires_grad]
     return any(demand(get_gradient_edge(param).node) is Demand.ACCUMULATE for param in trained)

@@ -1,7 +1,7 @@
-"""Which units' whole parameters are in memory: gathers, the waits for them, and letting go.
+"""Gathers of units: issue a gather, wait for it, free the whole parameters.
 
-Gathers run on a stream of their own, which also owns the memory that they fill: before memory is used again, it waits
-for those that read what was there before.
+Gathers run on a stream of their own, which also owns the memory of whole parameters. Before this stream uses memory
+again, it waits for the streams that have read the earlier contents.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,8 @@ __all__ = ["UnitGathers"]
 class UnitGathers:
     """The gathers of one model.
 
-    units  the outermost first
+    units   the outermost first
+    device  where the model computes
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
@@ -30,14 +31,14 @@ class UnitGathers:
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
         self.observer: Observer = UNOBSERVED
         self.meter = Meter()
-        """Memory of whole parameters."""
+        """Bytes of whole parameters."""
         for bucket in self._buckets:
             bucket.gathered.meter = self.meter
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._freed: list[torch.cuda.Event] = []  # after which gathers may reuse memory, not waited for yet
+        self._freed: list[torch.cuda.Event] = []  # of freed units, for which the stream has not waited yet
 
     def gather(self, unit: Unit) -> None:
-        """Issue the gather of a unit's parameters, unless they are there."""
+        """Issue the gather of the unit's parameters, unless it was issued before and they were not freed."""
         if unit.gathered:
             return
         if self.stream is not None:
@@ -49,39 +50,47 @@ class UnitGathers:
             bucket.start_gather(self.stream, self.observer)
 
     def arrive(self, unit: Unit) -> None:
-        """Have the current stream (CUDA), or this thread, wait for the gather."""
+        """Have the current stream (CUDA), or this thread (CPU), wait for the unit's gather."""
         for bucket in unit.buckets:
             if bucket.gather is not None:
                 bucket.gather.arrive()
 
     def release(self, unit: Unit) -> None:
-        """Let the whole parameters go, after what the current stream has been given so far."""
-        if not (unit.gathered and unit.releasable) or unit.num_held:
+        """Free the whole parameters, after all work of the current stream so far.
+
+        Nothing happens for a unit that keeps whole parameters at rest, and between ``unshard()`` and ``reshard()``.
+        """
+        if not (unit.gathered and unit.releasable) or unit.num_unshards:
             return
         self.arrive(unit)
         unit.gathered = False
         for bucket in unit.buckets:
-            bucket.forget_params()
+            bucket.release_params()
         if unit.freed is not None:
             unit.freed.record(current_stream(self._device))
             self._freed.append(unit.freed)
 
     def release_all(self, but: Collection[Unit] = ()) -> None:
-        """Let go of every other unit."""
+        """Free the whole parameters of every unit that is not in ``but``."""
         for unit in self._units:
             if unit not in but:
-                self.arrive(unit)  # also where nobody came to use it: the optimizer changes what a gather reads
+                self.arrive(unit)  # also an unused gather: it reads shards, which the optimizer changes
                 self.release(unit)
 
     def expect_step(self) -> None:
-        """An iteration is over. What stays gathered is gathered anew by the next forward, whether this rank has seen a
-        change or not: a rank whose shards are padding alone may have nothing that an optimizer changes."""
+        """An iteration is over. The next forward gathers whole parameters again, even if this rank sees no change.
+
+        On a rank whose shards are padding alone the optimizer changes nothing. That rank must gather with the others.
+        """
         for bucket in self._buckets:
             if bucket.trainable:
                 bucket.note_whole_changed()
 
     def notice_changes(self) -> None:
-        """Shards that were changed since they were gathered are gathered anew, after whatever changed them."""
+        """Discard gathers that are older than a change of their shards, so that the next use gathers again.
+
+        Units between ``unshard()`` and ``reshard()`` are gathered at once.
+        """
         if not any(bucket.changed for bucket in self._buckets):
             return
         if self.stream is not None:
@@ -91,16 +100,16 @@ class UnitGathers:
                 self.arrive(unit)
                 self.release(unit)
                 unit.gathered = False
-                if unit.num_held:
+                if unit.num_unshards:
                     self.gather(unit)
                     self.arrive(unit)
 
     def map_memory(self, num_units: int) -> None:
-        """Reserve, in memory that copy engines reach, what is gathered at once; units take turns in it.
+        """Reserve memory that copy engines can reach, for the units that are gathered at the same time.
 
-        num_units  beside the outermost
+        num_units  number of such units beside the outermost
 
-        Memory that is freed in a pool is cut anew for what comes next, and all ranks take and free in one order.
+        Units take turns in this memory. All ranks take and free memory in one order, and so at the same places.
         """
         assert self.stream is not None, "only on CUDA"
         by_group: dict[int, list[ShardedBucket]] = {}
@@ -115,7 +124,7 @@ class UnitGathers:
                 sum(_rounded(bucket.gathered.nbytes) for bucket in unit.buckets if bucket in buckets)
                 for unit in self._units
             ]
-            if not buckets[0].keeps_params:
+            if not buckets[0].whole_params_at_rest:
                 sizes = [sizes[0], *sorted(sizes[1:], reverse=True)[:num_units]]
             with OnStream(self.stream):
                 with pool.allocating():
@@ -127,5 +136,5 @@ class UnitGathers:
 
 
 def _rounded(nbytes: int) -> int:
-    """What the caching allocator makes of it."""
+    """``nbytes`` rounded up to 2 MiB, as the caching allocator does for large blocks."""
     return -(-nbytes // 2**21) * 2**21

@@ -1,4 +1,4 @@
-"""Sharded models whose parts take turns: stages of a pipeline or chunks of a schedule, each with units of its own."""
+"""Sharded models whose parts run by turns: stages or chunks of a pipeline schedule, each with units of its own."""
 
 import weakref
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ __all__ = ["RootParts"]
 
 
 class RootParts(Parts):
-    """Those of one outermost unit: the module itself, or modules in it that run by themselves."""
+    """The parts of one outermost unit: its module, or modules in it that a schedule runs by themselves."""
 
     def __init__(self, root: "Root") -> None:
         super().__init__()
@@ -24,21 +24,21 @@ class RootParts(Parts):
 
     @property
     def root(self) -> "Root":
-        """Of the units."""
+        """The root of the units."""
         root = self._root()
-        assert root is not None, "whoever runs parts keeps their hosts"
+        assert root is not None, "the schedule keeps the module alive"
         return root
 
     @property
     def host(self) -> nn.Module:
         """The outermost unit's module."""
         module = self.root.module()
-        assert module is not None, "whoever runs parts keeps their hosts"
+        assert module is not None, "the schedule keeps the module alive"
         return module
 
     @contextmanager
     def backward(self, part: object, *, final: bool) -> Iterator[None]:
-        """See ``Parts``. Units are reduced as a backward passes them, so that only the last part's is final."""
+        """See ``Parts``. Units are sent when a backward passes them. So only the last open part's backward is final."""
         root = self.root
         before = root.sync
         root.sync = before and final and list(self._open) == [part]
@@ -48,19 +48,19 @@ class RootParts(Parts):
             root.sync = before
 
     def end(self, part: object) -> None:
-        """See ``Parts``: with the last part everything that is left is sent."""
+        """See ``Parts``. The end of the last open part sends all remaining gradients."""
         self._open.discard(part)
         if not self._open and self.root.sync:
             self.root.grads.start_grad_sync()
 
     @property
     def iteration(self) -> int:
-        """See ``Parts``: nobody counts."""
+        """See ``Parts``. Iterations are not counted here."""
         return 0
 
     @property
     def is_clear(self) -> bool:
-        """See ``Parts``. ``.grad`` of iterations that are over is the user's to keep."""
+        """See ``Parts``. ``.grad`` of earlier iterations does not count: the user may keep it."""
         return self.root.grads.is_clear
 
     @contextmanager
@@ -78,4 +78,4 @@ class RootParts(Parts):
         root.abandon()
         for bucket in root.buckets:
             for pair in bucket.pairs:
-                pair.sharded.grad = None  # what some microbatches have brought is in it
+                pair.sharded.grad = None  # it contains sums of some microbatches

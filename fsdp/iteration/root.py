@@ -1,11 +1,12 @@
-"""What the units of one model share: streams, the order of gathers and reductions, the pool of gradients.
+"""``Root``: hears of all forwards and backwards of a model's units, and decides when to gather, free and reduce.
 
     compute   | forward k        | forward k+1      |   ...   | backward k+1       | backward k         |
     gathers   |  k+1             |  k+2             |         |  k          | k-1  |             | k-2  |
     reduces                                                   |       k+2          |  k+1               |
 
-Gathers and reductions run on streams and communicators of their own. In backward the next gather is issued before the
-unit's reduction. Nothing here waits on the host but what a backend without streams (gloo) makes it wait for.
+Gathers (``gathers.py``) and reductions (``rounds.py``) run on streams and communicators of their own. In backward the
+next gather is issued before the reduction of the unit that backward has passed. The host waits only with a backend
+without streams (gloo).
 """
 
 import weakref
@@ -22,8 +23,8 @@ from ...ddp.collectives.rank_grid import RankGrid, all_groups, with_separate_gat
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import BucketEvents, ShardedBucket
+from ..unit.forwards import BackwardHooks, ForwardTrace, UnitForward
 from ..unit.unit import Unit
-from ..unit.uses import Passage, Trace, Use
 from .backward import Backward, Entered, delivers_to_any
 from .gathers import UnitGathers
 from .order import ForwardOrder
@@ -33,22 +34,22 @@ from .rounds import GradRounds
 __all__ = ["Root"]
 
 KEPT_UNITS = 2
-"""Units at the start of forward that stay gathered from a microbatch's backward to the next one's forward."""
+"""Number of units, from the start of forward, that stay gathered between two microbatches."""
 
 
 class _Running(NamedTuple):
-    """A forward that is under way."""
+    """A forward of a unit that is under way."""
 
     unit: Unit
-    trace: Trace
+    trace: ForwardTrace
     num_blocks: int
-    """Of ``delayed_wgrad``, entered before it; -1 where it began in one."""
+    """Number of ``delayed_wgrad`` blocks entered before the forward; -1 if the forward began inside a block."""
 
 
 class Root:
-    """The state of one model: its units, and where its iteration stands.
+    """The units of one model, and the state of the model's iteration. The ``Listener`` of all units.
 
-    module  of the outermost unit; held weakly, as it owns this
+    module  the outermost unit's module, which owns this object; the reference is weak
     units   the outermost first, then in the order of ``named_modules``
     """
 
@@ -69,23 +70,23 @@ class Root:
         self.grads = GradRounds(units, trainable, self.failures, self.device)
 
         self.sync = True
-        """False in every microbatch but the iteration's last."""
+        """False within ``no_sync``: in every microbatch but the iteration's last."""
         self.parts = RootParts(self)
-        """The parts of the model that take turns, where it is one of them or holds them."""
+        """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
         self.forward_order: ForwardOrder[Unit] = ForwardOrder()
-        self._running: list[_Running] = []  # forwards, each inside the one before
-        self._checked = False  # this iteration's first forward has found all units as they were made
-        self._frozen = False  # all of the model was, for the last outermost forward
+        self._running: list[_Running] = []  # forwards under way, each inside the one before
+        self._checked = False  # _check_units has run in this iteration
+        self._frozen = False  # the whole model was frozen in the last outermost forward
         self._backward: Backward | None = None
-        self._named = (-1, False)  # a graph task that asks for gradients, and whether it asks for parameters
+        self._named = (-1, False)  # cache of _is_named_in: graph task, answer
 
     # ---- Forward. ----
 
-    def enter_forward(self, unit: Unit) -> Passage:
-        """A unit's forward starts: gather it, and what comes next; its parameters are there for the current stream."""
+    def enter_forward(self, unit: Unit) -> BackwardHooks:
+        """A unit's forward starts. Gather the unit and the next one; the current stream waits for the unit's gather."""
         task = current_backward()
         following: Unit | None = None
-        if task == -1:  # not recomputed
+        if task == -1:  # not a recompute
             if not self._running:
                 self._begin()
             following = self.forward_order.enter(unit)
@@ -97,109 +98,110 @@ class Root:
             self.gathers.gather(following)
         self.gathers.arrive(unit)
         around = tuple([running.unit for running in self._running])
-        passage = Passage(Use(unit, around), self._trace_of(task))
-        # What is recomputed goes by what is frozen now, as it does without units.
-        passage.use.trains = not (self._frozen if task == -1 else self._is_frozen())
-        trace = passage.trace
+        hooks = BackwardHooks(UnitForward(unit, around), self._trace_of(task))
+        # A recompute sees what is frozen now, as it does without units.
+        hooks.forward.trains = not (self._frozen if task == -1 else self._is_frozen())
         num_blocks = -1 if delay_blocks.queue is not None else delay_blocks.num_entered
-        self._running.append(_Running(unit, trace, num_blocks))
-        return passage
+        self._running.append(_Running(unit, hooks.trace, num_blocks))
+        return hooks
 
-    def leave_forward(self, unit: Unit, passage: Passage | None) -> None:
-        """A unit's forward is over; ``passage``: it left a graph."""
+    def leave_forward(self, unit: Unit, hooks: BackwardHooks | None) -> None:
+        """A unit's forward is over; ``hooks``: those on its graph, None if it has left none."""
         running = self._running.pop()
-        if passage is not None:
-            # Whether this rank has delayed something or not: another may have.
-            passage.use.delays = running.num_blocks != delay_blocks.num_entered
-            passage.trace.add(passage.use)
+        if hooks is not None:
+            # Even if this rank has delayed no gradient, another rank may have.
+            hooks.forward.delays = running.num_blocks != delay_blocks.num_entered
+            hooks.trace.add(hooks.forward)
         if self._backward is None or unit not in self._backward.entered:
             reshards = unit.reshard_after_forward
             if reshards is None:
                 reshards = unit is not self.units[0]
-            # What backward begins with stays.
-            if passage is None or (reshards and not self.forward_order.came_last(unit)):
+            # The last unit of the forward stays gathered, because backward begins with it.
+            if hooks is None or (reshards and not self.forward_order.came_last(unit)):
                 self.gathers.release(unit)
         if not self._running and current_backward() == -1:
-            if passage is None:
+            if hooks is None:
                 self.gathers.release_all()
             self.observer.forward_ended()
 
-    def _trace_of(self, task: int) -> Trace:
-        """Of the forward that is under way, or of what this graph task has recomputed so far."""
+    def _trace_of(self, task: int) -> ForwardTrace:
+        """The trace of the forward under way, or of the recomputes in this graph task so far."""
         if self._running and self._running[-1].trace.task == task:
             return self._running[-1].trace
         if task == -1 or self._backward is None:
-            return Trace(task)
-        return self._backward.recomputed.setdefault(task, Trace(task))
+            return ForwardTrace(task)
+        return self._backward.recomputed.setdefault(task, ForwardTrace(task))
 
     def _begin(self) -> None:
-        """The outermost forward starts."""
+        """An outermost forward starts."""
         self.observer.forward_started()
         if self._backward is not None:
             self.abandon()
-        self.grads.check_delays_are_over("a forward")  # which gathers
+        self.grads.check_delays_are_over("a forward")  # a forward gathers
         self._check_units()
         self.forward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
 
     def _check_units(self) -> None:
-        """Once in an iteration, and before every forward that is none's."""
+        """Check all units once in an iteration, and before every forward without grad mode."""
         trains = torch.is_grad_enabled()
         self._frozen = self._is_frozen()
         if self._frozen or (trains and self._checked):
             return
-        with DisableTorchFunctionSubclass():  # no value is read: shards need not ask who asks them
+        with DisableTorchFunctionSubclass():  # for speed: the checks read no values of shards
             for unit in self.units:
                 unit.check()
         self._checked = trains
 
     def _is_frozen(self) -> bool:
-        """All that the model trains is frozen for now: a backward only goes through."""
+        """Whether the program has frozen all trained parameters for now. A backward then only goes through."""
         with DisableTorchFunctionSubclass():
             return self._trains and all(unit.registered.is_frozen for unit in self.units)
 
     # ---- Backward. ----
 
-    def enter_backward(self, use: Use, trace: Trace, task: int, *, delivers: bool) -> None:
-        """Backward, in this graph task, has reached the outputs of a unit's forward."""
-        unit = use.unit
-        trains = use.trains and (delivers or self._is_named_in(task))
-        backward = self._enter(unit, task, trains=trains, delays=use.delays)
-        uses = backward.entered[unit].uses
-        uses.add(use)
+    def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
+        """Backward in graph task ``task`` has reached the outputs of a unit's forward: gather the unit and the next."""
+        unit = forward.unit
+        trains = forward.trains and (delivers or self._is_named_in(task))
+        backward = self._enter(unit, task, trains=trains, delays=forward.delays)
+        forwards = backward.entered[unit].forwards
+        forwards.add(forward)
         self.gathers.gather(unit)
-        if all(other is unit or other in use.around for other in backward.entered):
-            self._prefetch(use, trace, task, 1)  # otherwise that one leaves next, lets its parameters go, and does it
+        if all(other is unit or other in forward.around for other in backward.entered):
+            # If backward is still in another unit, that unit is passed first, and frees memory and prefetches then.
+            self._prefetch(forward, trace, task, 1)
         self.gathers.arrive(unit)
-        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in uses))
+        unit.registered.show_in_backward(frozen=not any(entered.trains for entered in forwards))
         if torch.is_grad_enabled():
             backward.keeps_graph = True
 
-    def leave_backward(self, use: Use, trace: Trace, task: int) -> None:
-        """Backward, in this graph task, has passed the inputs of a unit's forward."""
-        unit, backward = use.unit, self._backward
+    def leave_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
+        """Backward in graph task ``task`` has passed the inputs of a unit's forward: free and reduce the unit."""
+        unit, backward = forward.unit, self._backward
         if backward is None or unit not in backward.entered:
             return
         entered = backward.entered[unit]
-        entered.uses.discard(use)
-        if entered.uses or trace.comes_again(use, task):
+        entered.forwards.discard(forward)
+        if entered.forwards or trace.comes_again(forward, task):
             return
-        self._let_go_of(unit, backward)
-        self._prefetch(use, trace, task, 2)  # before the reduction, which it would wait behind
+        self._leave_unit(unit, backward)
+        self._prefetch(forward, trace, task, 2)  # first: a gather that is issued after the reduction waits for it
         if entered.trains:
             self.grads.leave(unit, final=backward.final)
 
     def _is_named_in(self, task: int) -> bool:
-        """``backward(inputs=...)`` is for whole parameters that somebody has kept: asked once in a graph task."""
+        """Whether ``backward(inputs=...)`` names whole parameters that the program has kept. Found once for a task."""
         if self._named[0] != task:
             self._named = task, delivers_to_any(pair.whole for bucket in self.buckets for pair in bucket.pairs)
         return self._named[1]
 
     def _enter(self, unit: Unit, task: int, *, trains: bool, delays: bool) -> Backward:
+        """Note that backward is in the unit; the first unit of a backward begins it."""
         backward = self._backward
         if backward is None:
-            self.grads.check_delays_are_over("a backward")  # which gathers
+            self.grads.check_delays_are_over("a backward")  # a backward gathers
             backward = self._backward = Backward(task, final=self.sync)
             self.observer.backward_started()
         if trains and not backward.trains:
@@ -211,38 +213,38 @@ class Root:
         entered = backward.entered.setdefault(unit, Entered(task, set(), trains))
         if trains:
             backward.entered[unit] = entered._replace(trains=True)
-            self.grads.enter(unit, waits=delays)
+            self.grads.enter(unit, delays=delays)
         return backward
 
-    def _let_go_of(self, unit: Unit, backward: Backward) -> None:
-        """Backward needs the unit's parameters no more."""
+    def _leave_unit(self, unit: Unit, backward: Backward) -> None:
+        """Backward has passed the unit: register the shards, and free the whole parameters."""
         del backward.entered[unit]
         unit.registered.hide_after_backward()
         if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
             self.gathers.release(unit)
 
-    def _prefetch(self, use: Use, trace: Trace, task: int, count: int) -> None:
-        """Gather what backward comes to next."""
-        unit, backward = use.unit, self._backward
-        assert backward is not None, "it has come to the unit"
+    def _prefetch(self, forward: UnitForward, trace: ForwardTrace, task: int, count: int) -> None:
+        """Gather the next ``count`` units of backward, or those that the user has named."""
+        unit, backward = forward.unit, self._backward
+        assert backward is not None, "backward is in the unit"
         if unit.backward_prefetch is not None:
             for other in unit.backward_prefetch:
                 self.gathers.gather(other)
             return
-        if count > 1 and any(other in use.around[1:] for other in backward.entered):
-            count = 1  # the unit around it still has its parameters
-        for following in trace.before(use, task, count):
-            if unit not in following.around:  # inside of what is left: done
+        if count > 1 and any(other in forward.around[1:] for other in backward.entered):
+            count = 1  # a unit around this one is in memory as well
+        for following in trace.before(forward, task, count):
+            if unit not in following.around:  # units inside this one are passed
                 self.gathers.gather(following.unit)
 
     def end_backward(self, task: int) -> None:
-        """A graph task is over, and with it every unit that it entered."""
+        """A graph task is over: backward has passed every unit that the task has entered."""
         backward = self._backward
         if backward is None:
             return
         for unit in [unit for unit, entered in backward.entered.items() if entered.task == task]:
             trained = backward.entered[unit].trains
-            self._let_go_of(unit, backward)
+            self._leave_unit(unit, backward)
             if trained:
                 self.grads.leave(unit, final=backward.final)
         backward.tasks.discard(task)
@@ -251,13 +253,13 @@ class Root:
         self._backward = None
         self._checked = self._checked and not (backward.final and backward.trains)
         self.observer.backward_ended(backward.final and backward.trains)
-        if not backward.keeps_graph:  # otherwise a graph of these gradients reads them: until the next forward
-            self._let_go_after_backward(final=backward.final)
+        if not backward.keeps_graph:  # with create_graph whole parameters stay until the next forward
+            self._release_after_backward(final=backward.final)
         if backward.trains:
             self.grads.backward_ended(final=backward.final)
 
-    def _let_go_after_backward(self, *, final: bool) -> None:
-        """Release what the next forward does not begin with; with the next microbatch's first units at hand, gather."""
+    def _release_after_backward(self, *, final: bool) -> None:
+        """Free the whole parameters of all units; between microbatches, gather the units that forward begins with."""
         if final:
             self.gathers.release_all()
             self.gathers.expect_step()
@@ -267,13 +269,13 @@ class Root:
             self.gathers.gather(unit)
 
     def backward_failed(self, task: int) -> None:
-        """A graph task was given up before its end: the modules have their shards again. The rest can wait."""
+        """A graph task has failed: register the shards. The next forward calls ``abandon`` for the rest."""
         for unit, entered in () if self._backward is None else self._backward.entered.items():
             if entered.task == task:
                 unit.registered.hide_after_backward()
 
     def abandon(self) -> None:
-        """Give up what a backward that failed has left: what it did not reduce is lost."""
+        """Give up the iteration after a backward that has failed: gradients that are not reduced are lost."""
         backward, self._backward = self._backward, None
         self._checked = False
         for unit in () if backward is None else backward.entered:
@@ -281,13 +283,15 @@ class Root:
         self.grads.give_up()
         self.gathers.release_all()
 
+    # ---- Events of buckets. ----
+
     def _make_room(self, bucket: ShardedBucket) -> None:
         self.grads.make_room(bucket)
 
     def _on_grad(self, bucket: ShardedBucket) -> None:
         unit = self._unit_of[id(bucket)]
         if self._backward is None or unit not in self._backward.entered:
-            # The graph came to the parameter another way, or again.
+            # Backward has reached the parameter without entering the unit, or after it has passed the unit.
             if not unit.arrived:
                 raise RuntimeError(
                     f"backward came to '{bucket.name}' of {unit.label} past the outputs of its forward, and whole "
@@ -303,7 +307,7 @@ class Root:
 
     @property
     def observer(self) -> Observer:
-        """Who is told what an iteration does."""
+        """Told of forwards, backwards and collectives, for timelines."""
         return self.grads.launcher.observer
 
     @observer.setter
@@ -311,7 +315,11 @@ class Root:
         self.grads.launcher.observer = self.gathers.observer = observer
 
     def _join_ranks(self) -> None:
-        """Groups of their own for gathers, and what gradients are divided by: an expert has seen all ranks' tokens."""
+        """Make separate process groups for gathers, and set the factor of averages.
+
+        Gradients are divided by the number of the outermost unit's ranks, also those of experts: an expert has seen the
+        tokens of all ranks.
+        """
         grids: dict[int, RankGrid] = {}
         self._copy_engines = any(unit.copy_engines for unit in self.units)
         size = self.units[0].grid.size
@@ -346,7 +354,7 @@ def _on(here: "weakref.ref[Root]", event: Callable[[Root, ShardedBucket], None],
 
 
 class _BackwardEnd:
-    """What the engine calls at the end of a graph task; it lets it go uncalled where backward fails."""
+    """Callback of autograd at the end of a graph task. If the task fails, autograd deletes it without a call."""
 
     __slots__ = ("_called", "_here", "_task")
 

@@ -1,7 +1,7 @@
-"""The rounds of a model's units (``grad_round.py``): memory for what backward writes, reductions, the iteration's end.
+"""``GradRounds``: the gradients of all units in an iteration (phases: ``unit/round.py``), and the memory for them.
 
-Read from top to bottom, this is the way of a unit's gradients: ``enter``, the first write (``make_room``), ``leave``,
-which keeps or sends them, ``backward_ended``, which sends what is left, and ``_finish``.
+The order of the methods is that of an iteration: ``begin`` (forward), ``backward_began``, ``enter`` (a unit),
+``make_room`` (the first write), ``leave`` (keeps or sends gradients), ``backward_ended`` (sends the rest), ``_finish``.
 """
 
 import weakref
@@ -30,8 +30,8 @@ from .grad_pool import GradPool
 __all__ = ["GradRounds"]
 
 
-class _Going(NamedTuple):
-    """One round, and the buckets whose gradients go it."""
+class _GradSet(NamedTuple):
+    """The buckets of a unit that share one round."""
 
     round: Round
     buckets: tuple[ShardedBucket, ...]
@@ -42,10 +42,12 @@ class _Going(NamedTuple):
 
 
 class GradRounds:
-    """The gradients of one model.
+    """The rounds and reductions of one model.
 
-    units    of the model, the outermost first, connected
-    buckets  those of them with gradients, about in backward's order
+    units     all units, the outermost first, connected
+    buckets   their buckets with gradients, about in backward's order
+    failures  reports collectives that fail
+    device    where the model computes
     """
 
     def __init__(
@@ -58,111 +60,109 @@ class GradRounds:
         self._buckets = buckets
         self._device = device
         self.meter = Meter()
-        """Memory of whole gradients."""
+        """Bytes of whole gradients."""
         for bucket in buckets:
             bucket.grads.meter = self.meter
             bucket.grad_shard.settle = _settling(self, bucket)
         self.launcher = BucketLauncher(
-            [bucket.bucket for bucket in buckets if bucket.bucket is not None],
+            [bucket.grad_bucket for bucket in buckets if bucket.grad_bucket is not None],
             [bucket.reduction for bucket in buckets],
             None,
             failures,
             device=device,
         )
-        self._of: dict[Unit, list[_Going]] = {unit: _rounds_of(unit) for unit in units}
-        self._all = [going for unit in reversed(units) for going in self._of[unit]]  # about in backward's order
-        self._due: list[_Going] | None = None  # what an iteration whose backwards are over has still to send
-        self._num_waited = 0  # rounds, at the end of the last iteration
-        self._sending = False  # also after a reduction was refused: nobody else gives the iteration up
-        self._home: torch.cuda.Stream | None = None  # of forwards: sums take their memory there and give it back there
+        self._of: dict[Unit, list[_GradSet]] = {unit: _rounds_of(unit) for unit in units}
+        self._all = [grad_set for unit in reversed(units) for grad_set in self._of[unit]]  # about in backward's order
+        self._due: list[_GradSet] | None = None  # to be sent, after the iteration's last backward
+        self._num_with_delays = 0  # rounds with delays in the last iteration
+        self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
+        self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
         self._pool = GradPool(units)
 
     # ---- The life of a round. ----
 
     def begin(self) -> None:
-        """A forward starts: after an iteration's end the memory of gradients that were cleared is not needed."""
-        step_ended(None)  # one that has raised
+        """An outermost forward starts. Outside of an iteration, free the memory of sums whose ``.grad`` is None."""
+        step_ended(None)  # a step that has raised
         if self._device.type == "cuda":
             home = current_stream(self._device)
             if self._home is not None and self._home != home:
-                self._home.wait_stream(home)  # before it uses again what is let go here
+                self._home.wait_stream(home)  # before it uses memory again that is freed below
             self._home = home
         if self._sending:
             self._sending = False
             self.give_up()
         if not self._under_way:
             for bucket in self._buckets:
-                bucket.grad_shard.forget_cleared()
+                bucket.grad_shard.free_if_cleared()
 
     def backward_began(self) -> None:
-        """Whoever has cleared ``.grad`` in the middle of an iteration gives up what it holds elsewhere."""
+        """A backward of the iteration begins. Discard earlier gradients whose ``.grad`` was set to None meanwhile."""
         self._due = None
         self._notice_all_cleared()
 
-    def enter(self, unit: Unit, *, waits: bool) -> None:
-        """Backward has come to a unit; ``waits``: to a forward of it that ran under ``delayed_wgrad``."""
-        for going in self._of[unit]:
-            going.round.enter(waits=waits)
+    def enter(self, unit: Unit, *, delays: bool) -> None:
+        """Backward has reached the outputs of a unit; ``delays``: of a forward that ran under ``delayed_wgrad``."""
+        for grad_set in self._of[unit]:
+            grad_set.round.enter(delays=delays)
 
     def make_room(self, bucket: ShardedBucket) -> None:
-        """Give a bucket's whole gradients memory; where a collective has it, wait for that first."""
+        """Give the bucket's whole gradients memory. If a reduction still uses the memory, wait for it first."""
         self._settle(bucket)
-        assert bucket.bucket is not None, "trainable"
+        assert bucket.grad_bucket is not None, "trainable"
         if not bucket.grads.resident:
-            self._make_way(bucket)
+            self._bound_pool(bucket)
             bucket.grads.take()
-        if bucket.bucket.idle:
-            bucket.bucket.phase = Phase.ACCUMULATING
-
-    def note_stream(self, bucket: ShardedBucket) -> None:
-        """A gradient was written on the current stream."""
-        if self._device.type == "cuda" and bucket.bucket is not None:
-            bucket.bucket.streams.add(current_raw_stream(self._device.index))
+        if bucket.grad_bucket.idle:
+            bucket.grad_bucket.phase = Phase.ACCUMULATING
 
     def leave(self, unit: Unit, *, final: bool) -> None:
-        """Backward has passed the unit, or ended; ``final``: it is the iteration's last."""
-        for going in self._of[unit]:
-            if going.has_pending:
-                going.round.waits = True
-            if going.round.keeps_after(final=final):
-                going.round.keep()
-                for bucket in going.buckets:
-                    bucket.grad_shard.hold()
+        """Backward has passed the unit, or has ended: keep or send; ``final``: the iteration's last backward."""
+        for grad_set in self._of[unit]:
+            if grad_set.has_pending:
+                grad_set.round.delays = True
+            if grad_set.round.keeps_after(final=final):
+                grad_set.round.keep()
+                for bucket in grad_set.buckets:
+                    bucket.grad_shard.defer()
             else:
-                self._send(going, final=final)
+                self._send(grad_set, final=final)
 
     def delayed_wgrad_done(self, bucket: ShardedBucket) -> None:
         """A delayed weight gradient was computed."""
-        self.note_stream(bucket)
+        if self._device.type == "cuda" and bucket.grad_bucket is not None:
+            bucket.grad_bucket.streams.add(current_raw_stream(self._device.index))  # which wrote it
         if self._due is not None:
             self._send_due()
 
     def backward_ended(self, *, final: bool) -> None:
-        """After the iteration's last backward all that is left is sent, in one order; the rest when it is computed."""
+        """After the iteration's last backward, send all rounds that are left; delayed ones when they are computed."""
         if final:
             self._check_nothing_bypassed()
             self._end_iteration()
 
     def start_grad_sync(self) -> None:
-        """Send what is left of the iteration; ``finish_grad_sync`` waits for it."""
+        """Send all rounds that are left, without waiting; ``finish_grad_sync`` waits."""
         self._check_complete("start_grad_sync()")
         if self._under_way:
             self._notice_all_cleared()
-            self._due = [going for going in self._all if going.round.is_left]
+            self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
             self._send_due(finish=False)
 
     def finish_grad_sync(self) -> None:
-        """Reduce what is left of the iteration, and wait: then ``.grad`` of every shard is complete."""
+        """Send all rounds that are left, and wait. Then ``.grad`` of every shard is complete."""
         self._check_complete("finish_grad_sync()")
         if self._under_way:
             self._notice_all_cleared()
             self._end_iteration()
-        for going in self._all:
-            going.round.has_waited = False
+        for grad_set in self._all:
+            grad_set.round.had_delays = False
 
     def _check_complete(self, caller: str) -> None:
-        """Every backward of the iteration has ended, and every delayed weight gradient is computed."""
-        failed = next((going.round.name for going in self._all if going.round.phase is RoundPhase.WRITING), None)
+        """Raise ``RuntimeError`` if a backward has failed, or a delayed weight gradient is not computed."""
+        failed = next(
+            (grad_set.round.name for grad_set in self._all if grad_set.round.phase is RoundPhase.WRITING), None
+        )
         if failed is not None:
             raise RuntimeError(
                 f"{caller} after a backward that raised an exception in {failed}: gradients are not "
@@ -173,40 +173,42 @@ class GradRounds:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no microbatch has left anything that is not summed up, or all of it was cleared."""
+        """Whether no gradients of an iteration are left to be sent, or all ``.grad`` were set to None."""
         return not self._under_way or all(bucket.grad_shard.is_cleared for bucket in self._buckets)
 
     def give_up(self) -> None:
-        """Lose what is not reduced; what is under way ends."""
+        """Give the iteration up: wait for reductions under way, and discard the other gradients."""
         self._due = None
         self._settle_all()
-        for going in self._all:
-            going.round.give_up()
-            for bucket in going.buckets:
+        for grad_set in self._all:
+            grad_set.round.give_up()
+            for bucket in grad_set.buckets:
                 bucket.discard_grads()
 
     # ---- The end of an iteration. ----
 
     @property
     def _under_way(self) -> bool:
-        return any(going.round.under_way for going in self._all)
+        return any(grad_set.round.under_way for grad_set in self._all)
 
     def _end_iteration(self) -> None:
-        self._due = [going for going in self._all if going.round.is_left]
+        self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
         self._send_due()
 
     def _send_due(self, *, complete: bool = True, finish: bool = True) -> None:
-        """All ranks send in one order: which delayed gradients are missing, and how long, may differ between them.
+        """Send the rounds that are due, in an order that is the same on all ranks.
 
-        complete  wait for those that are missing here
-        finish    with the last of them the iteration ends, which waits for all
+        complete  stop at the first round with delayed gradients that are not computed yet
+        finish    if all are sent, wait for them and end the iteration
+
+        Ranks may differ in which delayed gradients they compute, and when. So a round never overtakes another.
         """
         assert self._due is not None, "the iteration's backwards are over"
         while self._due and not (complete and self._due[0].has_pending):
-            going = self._due.pop(0)
-            if not going.round.waits:  # .grad that is cleared before a delayed gradient comes does not give that one up
-                self._notice_cleared(going)
-            self._send(going, final=True, makes_way=finish)
+            grad_set = self._due.pop(0)
+            if not grad_set.round.delays:  # otherwise .grad may have been set to None before its gradients came
+                self._notice_cleared(grad_set)
+            self._send(grad_set, final=True, bounds_pool=finish)
         if not self._due:
             self._due = None
             if finish:
@@ -215,39 +217,41 @@ class GradRounds:
     def _finish(self) -> None:
         self._settle_all()
         for bucket in self._buckets:
-            bucket.grad_shard.show_zeros()  # where no backward came, or all that came was cleared
+            bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
             bucket.grad_shard.publish()
-        for going in self._all:
-            going.round.end()
-        self._num_waited = sum(going.round.has_waited for going in self._all)
+        for grad_set in self._all:
+            grad_set.round.end()
+        self._num_with_delays = sum(grad_set.round.had_delays for grad_set in self._all)
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
-            current_stream(self._device).synchronize()  # the optimizer reads gradients on the host
+            current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
     def check_delays_are_over(self, what: str) -> None:
-        """Refuse ``what`` sends, after an iteration's last backward in which gradients were delayed.
+        """Raise ``RuntimeError`` if ``what``, which gathers, comes before delayed gradients of an iteration are sent.
 
-        These are sent as they are computed, which may be now on one rank, and after what this sends on another. So all
-        ranks refuse, those too that have none pending.
+        A round with delays is sent when its gradients are computed: before the gather on one rank, after it on another.
+        So all ranks raise, also those without pending gradients.
         """
-        if self._due is None and not self._num_waited:
+        if self._due is None and not self._num_with_delays:
             return
-        num_waited = sum(going.round.has_waited for going in self._all)
-        over = self._due is None and num_waited < self._num_waited  # an optimizer has stepped
+        num_with_delays = sum(grad_set.round.had_delays for grad_set in self._all)
+        over = self._due is None and num_with_delays < self._num_with_delays  # an optimizer has stepped
         if not over and not all(bucket.grad_shard.is_cleared for bucket in self._buckets):
-            unit = next(going.round.name for going in self._all if going.round.waits or going.round.has_waited)
+            unit = next(
+                grad_set.round.name for grad_set in self._all if grad_set.round.delays or grad_set.round.had_delays
+            )
             if self._due is not None:
-                self._send_due(complete=False)  # other ranks wait for it, and come here then
+                self._send_due(complete=False)  # other ranks wait for these, and then raise as well
             raise RuntimeError(
                 f"{what} after the iteration's last backward, in which weight gradients of {unit} were delayed: "
-                f"compute these and call model.finish_grad_sync() first; or hold model.no_sync() around all backwards "
-                f"but the last, and call torch.autograd.grad before it"
+                f"compute these and call model.finish_grad_sync() first; or run all backwards but the last within "
+                f"model.no_sync(), and call torch.autograd.grad before the last"
             )
-        if self._due is None:  # that iteration was stepped with or thrown away: the next one may have many forwards
-            self._num_waited = 0
-            for going in self._all:
-                going.round.has_waited = False
+        if self._due is None:  # an optimizer has stepped, or all .grad were set to None
+            self._num_with_delays = 0
+            for grad_set in self._all:
+                grad_set.round.had_delays = False
 
     def _check_nothing_bypassed(self) -> None:
         pairs = [entry for bucket in self._buckets for entry in zip(bucket.pairs, bucket.records, strict=True)]
@@ -259,79 +263,82 @@ class GradRounds:
             raise
 
     def _notice_all_cleared(self) -> None:
-        for going in self._all:
-            if going.round.is_left:
-                self._notice_cleared(going)
+        for grad_set in self._all:
+            if grad_set.round.is_left:
+                self._notice_cleared(grad_set)
 
-    def _notice_cleared(self, going: _Going) -> None:
-        for bucket in going.buckets:
+    def _notice_cleared(self, grad_set: _GradSet) -> None:
+        for bucket in grad_set.buckets:
             if bucket.grad_shard.was_cleared:
                 self._settle(bucket)
                 bucket.discard_grads()
 
     # ---- One reduction. ----
 
-    def _send(self, going: _Going, *, final: bool, makes_way: bool = True) -> None:
-        """Reduce what the round has; across instances alone, where the rest was done in earlier microbatches.
+    def _send(self, grad_set: _GradSet, *, final: bool, bounds_pool: bool = True) -> None:
+        """Launch the reductions of a round. In phase PARTIAL only those across instances are left.
 
-        makes_way  the pool takes what was kept, and stays bounded: not where others compute meanwhile, who would wait
+        bounds_pool  gradients that were kept now count for the pool, and the launch waits until the pool is within its
+                     bound. False: no wait, because other parts of the model compute meanwhile
         """
-        inside, kept = going.round.phase is not RoundPhase.PARTIAL, going.round.was_kept
-        going.round.send(final=final)
-        for bucket in going.buckets:
+        inside, kept = grad_set.round.phase is not RoundPhase.PARTIAL, grad_set.round.was_kept
+        grad_set.round.send(final=final)
+        for bucket in grad_set.buckets:
             if inside or bucket.reduction.grid.outer_size > 1:
-                self._launch(bucket, kept=kept and makes_way, inside=inside, across=final)
+                self._launch(bucket, kept=kept and bounds_pool, inside=inside, across=final)
 
     def _launch(self, bucket: ShardedBucket, *, kept: bool, inside: bool, across: bool) -> None:
-        assert bucket.bucket is not None, "trainable"
-        if bucket.bucket.phase is not Phase.ACCUMULATING:
-            self.make_room(bucket)  # this rank has written nothing: what it sends is zeros
+        assert bucket.grad_bucket is not None, "trainable"
+        if bucket.grad_bucket.phase is not Phase.ACCUMULATING:
+            self.make_room(bucket)  # this rank has written no gradient, and sends zeros
         if kept:
-            self._make_way(bucket)  # its memory comes into the pool
+            self._bound_pool(bucket)
         self._sending = True
-        keeps_total = self._claim(bucket)
+        adds_to_total = self._claim(bucket)
         self.launcher.launch(
-            bucket.bucket, partial(_reduce, bucket, keeps_total=keeps_total, inside=inside, across=across)
+            bucket.grad_bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)
         )
         self._sending = False
         bucket.grad_shard.launched()
-        if not bucket.keeps_grads:
+        if not bucket.whole_grads_at_rest:
             self._pool.launched.append(bucket)
 
     def _claim(self, bucket: ShardedBucket) -> bool:
-        """Have memory for the sums, of the stream whose activations get it next."""
+        """``GradShard.claim`` on the stream of forwards, whose activations use the memory of the sums next."""
         home = self._home
         if home is None or home == current_stream(self._device):
             return bucket.grad_shard.claim()
-        assert bucket.bucket is not None, "trainable"
-        bucket.bucket.streams.add(home.cuda_stream)  # the reduction waits for it
+        assert bucket.grad_bucket is not None, "trainable"
+        bucket.grad_bucket.streams.add(home.cuda_stream)  # the reduction waits for this stream
         with OnStream(home):
             return bucket.grad_shard.claim()
 
-    def _make_way(self, bucket: ShardedBucket) -> None:
-        """Wait for as many reductions as keep the pool bounded."""
-        for other in self._pool.in_the_way(bucket):
+    def _bound_pool(self, bucket: ShardedBucket) -> None:
+        """Wait for the oldest reductions, until the bucket's memory fits into the pool."""
+        for other in self._pool.must_end_before(bucket):
             self._settle(other)
 
     def _settle_all(self) -> None:
-        """Wait for reductions as they were launched: how many the pool has waited for may differ between ranks, and
-        without streams the collective across instances begins in the wait."""
+        """Wait for all reductions, in the order of launches.
+
+        Without streams the collective across instances begins in the wait. So waits have one order on all ranks.
+        """
         for bucket in [*self._pool.launched, *self._buckets]:
             self._settle(bucket)
 
     def _settle(self, bucket: ShardedBucket) -> None:
-        """Wait for a bucket's reduction, if it was launched, and take its memory back."""
-        if bucket.bucket is None or bucket.bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
+        """Wait for the bucket's reduction, if one was launched, and free the memory of whole gradients."""
+        if bucket.grad_bucket is None or bucket.grad_bucket.phase not in (Phase.REDUCING, Phase.REDUCED):
             return
         bucket.grad_shard.landed()
-        self.launcher.wait_for(bucket.bucket)
-        home = bucket.grads.stream  # to which the memory returns
+        self.launcher.wait_for(bucket.grad_bucket)
+        home = bucket.grads.stream  # the memory returns to this stream
         if home is not None and home != current_stream(self._device):
             home.wait_stream(current_stream(self._device))
-        bucket.bucket.reset()
+        bucket.grad_bucket.reset()
         if bucket in self._pool.launched:
             self._pool.launched.remove(bucket)
-        if not bucket.keeps_grads:
+        if not bucket.whole_grads_at_rest:
             bucket.grads.release()
 
 
@@ -346,19 +353,21 @@ def _settling(rounds: GradRounds, bucket: ShardedBucket) -> Callable[[], None]:
     return settle
 
 
-def _rounds_of(unit: Unit) -> list[_Going]:
-    """One round of a unit's gradients; of those that its modules delay another, which is sent after the first."""
-    found: list[_Going] = []
+def _rounds_of(unit: Unit) -> list[_GradSet]:
+    """The unit's buckets in one round, and the buckets of delayed gradients in another, which is sent later."""
+    found: list[_GradSet] = []
     for delayed in (False, True):
         buckets = tuple([bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed])
         if buckets:
-            going = _Going(Round(unit.label, keeps=buckets[0].holds_grads, delayed=delayed), buckets)
+            grad_set = _GradSet(Round(unit.label, reduces_once=buckets[0].reduces_once, delayed=delayed), buckets)
             for bucket in buckets:
-                bucket.round = going.round
-            found.append(going)
+                bucket.round = grad_set.round
+            found.append(grad_set)
     return found
 
 
-def _reduce(bucket: ShardedBucket, grads: Tensor, *, keeps_total: bool, inside: bool, across: bool) -> InFlight:
-    stages = bucket.grad_shard.collect(bucket.reduction, grads, keeps_total=keeps_total, inside=inside, across=across)
+def _reduce(bucket: ShardedBucket, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool) -> InFlight:
+    stages = bucket.grad_shard.collect(
+        bucket.reduction, grads, adds_to_total=adds_to_total, inside=inside, across=across
+    )
     return in_stages(stages, (grads,))

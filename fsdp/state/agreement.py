@@ -1,7 +1,7 @@
-"""Ranks tell each other what they are about to exchange, before they do: where one cannot, all raise alike.
+"""A comparison between ranks before they exchange tensors: if one rank cannot exchange, all ranks raise.
 
-An exchange of a parameter's elements is a collective of the ranks that share it. A rank that has no such tensor, or
-another rank's, would leave the others waiting, or give them wrong elements.
+An exchange of a parameter's elements is a collective over the ranks that share the parameter. If one rank has no such
+tensor, the others would wait for ever; if one rank has another rank's tensor, the others would get wrong elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,10 @@ __all__ = ["disagreement"]
 
 
 def disagreement(said: Mapping[ShardedParameter, str], complaint: str | None) -> str | None:
-    """Why this rank, or another, cannot go on; None where all can. Collective over the parameters' ranks.
+    """Why this rank or another cannot exchange; None if all can. Collective over the parameters' ranks.
 
-    said       what this rank has of each parameter, to be the same on all of its ranks
-    complaint  why this rank cannot go on, if so
+    said       for each parameter, words for what this rank has of it; to be equal on all ranks that share the parameter
+    complaint  why this rank cannot exchange; None if it can
     """
     by_grid: dict[Any, tuple[RankGrid, list[tuple[str, str]]]] = {}
     for param, text in said.items():
@@ -39,7 +39,7 @@ class _Answer(NamedTuple):
     rank: int
     complaint: str | None
     lines: Sequence[tuple[str, str]]
-    """What the rank has of each parameter."""
+    """For each parameter, its name and what the rank has of it."""
 
 
 def _rank() -> int:

@@ -1,10 +1,11 @@
-"""Fully sharded models as a checkpoint sees them: ranges of parameters, which are the optimizer's masters themselves.
+"""Fully sharded models as sources of checkpoints: ranges of parameters. Shards are the optimizer's masters themselves.
 
-    parameters at rest   computed in    the file's entries
-    fp32                 bf16, fp16     master (fp32) and model (its rounding), as DDP writes half-precision models
+    parameters at rest   computed in    entries of the file
+    fp32                 bf16, fp16     master (fp32) and model (rounded), as DDP writes half-precision models
     any                  the same       model
 
-So files go between any number of ranks, any placements, and ``DistributedDataParallel`` with ``DistributedOptimizer``.
+So a file can be loaded by any number of ranks, with any placements, and by ``DistributedDataParallel`` with
+``DistributedOptimizer``.
 """
 
 import math
@@ -23,6 +24,7 @@ from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import group_or_default
 from ...ddp.collectives.rank_grid import RankGrid, all_groups
 from ...ddp.collectives.world import own_rank
+from ...ddp.plan.ranges import Range
 from ...ddp.stock.skipped_steps import settle_first_step
 from ..tensors.parameter import ShardedParameter
 from ..unit.bucket import ShardedPair
@@ -34,7 +36,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class ShardSlice(NamedTuple):
-    """This rank's elements of one parameter; a ``HeldSlice``."""
+    """This rank's elements [start, end) of one flattened parameter; a ``HeldSlice``."""
 
     name: str
     start: int
@@ -42,29 +44,30 @@ class ShardSlice(NamedTuple):
     master: Tensor
     """[end - start], a view of the rank's shard."""
     dtype: torch.dtype
-    """What the model computes in."""
+    """The dtype that the model computes in."""
     group: int | None
+    """Index of the optimizer's parameter group; None: in no group."""
     updated: Tensor | None
-    """The parameter that the optimizer was given; None too for one without elements, of which nothing is saved."""
+    """The parameter in the optimizer; None if it is in no group, or has no elements."""
     optimizer_state: Mapping[Any, Any]
     counters: frozenset[str]
-    """Which of that is one number for the whole parameter, whatever its shape."""
+    """Keys of state that is one number for the whole parameter."""
     offset: int = 0
 
     @property
     def param(self) -> Tensor:
-        """[end - start] as the model computes with them."""
+        """[end - start] in the dtype that the model computes in."""
         return self.master.to(self.dtype)
 
     def state(self) -> dict[str, Tensor]:
-        """Elementwise state, [end - start] each: views. Empty before the first step."""
+        """Elementwise state by key, [end - start] each, views. Empty before the first step."""
         if self.updated is None:
             return {}
         elementwise = elementwise_of(self.updated, self._known(), self.counters)
         return {key: value.view(-1) for key, value in elementwise.items()}
 
     def scalars(self) -> dict[str, Any]:
-        """The rest of its state, such as the number of steps."""
+        """The other state by key, such as the number of steps."""
         elementwise = self.state()
         return {key: value for key, value in self._known().items() if key not in elementwise}
 
@@ -75,10 +78,10 @@ class ShardSlice(NamedTuple):
 class ShardedSource:
     """A fully sharded module with all units in it; a ``CheckpointSource``.
 
-    module  the module that is saved: names are those in it
-    pairs   its units' parameters, sharded and whole
+    module  the module to save or load; names of entries are those in this module
+    pairs   the parameters of its units, sharded and whole
 
-    Collective over the module's ranks at the first call for a module.
+    The constructor is collective over the module's ranks at its first call for a module.
     """
 
     def __init__(self, module: nn.Module, pairs: Iterable[ShardedPair]) -> None:
@@ -90,7 +93,7 @@ class ShardedSource:
         self.expert_axes: Sequence[dist.ProcessGroup] | None = None if ranks.experts is None else ranks.expert_axes
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
-        """Slices are of all parameters but those that no unit has and no optimizer. Shards are always up to date."""
+        """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
         tensors = model_tensors(self._module)
         gathered = {id(param) for param in self._whole.values()}
         for name, param in tensors.parameters.items():
@@ -98,11 +101,11 @@ class ShardedSource:
                 raise ValueError(f"parameter '{name}' is whole now: save and load outside forwards and unsharded()")
         checked = _checked(optimizer, tensors.parameters)
         if checked is not None:
-            translate_state_dicts(checked)  # what it was given in DTensors is this rank's shards from here on
+            translate_state_dicts(checked)  # state that was loaded in DTensors becomes shards
             settle_first_step(checked)
         state: Mapping[Any, Any] = {} if checked is None else checked.state
         groups = {} if checked is None else _groups_of(checked)
-        # A frozen parameter in a group is one without a group, as long as nothing is known of it.
+        # A frozen parameter without state counts as in no group.
         groups = {param: group for param, group in groups.items() if param.requires_grad or state.get(param)}
         counters: frozenset[str] = frozenset() if checked is None else counters_of(checked)
         sliced = {
@@ -124,7 +127,7 @@ class ShardedSource:
         )
 
     def loaded(self, optimizer: object) -> None:
-        """Whole parameters that are kept are gathered again: on every rank, also where it read nothing."""
+        """Mark the shards as changed on every rank, so that whole parameters at rest are gathered again."""
         torch.autograd.graph.increment_version(list(self._whole))
 
     def _slice(
@@ -135,15 +138,14 @@ class ShardedSource:
         state: Mapping[Any, Any],
         counters: frozenset[str],
     ) -> ShardSlice:
-        held = self._describe(param)
-        numel: int = math.prod(held.shape)
-        start, end = (param.shard.start, param.shard.end) if isinstance(param, ShardedParameter) else (0, numel)
+        described = self._describe(param)
+        numel: int = math.prod(described.shape)
+        elements = param.shard.elements if isinstance(param, ShardedParameter) else Range(0, numel)
         return ShardSlice(
             name,
-            start,
-            end,
+            *elements,
             master=param.detach().view(-1),
-            dtype=held.dtype,
+            dtype=described.dtype,
             group=group,
             updated=param if group is not None and numel else None,
             optimizer_state=state,
@@ -151,7 +153,7 @@ class ShardedSource:
         )
 
     def _buffers_of_experts(self) -> set[int]:
-        """``id`` of all buffers in units of experts: they were made equal over these units' ranks alone."""
+        """``id`` of all buffers in units of experts; ``init_sync`` made these equal over the experts' ranks alone."""
         found: set[int] = set()
         for unit in self._module.modules():
             own = list(_without_units_inside(unit)) if hasattr(unit, "checkpoint_source") else []
@@ -211,7 +213,7 @@ def _groups_of(optimizer: Optimizer) -> dict[Tensor, int]:
 class _Ranks(NamedTuple):
     together: CheckpointRanks
     experts: RankGrid | None
-    """Of parameters that fewer ranks share than the others."""
+    """The grid of experts: parameters that fewer ranks share than the others; None: no such parameters."""
 
     @property
     def expert_axes(self) -> tuple[dist.ProcessGroup, ...]:
@@ -222,7 +224,7 @@ _RANKS = "_maingrad_checkpoint_ranks"
 
 
 def _ranks_of(module: nn.Module, params: Sequence[ShardedParameter]) -> _Ranks:
-    """Found once for a module, which keeps them: a group may have been made for them."""
+    """The ranks of a module's checkpoints. Found once and stored on the module, because a group may be made."""
     if _RANKS not in module.__dict__:
         module.__dict__[_RANKS] = _find_ranks(params)
     return module.__dict__[_RANKS]  # type: ignore[no-any-return]
@@ -245,7 +247,7 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     repeats = len(grids) == 1 and all(param.shard.num_replicas == dense.outer_size for param in params)
     if repeats:
         return _Ranks(CheckpointRanks.of_grid(dense, failures), None)
-    # Not every instance holds all of it.
+    # An instance does not have all elements. So the ranks of all instances write together.
     ranks = members[_axes(dense)]
     whole_world = len(ranks) == dist.get_world_size()
     with failures.watch("the making of a process group for checkpoints"):

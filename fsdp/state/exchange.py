@@ -1,7 +1,7 @@
-"""Ranges of a flattened tensor from the ranks that have them to the ranks that want them.
+"""Sends ranges of a flattened tensor from the ranks that have them to the ranks that want them.
 
-Shards here end anywhere in a parameter; DTensors are cut between rows. Both are ranges of the flattened parameter, so
-that one all-to-all makes the one of the other, and each element travels once::
+Shards of this library end at any element; DTensors end between rows. Both are ranges of the flattened parameter. So one
+all-to-all converts between them, and each element is sent once::
 
     parameter of 5 rows of 4      0    4    8    12   16   20
     this library, 2 ranks         |---- rank 0 -----|--- rank 1 ---|          any element
@@ -21,20 +21,20 @@ __all__ = ["device_of", "exchange", "rows_of_rank"]
 
 
 def rows_of_rank(num_rows: int, rank: int, size: int) -> Range:
-    """Which rows one of ``size`` ranks has under DTensor's ``Shard(0)``: as ``torch.chunk`` cuts them, for the last
-    ranks fewer or none."""
+    """The rows of one of ``size`` ranks under DTensor's ``Shard(0)``, which cuts as ``torch.chunk``: every rank has
+    ceil(num_rows / size) rows, the last ranks fewer or none."""
     step = -(-num_rows // size)
     return Range(min(rank * step, num_rows), min((rank + 1) * step, num_rows))
 
 
 def exchange(have: Tensor, haves: Sequence[Range], wants: Sequence[Range], group: dist.ProcessGroup | None) -> Tensor:
-    """Send every rank of ``group`` what it wants. Collective; None: this rank alone.
+    """Send every rank of ``group`` the elements that it wants. Collective. ``group`` None: this rank alone.
 
-    have   [haves[rank].numel], contiguous, on any device
-    haves  by rank of the group: ranges that follow each other without overlap, some of them empty
-    wants  by rank of the group: all of it lies in ``haves``
+    have   [haves[rank].numel] this rank's elements, contiguous, on any device
+    haves  for each rank of the group, the range that it has; ascending, without overlap, perhaps empty
+    wants  for each rank of the group, the range that it wants, which lies in the union of ``haves``
 
-    Returns [wants[rank].numel] new memory on the device of ``have``. Values are copied bit by bit.
+    Returns [wants[rank].numel], new memory on the device of ``have``. Values are copied bit by bit.
     """
     if group is None or group.size() == 1:
         (mine,), (wanted,) = haves, wants
@@ -44,7 +44,7 @@ def exchange(have: Tensor, haves: Sequence[Range], wants: Sequence[Range], group
     sent = [mine.intersect(want) for want in wants]
     received = [wanted.intersect(other) for other in haves]
     itemsize, device = have.element_size(), device_of(group, have)
-    # As bytes, since not every backend knows every dtype.
+    # Sent as bytes: not every backend supports every dtype.
     out = torch.empty(wanted.numel, dtype=have.dtype, device=device)
     source = torch.cat([have[part.start - mine.start : part.end - mine.start] for part in sent]).to(device)
     dist.all_to_all_single(
@@ -58,8 +58,8 @@ def exchange(have: Tensor, haves: Sequence[Range], wants: Sequence[Range], group
 
 
 def device_of(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:
-    """The tensor's, or one that the group talks over where the tensor was offloaded to the host."""
-    kinds = device_types_of(group)
-    if not kinds or tensor.device.type in kinds:
+    """The tensor's device if the group's backend supports it; else (offloaded) a device that the backend supports."""
+    device_types = device_types_of(group)
+    if not device_types or tensor.device.type in device_types:
         return tensor.device
-    return torch.device(kinds[0])
+    return torch.device(device_types[0])

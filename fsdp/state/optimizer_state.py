@@ -1,8 +1,7 @@
-"""State dicts of the user's optimizer: what is elementwise in DTensors, as PyTorch's FSDP2 has it.
+"""State dicts of the user's optimizer: elementwise state in DTensors, as with PyTorch's FSDP2.
 
-So the functions of ``torch.distributed.checkpoint.state_dict`` work, and what they saved fits any ranks, and FSDP2. The
-optimizer is the user's, and is known here from its first step, state dict or checkpoint on (``optimizer_watch.py``).
-Where it has no state yet, those functions take a step over gradients of zero first.
+So the functions of ``torch.distributed.checkpoint.state_dict`` work, and any number of ranks, or FSDP2, can load what
+these functions save. ``optimizer_watch.py`` finds the user's optimizer at its first step, state dict or checkpoint.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,11 +18,14 @@ from .state_dict import translation_of
 __all__ = ["counters_of", "elementwise_of", "translate_state_dicts"]
 
 _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""State of torch's optimizers that is one number for a whole parameter."""
+"""Keys of state that is one number for a whole parameter, in optimizers of torch."""
 
 
 def counters_of(optimizer: Optimizer) -> frozenset[str]:
-    """Keys of state that is one number for a parameter. Shapes tell, but not those of scalars."""
+    """Keys of state that is one number for a whole parameter.
+
+    Shapes tell which, except for the state of a scalar parameter: so keys count, for all parameters.
+    """
     return _COUNTERS | {
         key
         for param, state in optimizer.state.items()
@@ -33,7 +35,7 @@ def counters_of(optimizer: Optimizer) -> frozenset[str]:
 
 
 def elementwise_of(param: Tensor, state: Mapping[str, Any], counters: Iterable[str]) -> dict[str, Tensor]:
-    """What of a parameter's state has a value for each element that this rank holds."""
+    """The part of ``state`` that has one value for each element of ``param``."""
     return {
         key: value
         for key, value in state.items()
@@ -42,9 +44,9 @@ def elementwise_of(param: Tensor, state: Mapping[str, Any], counters: Iterable[s
 
 
 def translate_state_dicts(optimizer: Optimizer) -> None:
-    """Have ``optimizer.state_dict()`` and ``load_state_dict()`` speak of whole parameters, from now on.
+    """Have ``optimizer.state_dict()`` and ``load_state_dict()`` translate to DTensors and back, from now on.
 
-    Collective where its state was loaded before anybody knew it, in DTensors.
+    State that was loaded before becomes shards. Collective if that state has DTensors.
     """
     if _after_saving in optimizer._optimizer_state_dict_post_hooks.values():
         return
@@ -57,7 +59,7 @@ def translate_state_dicts(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def _after_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Shards become DTensors. Collective."""
+    """Post-hook of ``state_dict``: shards become DTensors. Collective."""
     counters = counters_of(optimizer)
     state = dict(state_dict["state"])
     elementwise = {
@@ -78,9 +80,9 @@ def _after_saving(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
 @torch.no_grad()
 def _before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """DTensors and whole tensors become shards. Collective."""
+    """Pre-hook of ``load_state_dict``: DTensors and whole tensors become shards. Collective."""
     state = dict(state_dict["state"])
-    # By place, as torch takes them: names of parameters play no part in it.
+    # torch matches saved parameters by their position in the groups, and ignores names.
     saved = dict.fromkeys(index for group in state_dict["param_groups"] for index in group["params"])
     places = {param: index for index, param in zip(saved, _params_of(optimizer), strict=False) if index in state}
     states = {param: state[index] for param, index in places.items()}
@@ -91,10 +93,7 @@ def _before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
 def _check_loadable(
     optimizer: Optimizer, state_dict: Mapping[str, Any], states: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
-    """Raise ``ValueError`` on all ranks where one of them was given something else than it needs, or than the others.
-
-    Collective.
-    """
+    """Raise ``ValueError`` on all ranks if one rank cannot load its state dict, or state dicts differ. Collective."""
     here, there = ([len(group["params"]) for group in side["param_groups"]] for side in (vars(optimizer), state_dict))
     complaints = []
     if here != there:
@@ -121,7 +120,7 @@ def _keys(state: Iterable[str]) -> str:
 
 
 def _to_shards(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """The state of sharded parameters with this rank's elements of each DTensor and whole tensor. Collective."""
+    """The state of sharded parameters, with DTensors and whole tensors replaced by shards. Collective."""
     shards: dict[Tensor, dict[str, Any]] = {
         param: dict(state) for param, state in states.items() if isinstance(param, ShardedParameter)
     }
@@ -132,7 +131,7 @@ def _to_shards(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[
 
 
 def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedParameter, dict[str, Tensor]]:
-    """What of the state of sharded parameters is of whole ones: DTensors, and tensors of their shape."""
+    """The state that ``_to_shards`` replaces: DTensors, and tensors of the whole parameter's shape."""
     from torch.distributed.tensor import DTensor
 
     counters = _COUNTERS | {
@@ -156,5 +155,5 @@ def _to_translate(states: Mapping[Tensor, Mapping[str, Any]]) -> dict[ShardedPar
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
-    """In the order in which state dicts number them."""
+    """The optimizer's parameters, in the order in which state dicts number them."""
     return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))

@@ -1,12 +1,12 @@
-"""What stock optimizers must be told, and what must be told of them: two hooks of torch's around every step.
+"""Hooks around every optimizer's ``step``, ``state_dict`` and ``load_state_dict``.
 
-A step over gradients that are still being reduced would read half of them, and one over the parameters of before
-``fully_shard`` would update memory that nobody uses: both raise. After a step the units gather anew what it changed;
-fused optimizers do not raise the version of what they write.
+Before a step: a step over gradients that are not complete raises, and so does a step over parameters of before
+``fully_shard``, which no forward uses. After a step the units of the changed shards are to be gathered again: fused
+optimizers do not raise the version of tensors that they write.
 
-State dicts speak of whole parameters, from the optimizer's first one on: Adagrad has state before its first step. torch
-lets hooks of theirs be registered on an optimizer that one has, and nobody tells of those that are made: two methods of
-its base class are replaced by ones that register them.
+torch has global hooks of steps. Hooks of state dicts are registered on one optimizer, and torch does not tell when an
+optimizer is built. So ``state_dict`` and ``load_state_dict`` of torch's base class are replaced by functions that
+register the hooks of ``optimizer_state.py`` first.
 """
 
 import functools
@@ -36,7 +36,7 @@ _REPLACED = "_maingrad_sharded_in"
 
 
 def watch_steps(bucket: "ShardedBucket") -> None:
-    """Have optimizers over this bucket's shards watched."""
+    """Mark the bucket's shards, so that the hooks find the bucket from an optimizer's parameters."""
     watch_optimizers()
     here = weakref.ref(bucket)
     for pair in bucket.pairs:
@@ -44,18 +44,18 @@ def watch_steps(bucket: "ShardedBucket") -> None:
 
 
 def mark_replaced(param: Tensor, unit: str) -> None:
-    """Remember on the parameter of before that a unit has sharded it."""
+    """Mark the user's parameter of before sharding: ``unit`` has sharded it."""
     setattr(param, _REPLACED, unit)
 
 
 def replaced_in(param: Tensor) -> str | None:
-    """The unit that has sharded this parameter, where it is one of before."""
+    """The unit that has sharded ``param``, a parameter of before sharding; None for any other parameter."""
     return getattr(param, _REPLACED, None)
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Have torch tell of all optimizers' steps, from here on."""
+    """Install the hooks, once in a process."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     for verb in ("state_dict", "load_state_dict"):
@@ -63,7 +63,7 @@ def watch_optimizers() -> None:
 
 
 def _translating(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """``verb`` of an optimizer that is known to be over shards, where it is."""
+    """``verb``, a method of ``Optimizer``, that first registers the hooks on an optimizer over shards."""
 
     @functools.wraps(verb)
     def translating(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         unit = replaced_in(param)
         if unit is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built before fully_shard: it holds the parameters that {unit} had "
+                f"{type(optimizer).__name__} was built before fully_shard: its parameters are those that {unit} had "
                 f"before it was sharded, which no forward uses any more; build the optimizer from model.parameters() "
                 f"after the last fully_shard call"
             )
@@ -108,24 +108,24 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _begin(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
-    """The part of a step that reads gradients; a closure that computes them comes before it."""
+    """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
     for bucket in buckets:
         why = bucket.why_unfinished
         if why is not None:
-            bucket = next((other for other in buckets if other.has_pending), bucket)  # what the others wait for
+            bucket = next((other for other in buckets if other.has_pending), bucket)  # the cause, if there are several
             why = bucket.why_unfinished
             raise RuntimeError(f"{type(optimizer).__name__}.step(): gradients of '{bucket.name}' {why}")
     for bucket in buckets:
         if bucket.round is not None:
-            bucket.round.has_waited = False
+            bucket.round.had_delays = False
     if buckets or any(isinstance(param, ShardedParameter) for param in _params_of(optimizer)):
         step_began(optimizer)
 
 
 def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> None:
-    """Raise ``RuntimeError`` for one whose update of an element depends on elements that other ranks may have.
+    """Raise ``RuntimeError`` for a class whose update of one element depends on elements that other ranks may have.
 
-    Which parameters are cut follows from the plan, and so is the same on all ranks.
+    The plan decides which parameters are cut between ranks, and so all ranks raise alike.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam | torch.optim.Adafactor):

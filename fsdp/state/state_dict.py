@@ -1,8 +1,8 @@
-"""``state_dict`` and ``load_state_dict`` of fully sharded modules: ordinary DTensors, cut between rows.
+"""``state_dict`` and ``load_state_dict`` of fully sharded modules, in DTensors that are cut between rows.
 
-``state_dict()`` returns what PyTorch's own fully sharded modules return, ``Shard(0)`` over the inner ranks, so that
-torch.distributed.checkpoint and every tool that knows DTensors take it. ``load_state_dict()`` takes such tensors, of
-these ranks or of others, and whole ones. Both are collective over the module's ranks, one parameter at a time.
+``state_dict()`` returns what modules of PyTorch's FSDP2 return: DTensors with ``Shard(0)`` over the inner ranks. So
+torch.distributed.checkpoint, and every tool for DTensors, accepts it. ``load_state_dict()`` takes DTensors of the same
+or of other ranks, and whole tensors. Both are collective over the module's ranks, one parameter at a time.
 """
 
 import math
@@ -24,14 +24,14 @@ __all__ = ["Translation", "install_state_dict_hooks", "translation_of"]
 _TRANSLATION = "_maingrad_translation"
 """Attribute of sharded parameters."""
 
-# torch.distributed.tensor is imported where it is used: it takes seconds, and needs a torch with torch.distributed.
+# torch.distributed.tensor is imported in functions: the import takes seconds, and needs torch.distributed.
 
 
 def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Have ``state_dict`` and ``load_state_dict`` of ``module``, and of each module in it, speak of whole parameters.
+    """Have ``state_dict`` and ``load_state_dict`` of ``module``, and of modules in it, translate to DTensors and back.
 
-    module  its sharded parameters are in place; modules in it that have hooks already keep theirs
-    mesh    what the user sharded over: DTensors are on it. None: they are on a mesh of one dim over the inner ranks
+    module  a module whose shards are registered; modules inside that have these hooks keep them
+    mesh    the mesh of the DTensors, which the user has sharded over. None: a mesh of one dim over the inner ranks
     """
     translation = Translation(mesh)
     for owner in module.modules():
@@ -44,21 +44,24 @@ def install_state_dict_hooks(module: nn.Module, mesh: DeviceMesh | None = None) 
 
 
 def translation_of(param: ShardedParameter) -> "Translation":
-    """The one that ``install_state_dict_hooks`` gave it."""
+    """The ``Translation`` that ``install_state_dict_hooks`` has attached to ``param``."""
     return param.__dict__[_TRANSLATION]  # type: ignore[no-any-return]
 
 
 class Translation:
-    """Between shards and DTensors, for tensors of one unit: its parameters, and what is like them."""
+    """Converts shards to DTensors and back: parameters of one unit, and optimizer state of the same shape.
+
+    mesh  of the DTensors; None: made at the first use, of one dim over the inner ranks
+    """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._mesh = mesh
         self._known: dict[ShardInfo, tuple[list[Range], list[Range]]] = {}
 
     def to_dtensor(self, info: ShardInfo, value: Tensor) -> Tensor:
-        """A DTensor in new memory; without ranks a plain tensor. Collective.
+        """The DTensor of shape ``info.shape``, in new memory; in a world of one a plain tensor. Collective.
 
-        value  what this rank holds of it: the elements that ``info`` says, in any shape
+        value  the shard ``info`` on this rank, [info.numel] elements in any shape
         """
         flat = value.detach().view(-1)
         across, inside = self._ranges(info)
@@ -75,11 +78,11 @@ class Translation:
         dtensor = DTensor.from_local(
             local, mesh, _placements(info, mesh), run_check=False, shape=torch.Size(info.shape), stride=stride
         )
-        # That moves to the mesh's device what was offloaded.
+        # DTensor.from_local moves an offloaded shard to the mesh's device.
         return dtensor if local.device.type == mesh.device_type else dtensor.to(local.device)
 
     def describe(self, info: ShardInfo, value: Tensor) -> str:
-        """Which way ``to_shard`` takes, in words: the same on all ranks, or some wait for others."""
+        """Which collectives ``to_shard`` runs for ``value``, in words that ranks compare before they start."""
         from torch.distributed.tensor import DTensor
 
         if not isinstance(value, DTensor):
@@ -87,7 +90,7 @@ class Translation:
         return "a DTensor of these ranks" if self._is_ours(value, info) else "a DTensor of other ranks"
 
     def objection(self, info: ShardInfo, value: Any) -> str | None:
-        """Why ``to_shard`` cannot take it: another shape, or elements that are another rank's; None: it can."""
+        """Why ``to_shard`` cannot take ``value``: another shape, or another rank's elements. None: it can."""
         if tuple(value.shape) != info.shape:
             return f"a tensor of shape {list(value.shape)}, and the whole parameter is {list(info.shape)}"
         if not self._is_ours(value, info) or info.grid.inner is None:
@@ -101,9 +104,9 @@ class Translation:
         )
 
     def to_shard(self, info: ShardInfo, value: Tensor) -> Tensor:
-        """This rank's elements of ``value``, a DTensor of any ranks or a whole tensor, in the shape of a shard.
+        """This rank's shard of ``value``, of shape ``local_shape(info)``; ``value``: a DTensor, or a whole tensor.
 
-        Collective for a DTensor. ``objection`` comes before.
+        Collective for a DTensor. Call ``objection`` before.
         """
         from torch.distributed.tensor import DTensor
 
@@ -135,10 +138,12 @@ class Translation:
         return self._mesh
 
     def _ranges(self, info: ShardInfo) -> tuple[list[Range], list[Range]]:
-        """What each rank of the outer group has of this rank's part of the instance, and each inner rank with its
-        replicas. Collective at the first call."""
+        """For each rank of the outer group, its range; for each inner rank, the range of its part of the instance.
+
+        Collective at the first call for ``info``.
+        """
         if info not in self._known:
-            mine = Range(info.start, info.end)
+            mine = info.elements
             across = _gathered(mine, _outer(info))
             filled = [part for part in across if part.numel]
             part = Range(min(each.start for each in filled), max(each.end for each in filled)) if filled else mine
@@ -148,9 +153,9 @@ class Translation:
 
 @torch.no_grad()
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Replace shards by DTensors in what a module has put into a state dict."""
+    """Post-hook of ``state_dict``: replace the module's shards by DTensors. Collective."""
     for name, param in module._parameters.items():
-        if isinstance(param, ShardedParameter):  # within unsharded() it is whole, and stays so
+        if isinstance(param, ShardedParameter):  # within unsharded() parameters are whole, and saved as they are
             state_dict[prefix + name] = translation_of(param).to_dtensor(param.shard, param)
 
 
@@ -165,7 +170,7 @@ def _before_loading(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Replace DTensors and whole tensors by shards before a module copies them into its parameters. Collective."""
+    """Pre-hook of ``load_state_dict``: replace DTensors and whole tensors by shards. Collective."""
     own = {prefix + name: param for name, param in module._parameters.items() if isinstance(param, ShardedParameter)}
     given = {key: state_dict[key] for key in own if isinstance(state_dict.get(key), Tensor)}
     if given and metadata.get("assign_to_params_buffers"):
@@ -189,7 +194,7 @@ def _before_loading(
 
 
 def _outer(info: ShardInfo) -> dist.ProcessGroup | None:
-    """Groups of ranks that hold different elements of one inner rank's part."""
+    """The outer group, if its ranks have different elements of an instance's shard; None if they are replicas."""
     return info.grid.outer if info.num_replicas < info.grid.outer_size else None
 
 
@@ -202,14 +207,14 @@ def _gathered(value: Range, group: dist.ProcessGroup | None) -> list[Range]:
 
 
 def _dtensor_shape(info: ShardInfo, rank: int) -> tuple[int, ...]:
-    """Shape of one inner rank's part of the DTensor. A scalar has no rows: every rank has it."""
+    """Shape of inner rank ``rank``'s part of the DTensor. A scalar has no rows, and is whole on every rank."""
     if not info.shape:
         return ()
     return (rows_of_rank(info.shape[0], rank, info.grid.inner_size).numel, *info.shape[1:])
 
 
 def _dtensor_ranges(info: ShardInfo) -> list[Range]:
-    """The elements of each inner rank's part of the DTensor."""
+    """The range of elements of each inner rank's part of the DTensor."""
     size = info.grid.inner_size
     if not info.shape:
         return [Range(0, 1)] * size

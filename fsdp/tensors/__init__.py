@@ -1,4 +1,4 @@
-"""Sharded parameters and their gradients, as a program sees them between forwards.
+"""Sharded parameters and their gradients: the tensors that a program sees outside forwards.
 
 Imports ``ddp``, and nothing else of ``fsdp``.
 """

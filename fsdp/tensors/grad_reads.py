@@ -1,14 +1,13 @@
-"""What torch's functions mean over the shards of a gradient: each is one of four kinds, found by its name.
+"""How each function of torch runs on a sharded gradient. The function's name decides which of four cases applies.
 
 ==============  ==========================================================================================
-questions       shape, dtype, hooks; and what changes the shard in place, element by element: as on plain tensors
-element-wise    copies, views and dtypes too: the result is a shard of the same elements
-over all ranks  norms, sums, extrema, ``any`` and ``all``: the answer is that of the whole gradient, and collective
-the rest        rows, columns, places, other orders of elements: refused by name
+plain           reads no values (shape, dtype, hooks), or changes each element in place: runs as on a plain tensor
+element-wise    also copies, views and changes of dtype: the result is a shard of the same elements
+over all ranks  norms, sums, extrema, ``any``, ``all``: the result is that of the whole gradient; collective
+refused         needs rows, columns, positions or another order of elements: ``RuntimeError`` that names the function
 ==============  ==========================================================================================
 
-Within an optimizer's step only norms of ``.grad`` are over all ranks, and all else sees plain tensors: which classes
-may step over shards is known by then (``optimizer_watch.py``), and their state is to be plain.
+Within an optimizer's step only norms are over all ranks, and all other functions run as on plain tensors.
 """
 
 import math
@@ -23,11 +22,11 @@ from ...ddp.torch_internals import DisableTorchFunctionSubclass
 from .over_ranks import everyone_of, extremum, max_over, mean_and_variance, norms, reduced, sums, whole
 from .shard_info import ShardInfo
 
-__all__ = ["KINDS", "NORMS", "Kind", "refuse", "shard_of"]
+__all__ = ["HANDLING", "NORMS", "Handling", "refuse", "shard_of"]
 
 
-class Kind(Enum):
-    """How a function runs."""
+class Handling(Enum):
+    """How a function runs if no function of this file replaces it; see above."""
 
     PLAIN = auto()
     ELEMENTWISE = auto()
@@ -35,44 +34,47 @@ class Kind(Enum):
 
 
 def shard_of(tensor: Any) -> ShardInfo | None:
-    """What a gradient is a shard of; None for all else, parameters too."""
+    """Which shard of which gradient ``tensor`` is; None for a parameter and for a plain tensor."""
     return None if isinstance(tensor, nn.Parameter) else getattr(tensor, "shard", None)
 
 
-class _Kinds(dict[Any, "Kind | Callable[..., Any]"]):
-    def __missing__(self, func: Any) -> "Kind | Callable[..., Any]":
-        self[func] = kind = _kind_of(func)
-        return kind
+class _Handlings(dict[Any, "Handling | Callable[..., Any]"]):
+    def __missing__(self, func: Any) -> "Handling | Callable[..., Any]":
+        self[func] = handling = _handling_of(func)
+        return handling
 
 
-KINDS = _Kinds()
-"""How each function runs where an argument is a sharded gradient: a ``Kind``, or a function of this file in its place.
-Found at the first call, and kept."""
+HANDLING = _Handlings()
+"""How each function runs if an argument is a sharded gradient: a ``Handling``, or a function that replaces torch's."""
 
 
-def _kind_of(func: Any) -> "Kind | Callable[..., Any]":
+def _handling_of(func: Any) -> "Handling | Callable[..., Any]":
     if func in NORMS:
         return NORMS[func]
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        return Kind.REFUSED if attribute in _ATTRIBUTES_OF_ORDER else _ELEMENTWISE_ATTRIBUTES.get(attribute, Kind.PLAIN)
+        return (
+            Handling.REFUSED
+            if attribute in _ATTRIBUTES_OF_ORDER
+            else _ELEMENTWISE_ATTRIBUTES.get(attribute, Handling.PLAIN)
+        )
     if name in _OWN:
         return _OWN[name]
     if name in _QUESTIONS or (name.startswith(("_foreach_", "_fused_", "_amp_")) and name.endswith("_")):
-        return Kind.PLAIN
+        return Handling.PLAIN
     if name.startswith("_foreach_"):
-        return Kind.REFUSED if name == "_foreach_max" else Kind.ELEMENTWISE
+        return Handling.REFUSED if name == "_foreach_max" else Handling.ELEMENTWISE
     bare = name.strip("_")
     if name.endswith("_") and not name.endswith("__"):  # in place
-        return Kind.PLAIN if bare in _FILLS or _is_elementwise(bare) else Kind.REFUSED
+        return Handling.PLAIN if bare in _FILLS or _is_elementwise(bare) else Handling.REFUSED
     if name.startswith("__"):
         if bare.startswith("i") and _is_elementwise(_OPERATORS.get(bare[1:], bare[1:])):
-            return Kind.PLAIN
+            return Handling.PLAIN
         if not _is_elementwise(_OPERATORS.get(bare, bare)):
             bare = bare.removeprefix("r")
         bare = _OPERATORS.get(bare, bare)
-    return Kind.ELEMENTWISE if _is_elementwise(bare) else Kind.REFUSED
+    return Handling.ELEMENTWISE if _is_elementwise(bare) else Handling.REFUSED
 
 
 def _is_elementwise(name: str) -> bool:
@@ -92,11 +94,11 @@ _WORDS_SAME_ELEMENTS = """
     empty_like zeros_like ones_like full_like rand_like randn_like randint_like
 """
 _SAME_ELEMENTS = frozenset(_WORDS_SAME_ELEMENTS.split())
-"""Functions of each element, and those that keep all elements in their order, which torch does not mark as such."""
+"""Element-wise functions, and functions that keep all elements in their order, without torch's tag ``pointwise``."""
 
 _WORDS_FILLS = "copy fill zero normal uniform bernoulli exponential random log_normal cauchy requires_grad detach"
 _FILLS = frozenset(_WORDS_FILLS.split())
-"""What writes each element in place, whatever it was."""
+"""Functions that overwrite each element in place, and in-place functions that read no element."""
 
 _OPERATORS = {
     "truediv": "div",
@@ -112,7 +114,7 @@ _OPERATORS = {
 }
 
 _ATTRIBUTES_OF_ORDER = frozenset(["T", "H", "mT", "mH"])
-_ELEMENTWISE_ATTRIBUTES = dict.fromkeys(("real", "imag", "data"), Kind.ELEMENTWISE)
+_ELEMENTWISE_ATTRIBUTES = dict.fromkeys(("real", "imag", "data"), Handling.ELEMENTWISE)
 
 _WORDS_QUESTIONS = """
     size stride numel nelement dim ndimension element_size storage_offset is_contiguous is_floating_point is_complex
@@ -226,7 +228,7 @@ def _norms(grads: Sequence[Tensor], ord: float, dtype: torch.dtype | None) -> li
 
 
 def _key_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Equal for gradients whose norms take one collective; None for tensors that are no shards."""
+    """Gradients with equal keys share one collective for their norms. None for a tensor that is not a shard."""
     shard = shard_of(tensor)
     if shard is None:
         return None
@@ -238,7 +240,7 @@ def _key_of(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 def _over_all(name: str, compute: Callable[..., Tensor]) -> Callable[..., Any]:
-    """``compute(values, shard, **options)`` behind the signature that reductions share."""
+    """A reduction with torch's signature that calls ``compute(values, shard, **options)``, and refuses dims and out."""
 
     def reduction(
         input: Tensor, *args: Any, dim: Any = None, keepdim: bool = False, out: Any = None, **options: Any
@@ -294,7 +296,7 @@ def _count_nonzero(values: Tensor, shard: ShardInfo) -> Tensor:
 
 
 def _extremum_or_elementwise(name: str) -> Callable[..., Any]:
-    """``max`` and ``min`` of two tensors are element-wise."""
+    """``max`` or ``min``: element-wise of two tensors, over all ranks of one."""
     over_all, of_two = _over_all(name, {"max": _max, "min": _min}[name]), {"max": torch.maximum, "min": torch.minimum}
 
     def extremum_or_elementwise(input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -320,7 +322,7 @@ def _alike_everywhere(compare: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _one_element(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Python's numbers: of parameters with one element, which lies on one rank."""
+    """A conversion to a Python number, for parameters of one element. One rank has the element; all get its value."""
 
     def number(input: Tensor, *args: Any) -> Any:
         shard = _known(input)
@@ -333,7 +335,7 @@ def _one_element(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 def _fill_where(self: Tensor, index: Any, value: Any) -> None:
-    """``grad[mask] = value`` is element-wise, other places are not; a plain tensor takes values of shards."""
+    """``grad[mask] = value`` is element-wise; other indices are refused. If ``self`` is plain, ``value`` is a shard."""
     if shard_of(self) is None:
         with DisableTorchFunctionSubclass():
             self[index] = value
@@ -375,7 +377,7 @@ _OWN: dict[str, Callable[..., Any]] = {
 
 def _known(grad: Tensor) -> ShardInfo:
     shard = shard_of(grad)
-    assert shard is not None, "torch asks a sharded gradient"
+    assert shard is not None, "called for a sharded gradient"
     return shard
 
 
@@ -387,11 +389,11 @@ def _check_whole(grad: Tensor, what: str, dim: Any, out: Tensor | None) -> None:
 
 
 def refuse(grad: Any, what: str) -> Never:
-    """Raise ``RuntimeError``: ``what`` needs more of a gradient than its shards have together."""
+    """Raise ``RuntimeError``: ``what`` is not defined on shards of a gradient."""
     shard = shard_of(grad)
-    held = "" if shard is None else f" ({shard})"
+    which = "" if shard is None else f" ({shard})"
     raise RuntimeError(
-        f"{what} is not defined over the shards of a gradient{held}: element-wise functions, views of all elements, "
+        f"{what} is not defined over the shards of a gradient{which}: element-wise functions, views of all elements, "
         f"norms and sums of all are, and torch.nn.utils.get_total_norm(grads) of several gradients; take "
         f"grad.full_tensor() for the whole one, on all ranks together, or grad.to_local() for this rank's elements "
         f"alone"

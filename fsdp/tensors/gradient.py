@@ -1,8 +1,9 @@
-"""Gradients of sharded parameters: shards that say so, whichever way they are read.
+"""``ShardedGrad``: ``.grad`` of a sharded parameter, whose norms and sums are those of the whole gradient.
 
-torch's own ``clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` ask each gradient for a norm, or whether it has
-Inf or NaN; programs log norms, means and extrema of ``.grad``, of copies, views and products of it. Here the answer
-covers the shards of all ranks, and so is equal on all of them, or there is none and an error says why.
+torch's ``clip_grad_norm_``, ``get_total_norm`` and ``GradScaler`` compute a norm of each gradient, or look for Inf and
+NaN. Programs log norms, means and extrema of ``.grad``, and of copies, views and products of ``.grad``. Over one rank's
+shard these results would be wrong and differ between ranks. So they cover the shards of all ranks; a function for which
+that is not defined raises. ``grad_reads.py`` says which function does what.
 """
 
 import threading
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, let_foreach_take, tree_leaves
-from .grad_reads import KINDS, NORMS, Kind, refuse
+from .grad_reads import HANDLING, NORMS, Handling, refuse
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
 
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from .parameter import ShardedParameter
 
 __all__ = [
-    "HeldGrad",
+    "PlaceholderGrad",
     "ShardedGrad",
     "adopt_grad",
+    "being_reduced",
     "changed_too_early",
-    "in_flight",
-    "make_held_grads",
+    "make_placeholder_grads",
     "make_sharded_grad",
     "step_began",
     "step_ended",
@@ -38,86 +39,88 @@ class _Sums(Protocol):
     def arrive(self) -> None: ...
 
 
-in_flight: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Sums (``GradShard``) that a reduction under way is about to change: between an iteration's microbatches."""
+being_reduced: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Each ``GradShard`` whose sums a reduction under way is about to change. Only between microbatches of an iteration."""
 
 
-_PLAIN = Kind.PLAIN
+_PLAIN = Handling.PLAIN
 
 
 class _Step(threading.local):
     optimizer: int | None = None
-    """The id of the optimizer over shards that is in its step, the outermost one."""
+    """``id`` of the optimizer over shards that is in its step; of the outermost, if one steps within another."""
 
 
 _step = _Step()
 
 
 def step_began(optimizer: object) -> None:
-    """From here on what is made of gradients is plain: the class has said what its update depends on."""
+    """An optimizer's step begins: results of functions on gradients are plain tensors until ``step_ended``."""
     if _step.optimizer is None:
         _step.optimizer = id(optimizer)
 
 
 def step_ended(optimizer: object | None) -> None:
-    """Until here; None: also where a step has raised."""
+    """An optimizer's step is over. None: any step is over, also one that has raised."""
     if optimizer is None or _step.optimizer == id(optimizer):
         _step.optimizer = None
 
 
 class ShardedGrad(Tensor):
-    """This rank's shard of a gradient: ``.grad`` of a ``ShardedParameter``, of the same shape, and what is made of it.
+    """This rank's shard of a gradient: ``.grad`` of a ``ShardedParameter``, and element-wise results of it.
 
-    **Element-wise functions give shards**: ``g * 2``, ``g.abs()``, ``g.isnan()``, ``g.clone()``, ``g.float()``; so do
-    ``detach()``, ``data`` and views of all elements, ``g.view(-1)``. Such a tensor may become ``.grad``.
+    **Element-wise functions return shards**: ``g * 2``, ``g.abs()``, ``g.isnan()``, ``g.clone()``, ``g.float()``; so do
+    ``detach()``, ``data`` and views of all elements such as ``g.view(-1)``. A shard may become ``.grad``.
 
     **Norms and sums are global**, over the shards of all ranks, each element counted once: ``norm()``, ``torch.norm``,
     ``torch.linalg.vector_norm``, ``torch.linalg.norm``, ``torch._foreach_norm``, ``sum``, ``mean``, ``var``, ``std``,
     ``max``, ``min``, ``any``, ``all``, ``count_nonzero``, ``dot``, ``equal``, ``allclose``; and so are
-    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. Sums are of fp64, over all ranks of the outermost unit:
-    the norm of an expert, whose unit has a mesh of its own, is that of all ranks' experts at its place. They are
-    collective: all ranks call them, in the same order; a list of norms costs one. So is the check for Inf and NaN of
-    ``torch.amp.GradScaler``, which then skips alike on all ranks. They return plain tensors.
+    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm``. The results are plain tensors, equal on all ranks. Sums
+    are in fp64 over all ranks of the outermost unit; the norm of an expert's gradient includes the experts that other
+    ranks have at its place. These functions are collective: all ranks call them, in the same order. A list of norms
+    takes one collective. The check for Inf and NaN of ``torch.amp.GradScaler`` is global too, so that all ranks skip
+    the same steps.
 
-    **Shapes are local**: ``shape`` and ``numel()`` are those of the rank's own elements, of which there may be none;
-    ``shard.shape`` is the parameter's.
+    **Shapes are local**: ``shape`` and ``numel()`` are of the rank's own elements, and ``numel()`` may be 0;
+    ``shard.shape`` is the parameter's shape.
 
-    **All else raises** ``RuntimeError``: sums and norms along some dims, norms of matrices, indices, transposes,
-    products of matrices, ``torch.cat``. ``full_tensor()`` is the whole gradient, ``to_local()`` the rank's elements.
+    **Every other function raises** ``RuntimeError``: sums and norms along dims, norms of matrices, indices, transposes,
+    matrix products, ``torch.cat``. ``full_tensor()`` is the whole gradient, ``to_local()`` the rank's elements.
 
-    In place, element-wise functions change this one. Between an iteration's microbatches whatever is done to it comes
-    after the reductions under way. Within an optimizer's ``step`` all but norms is local and plain.
+    Element-wise functions in place change this tensor. Between microbatches, every function first waits for a reduction
+    under way into this tensor. Within an optimizer's ``step`` every function but norms is local and returns plain
+    tensors.
 
-    A deep copy is a shard of its own memory. It is not pickled, as its process groups cannot be.
+    A deep copy has memory of its own. Pickling raises ``TypeError``, because process groups cannot be pickled.
     """
 
     shard: ShardInfo
     sums: "Callable[[], _Sums | None] | None" = None
-    """Weakly, what it shows a part of."""
+    """Weak reference to the ``GradShard`` of which this tensor is a view."""
 
-    is_sparse = False  # optimizers ask each gradient: no call into torch for that
+    is_sparse = False  # optimizers read it of each gradient; an attribute saves a call into torch
 
-    @staticmethod  # torch looks it up for each tensor of a list: nothing is bound
+    @staticmethod  # torch looks it up for each tensor of a list; a static method needs no binding
     def __torch_function__(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if in_flight:
+        if being_reduced:
             _arrive(args, kwargs)
-        kind = KINDS[func]
-        if kind is not _PLAIN and func in NORMS:
+        handling = HANDLING[func]
+        if handling is not _PLAIN and func in NORMS:
             return NORMS[func](*args, **kwargs)
         if len(types) > 1 and torch.is_grad_enabled() and any(issubclass(each, nn.Parameter) for each in types):
-            return NotImplemented  # the parameter has something to say about that
-        if kind is _PLAIN or _step.optimizer is not None:
+            return NotImplemented  # the check of ShardedParameter decides
+        if handling is _PLAIN or _step.optimizer is not None:
             return disabled_torch_function(func, types, args, kwargs)
-        if kind is Kind.ELEMENTWISE:
+        if handling is Handling.ELEMENTWISE:
             return _elementwise(func, types, args, kwargs)
-        if isinstance(kind, Kind):
+        if isinstance(handling, Handling):
             refuse(_first(args, kwargs), _name_of(func))
-        return kind(*args, **kwargs)
+        return handling(*args, **kwargs)
 
     @property
     def data(self) -> Tensor:
-        """A shard of the same memory. Setting it writes the values: the reductions have the memory."""
+        """A shard of the same memory. Setting ``data`` copies the values, because reductions write into this memory."""
         return self.detach()
 
     @data.setter
@@ -131,13 +134,13 @@ class ShardedGrad(Tensor):
             self.copy_(data)
 
     def to_local(self) -> Tensor:
-        """A plain tensor of this rank's elements, in the same memory: whatever is read of it is local."""
-        if in_flight:
+        """A plain tensor of this rank's elements, in the same memory."""
+        if being_reduced:
             _arrive((self,), {})
         return disabled_torch_function(Tensor.detach, (), (self,), {})  # type: ignore[no-any-return]
 
     def full_tensor(self) -> Tensor:
-        """The whole gradient as a plain tensor, of the parameter's shape, on every rank. Collective."""
+        """The whole gradient as a plain tensor of the parameter's shape, on every rank. Collective."""
         return whole(self.to_local(), self.shard)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -161,6 +164,7 @@ class ShardedGrad(Tensor):
 
 
 def _arrive(args: Any, kwargs: Any) -> None:
+    """Wait for reductions into the sums of which the arguments are views."""
     for leaf in tree_leaves((args, kwargs)):
         sums = leaf.sums() if isinstance(leaf, ShardedGrad) and leaf.sums is not None else None
         if sums is not None:
@@ -168,7 +172,7 @@ def _arrive(args: Any, kwargs: Any) -> None:
 
 
 def _name_of(func: Any) -> str:
-    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of Tensor.T, say
+    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of an attribute such as Tensor.T
         return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
     return f"{func.__name__}()"
 
@@ -181,7 +185,7 @@ def _first(args: Any, kwargs: Any) -> "ShardedGrad":
 
 
 def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """``func`` of this rank's elements; the result is a shard of the same ones."""
+    """Run ``func`` on this rank's elements and mark the results as shards of the same elements."""
     if not func.__name__.startswith("_foreach"):
         like = _like(func, tree_leaves((args, kwargs)))
         found = disabled_torch_function(func, types, args, kwargs)
@@ -193,10 +197,10 @@ def _elementwise(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _like(func: Any, given: Sequence[Any]) -> "ShardedGrad | None":
-    """The shard among these, all of which are of the same elements."""
+    """The first shard among ``given``; None if there is none. Shards of different elements are refused."""
     grads = [each for each in given if isinstance(each, ShardedGrad)]
     for other in grads[1:]:
-        if other.shard[1:4] != grads[0].shard[1:4]:
+        if not other.shard.is_same_shard(grads[0].shard):
             refuse(grads[0], f"{_name_of(func)} of shards of different elements, the other one {other.shard},")
     return grads[0] if grads else None
 
@@ -222,19 +226,19 @@ def _as_shard(local: Tensor, info: ShardInfo) -> ShardedGrad:
 
 
 def make_sharded_grad(flat_view: Tensor, info: ShardInfo) -> ShardedGrad:
-    """The sharded gradient that is ``flat_view`` [end - start]: it shares the memory and the version counter."""
+    """A sharded gradient in the memory of ``flat_view`` [end - start], with the same version counter."""
     if flat_view.shape != (info.numel,):
         raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
     return _as_shard(flat_view.view(local_shape(info)), info)
 
 
 def adopt_grad(grad: Any, info: ShardInfo) -> Any:
-    """What becomes ``.grad`` of the shard ``info``: a plain tensor of its elements is a shard from then on.
+    """What is stored when ``grad`` is set as ``.grad`` of the shard ``info``: a plain tensor becomes a ``ShardedGrad``.
 
-    Raises ``RuntimeError`` for one of another shape, and for a shard of other elements.
+    Raises ``RuntimeError`` if the shape is not the shard's, or if ``grad`` is a shard of other elements.
     """
     if isinstance(grad, ShardedGrad):
-        if grad.shard is info or grad.shard[1:4] == info[1:4]:
+        if grad.shard is info or grad.shard.is_same_shard(info):
             return grad
         raise RuntimeError(f".grad of a sharded parameter ({info}) was given a shard of other elements: {grad.shard}")
     if not isinstance(grad, Tensor) or isinstance(grad, nn.Parameter):
@@ -248,10 +252,10 @@ def adopt_grad(grad: Any, info: ShardInfo) -> Any:
     return grad if grad.requires_grad else _as_shard(grad, info)
 
 
-class HeldGrad(ShardedGrad):
-    """``.grad`` while an iteration's gradients are elsewhere: zeros that have the memory of one element.
+class PlaceholderGrad(ShardedGrad):
+    """``.grad`` between microbatches while the gradients are not reduced yet: zeros in the memory of one element.
 
-    To set ``.grad`` to None gives the iteration up; whatever else would change it raises ``RuntimeError``.
+    Setting ``.grad`` to None discards the iteration's gradients. Every other change of it raises ``RuntimeError``.
     """
 
     @staticmethod
@@ -259,25 +263,25 @@ class HeldGrad(ShardedGrad):
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_"):
             changed = tree_leaves(args[0] if args else None)
-            found = next((each for each in changed if isinstance(each, HeldGrad)), None)
+            found = next((each for each in changed if isinstance(each, PlaceholderGrad)), None)
             if found is not None:
                 raise RuntimeError(changed_too_early(found.shard))
         return ShardedGrad.__torch_function__(func, types, args, kwargs)
 
 
-def make_held_grads(params: "Sequence[ShardedParameter]") -> list[HeldGrad]:
-    """Zeros in the shape of each shard, of one dtype on one device: all of them are one element."""
+def make_placeholder_grads(params: "Sequence[ShardedParameter]") -> list[PlaceholderGrad]:
+    """A placeholder for each of ``params``, which have one dtype and device. All placeholders share one element."""
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
-    zeros: list[HeldGrad] = []
+    zeros: list[PlaceholderGrad] = []
     for param in params:
-        grad: HeldGrad = Tensor._make_subclass(HeldGrad, zero.expand(local_shape(param.shard)), False)
+        grad: PlaceholderGrad = Tensor._make_subclass(PlaceholderGrad, zero.expand(local_shape(param.shard)), False)
         grad.shard = param.shard
         zeros.append(grad)
     return zeros
 
 
 def changed_too_early(info: ShardInfo) -> str:
-    """The error of who changes ``.grad`` between an iteration's microbatches."""
+    """The error message for a change of ``.grad`` between an iteration's microbatches."""
     return (
         f".grad of parameter '{info.name}' was changed in the middle of an iteration, when gradients of earlier "
         f"microbatches are not in it yet: clip, scale and zero gradients after the last backward, or give the "
@@ -285,5 +289,5 @@ def changed_too_early(info: ShardInfo) -> str:
     )
 
 
-# torch.nn.utils.clip_grad_norm_ asks for all norms at once for the classes in this list alone, else for one at a time.
+# torch.nn.utils.clip_grad_norm_ computes all norms in one call only for classes in torch's list of foreach types.
 let_foreach_take(ShardedGrad)

@@ -1,8 +1,8 @@
-"""Sums, extrema and norms of gradients over the shards of all ranks: arithmetic on local tensors, and its collectives.
+"""Sums, extrema and norms of a gradient over the shards of all ranks: local arithmetic, then a collective.
 
-Each element counts once, however many ranks hold it. Sums are of fp64, over all ranks of the outermost unit, so that an
-expert's, whose unit has a mesh of its own, is that of all ranks' experts at its place. All of it is collective: all
-ranks call it, in the same order.
+Each element counts once: a sum is divided by the number of ranks with the same elements. Sums are in fp64. They cover
+all ranks of the outermost unit, also for experts, whose mesh is smaller (``fsdp/norm_ranks.py``). Every function here
+but ``everyone_of`` is collective: all ranks call it, in the same order.
 """
 
 import math
@@ -20,9 +20,14 @@ __all__ = ["everyone_of", "extremum", "max_over", "mean_and_variance", "norms", 
 
 
 def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each whole gradient of one grid and device, 0-dim tensors of ``dtype`` or of the gradient's own.
+    """The norm of each whole gradient: 0-dim tensors of ``dtype``, or of the gradient's own dtype. One collective.
 
-    Powers are summed in fp64 over the ranks; empty shards add nothing.
+    grads   local shards of gradients, all on one device, perhaps empty
+    shards  for each gradient, which shard it is; ``everyone`` is the same for all
+    ord     order p of the norm: (sum |g|^p)^(1/p), the maximum for inf, the minimum for -inf, the number of elements
+            that are not 0 for 0
+
+    Powers are summed over the ranks in fp64.
     """
     ord = float(ord)
     everyone = everyone_of(shards[0])
@@ -40,7 +45,7 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
 
 
 def sums(terms: Sequence[Tensor], shard: ShardInfo) -> Tensor:
-    """[terms] fp64 (complex128): each tensor's elements of all ranks summed, in one collective."""
+    """[len(terms)] fp64 or complex128: the sum of each tensor's elements over all ranks. One collective."""
     wide = torch.complex128 if any(term.is_complex() for term in terms) else torch.float64
     local = torch.stack([term.sum(dtype=wide) for term in terms]) / shard.num_replicas
     together = torch.view_as_real(local) if local.is_complex() else local
@@ -49,7 +54,11 @@ def sums(terms: Sequence[Tensor], shard: ShardInfo) -> Tensor:
 
 
 def mean_and_variance(values: Tensor, shard: ShardInfo, correction: float | None) -> tuple[Tensor, Tensor]:
-    """Of all elements, 0-dim; ``correction`` None: the mean alone, and as many collectives less (NaN then)."""
+    """Mean and variance of all elements, 0-dim fp64.
+
+    The variance is sum |x - mean|^2 / (n - correction), as in ``torch.var``. ``correction`` None: the variance is NaN,
+    and the collective for it is left out.
+    """
     total, count = sums([values, values.new_ones((), dtype=torch.float64).expand(values.shape)], shard).unbind()
     mean = total / count
     if correction is None:
@@ -59,40 +68,40 @@ def mean_and_variance(values: Tensor, shard: ShardInfo, correction: float | None
 
 
 def extremum(values: Tensor, shard: ShardInfo, *, largest: bool) -> Tensor:
-    """The largest or smallest of all elements, 0-dim fp64; NaN where one is NaN."""
+    """The largest or smallest of all elements, 0-dim fp64; NaN if any element is NaN."""
     nothing = torch.full((), -math.inf if largest else math.inf, dtype=torch.float64, device=values.device)
     local = (values.amax() if largest else values.amin()).double() if values.numel() else nothing
     return _extremum_over_ranks(local.view(1), everyone_of(shard), largest=largest)[0]
 
 
 def max_over(grid: RankGrid, value: Tensor) -> Tensor:
-    """Maximum of a small tensor over all ranks, in place."""
+    """Elementwise maximum of a small tensor over all ranks of ``grid``, in place. Returns ``value``."""
     for group in grid.axes:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return value
 
 
 def whole(values: Tensor, shard: ShardInfo) -> Tensor:
-    """All ranks' elements in the parameter's shape, on every rank."""
+    """All ranks' elements in the parameter's shape, plain, on every rank."""
     flat = values.new_zeros(math.prod(shard.shape))
     flat[shard.start : shard.end] = values.reshape(-1)
     grid = shard.grid if shard.num_replicas == 1 else shard.grid._replace(outer=None)
-    # Nobody else has the elements: their bytes are summed with zeros, which keeps any dtype and value as it is.
+    # No other rank of this grid has the elements. A sum of bytes with zeros copies every dtype bit by bit.
     return (
         reduced(flat.view(torch.uint8) if flat.numel() else flat, grid, RankGrid.sum).view(flat.dtype).view(shard.shape)
     )
 
 
 def reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], Tensor]) -> Tensor:
-    """``value`` reduced over the ranks, on a device that they talk over: shards may be offloaded to the host."""
-    kinds = [kind for group in grid.axes for kind in device_types_of(group)]
-    if not kinds or value.device.type in kinds:
+    """``reduce(grid, value)`` on a device that the grid's groups use; shards may be offloaded to the host."""
+    device_types = [device_type for group in grid.axes for device_type in device_types_of(group)]
+    if not device_types or value.device.type in device_types:
         return reduce(grid, value)
-    return reduce(grid, value.to(kinds[0])).to(value.device)
+    return reduce(grid, value.to(device_types[0])).to(value.device)
 
 
 def everyone_of(info: ShardInfo) -> RankGrid:
-    """The ranks that a norm or a sum covers."""
+    """The ranks over which a norm or a sum is computed. Raises ``RuntimeError`` if ranks differ in their experts."""
     if info.everyone is None:
         raise RuntimeError(
             f"ranks hold different numbers of parameters whose units have meshes of their own (experts), so that norms "
@@ -103,25 +112,28 @@ def everyone_of(info: ShardInfo) -> RankGrid:
 
 
 def _local_norms(grads: Sequence[Tensor], ord: float) -> Tensor:
-    """[grads] fp64: of this rank's elements. Where it has none, what changes no sum, maximum or minimum."""
-    held = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
-    found = iter(torch._foreach_norm(held, ord, dtype=torch.float64) if held else ())
-    if len(held) == len(grads):
+    """[len(grads)] fp64: norms of this rank's elements. An empty shard gets the neutral element of the reduction."""
+    filled = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
+    found = iter(torch._foreach_norm(filled, ord, dtype=torch.float64) if filled else ())
+    if len(filled) == len(grads):
         return torch.stack(tuple(found))
-    # 0 to a negative power is infinite, and an infinite norm's power is 0.
+    # With ord < 0 the power of an infinite norm is 0, and the minimum ignores infinity.
     nothing = torch.full((), 0.0 if ord >= 0 else math.inf, dtype=torch.float64, device=grads[0].device)
     return torch.stack([next(found) if grad.numel() else nothing for grad in grads])
 
 
 def _divided(powers: Tensor, num_replicas: Sequence[int]) -> Tensor:
-    """Each power by how many ranks bring the same."""
+    """Each power divided by the number of ranks that add the same power."""
     if len(set(num_replicas)) == 1:
         return powers if num_replicas[0] == 1 else powers / num_replicas[0]
     return torch.stack(torch._foreach_div(powers.unbind(), [float(count) for count in num_replicas]))
 
 
 def _extremum_over_ranks(values: Tensor, grid: RankGrid, *, largest: bool) -> Tensor:
-    """Largest or smallest of the ranks' values. NaN wins, which backends' maxima do not promise: it travels beside."""
+    """Elementwise maximum or minimum over the ranks; NaN if any rank has NaN.
+
+    Backends do not promise how their maximum treats NaN. So a flag for NaN is reduced beside the values.
+    """
     sign = 1.0 if largest else -1.0
     isnan = values.isnan()
     both = torch.stack([(values * sign).masked_fill(isnan, 0.0), isnan.to(values.dtype)])

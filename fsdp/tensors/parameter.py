@@ -1,6 +1,6 @@
-"""Sharded parameters: what a model's parameters are outside the forwards of their units.
+"""``ShardedParameter``: what a module's parameter is outside the forward of its unit.
 
-A rank's shard is a range of the flattened parameter, and a view of the flat shard that the rank's optimizer updates.
+A sharded parameter is a range of the flattened parameter. It is a view of its bucket's flat shard on this rank.
 """
 
 from collections import OrderedDict
@@ -26,10 +26,10 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class _Guard:
-    """``__torch_function__`` of sharded parameters: torch looks it up before each of its functions sees one.
+    """``__torch_function__`` of sharded parameters, which torch looks up before each call with one.
 
-    Without grad mode the lookup finds what plain parameters have, so that optimizers and all other code that updates
-    shards runs as over plain parameters; with it, the check.
+    With grad mode the lookup finds ``_checked``. Without grad mode it finds torch's own default, so that optimizers and
+    other updates run as fast as over plain parameters.
     """
 
     def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ class _Guard:
 
 
 def _plainly(access: Callable[..., Any], *args: Any) -> Any:
-    """``access(*args)`` as on plain tensors: without the check, which takes microseconds."""
+    """``access(*args)`` as on a plain tensor: without ``_checked``, which takes microseconds."""
     return disabled_torch_function(access, (), args, {})
 
 
@@ -45,22 +45,23 @@ _grad: Any = grad_of_tensor
 
 
 class ShardedParameter(nn.Parameter):
-    """This rank's shard of a parameter, of ``local_shape(shard)``; ``make_sharded`` makes one.
+    """This rank's shard of a parameter, of shape ``local_shape(shard)``; ``make_sharded`` makes one.
 
-    Without grad mode (optimizers, averages, initialisation) it is a plain tensor of the rank's own elements, of which
-    it may have none. With grad mode, functions that would use its values raise ``RuntimeError``: the whole parameter is
-    in the module while the forward of its unit runs, and nowhere else. Questions about it (shape, dtype, grad, hooks),
-    ``detach()`` and ``data`` are always allowed. It does not leave the unit's memory: giving it other ``data``, as
-    ``module.half()`` does, raises too. Its norms are those of the rank's elements, while its gradient's are global.
+    Without grad mode (optimizers, averages, initialisation) a sharded parameter is a plain tensor of the rank's own
+    elements, perhaps of none. With grad mode, functions that use its values raise ``RuntimeError``: the whole parameter
+    exists in the module only while the unit's forward runs. Functions that read no values (shape, dtype, grad, hooks),
+    ``detach()`` and ``data`` are always allowed. A sharded parameter stays in the unit's memory: new ``data``, as from
+    ``module.half()``, raises ``RuntimeError`` too. Norms of a sharded parameter are of the rank's own elements; norms
+    of its gradient are global.
 
-    A deep copy is a sharded parameter of its own memory. It is not pickled, as its process groups cannot be.
+    A deep copy has memory of its own. Pickling raises ``TypeError``, because process groups cannot be pickled.
     """
 
     shard: ShardInfo
 
     __torch_function__ = _Guard()
 
-    @property  # what zero_grad() asks of every parameter, with grad mode
+    @property  # zero_grad() reads it with grad mode
     def grad(self) -> Tensor | None:
         """The gradient of these elements, or None."""
         return _plainly(_grad.__get__, self)  # type: ignore[no-any-return]
@@ -75,9 +76,10 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """A plain tensor of the same memory and version counter. Replacing it raises ``RuntimeError``.
+        """A plain tensor of the same memory and version counter. Setting other memory raises ``RuntimeError``.
 
-        On plain parameters it has a version of its own, and then nobody would see that the shard was written.
+        ``data`` of a plain parameter has a version counter of its own. Here the counter is shared, because the unit
+        gathers again when the shard's version has changed.
         """
         return _plainly(Tensor.detach, self)  # type: ignore[no-any-return]
 
@@ -92,9 +94,9 @@ class ShardedParameter(nn.Parameter):
             )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[["ShardedParameter"], None]) -> RemovableHandle:
-        """Call ``hook(param)`` once in each iteration, after its last backward, when ``.grad`` is complete.
+        """Call ``hook(param)`` once in each iteration, when ``.grad`` is complete. An optimizer may step in the hook.
 
-        Returns a handle whose ``remove()`` ends it. An optimizer may step in the hook.
+        Returns a handle, whose ``remove()`` removes the hook.
         """
         hooks = self.__dict__.setdefault(_HOOKS, OrderedDict())
         handle = RemovableHandle(hooks)
@@ -102,7 +104,7 @@ class ShardedParameter(nn.Parameter):
         return handle
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-        """Raises ``RuntimeError``: no backward brings this shard a gradient, which is reduced from whole ones."""
+        """Raises ``RuntimeError``: backward computes gradients of whole parameters, and calls no hook of a shard."""
         raise RuntimeError(
             f"register_hook on a sharded parameter ({self.shard}): backward leads to the whole one, and no hook of the "
             f"shard is called; use register_post_accumulate_grad_hook, which is called when .grad is complete"
@@ -126,7 +128,7 @@ class ShardedParameter(nn.Parameter):
 
 
 def call_grad_hooks(params: Iterable[ShardedParameter]) -> None:
-    """The hooks of those that have some: their gradients are complete."""
+    """Call the post-accumulate-grad hooks of ``params``, whose gradients are complete."""
     for param in params:
         hooks = param.__dict__.get(_HOOKS)
         for hook in list(hooks.values()) if hooks else ():
@@ -134,7 +136,7 @@ def call_grad_hooks(params: Iterable[ShardedParameter]) -> None:
 
 
 def make_sharded(flat_view: Tensor, info: ShardInfo, requires_grad: bool) -> ShardedParameter:
-    """The sharded parameter that is ``flat_view`` [end - start]: it shares the memory and the version counter."""
+    """A sharded parameter in the memory of ``flat_view`` [end - start], with the same version counter."""
     if flat_view.shape != (info.numel,):
         raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
     param: ShardedParameter = Tensor._make_subclass(ShardedParameter, flat_view.view(local_shape(info)), requires_grad)
@@ -146,13 +148,13 @@ def _place_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-# torch's optimizers take their multi-tensor forms by default for the classes in this list alone.
+# torch's optimizers choose their multi-tensor form by default only for the classes in this list.
 if ShardedParameter not in torch_optimizer._foreach_supported_types:
     torch_optimizer._foreach_supported_types.append(ShardedParameter)
 
 
 def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """What torch calls instead of ``func`` with grad mode."""
+    """torch calls this instead of ``func`` with grad mode. Raises ``RuntimeError`` if ``func`` reads values."""
     kwargs = kwargs or {}
     if func in _ALLOWED:
         return disabled_torch_function(func, types, args, kwargs)
@@ -173,13 +175,13 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
 
 
 def _name_of(func: Any) -> str:
-    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of Tensor.T, say
+    if func.__name__ in ("__get__", "__set__", "__delete__"):  # of an attribute such as Tensor.T
         return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
     return f"{func.__name__}()"
 
 
 def _allowed() -> frozenset[Any]:
-    """Functions that no result follows from by differentiation and that read no values, or open ``no_grad`` within."""
+    """Functions that read no values of a parameter, or that read them under a ``no_grad`` of their own."""
     properties = """
         shape dtype device layout ndim requires_grad grad_fn grad_dtype is_leaf retains_grad output_nr names
         itemsize nbytes name _base _version _backward_hooks _post_accumulate_grad_hooks _cdata
@@ -198,8 +200,8 @@ def _allowed() -> frozenset[Any]:
         empty_like zeros_like ones_like full_like rand_like randn_like randint_like
     """
     found = [getattr(Tensor, name) for name in properties.split() if hasattr(Tensor, name)]
-    kinds = ("__get__", "__set__", "__delete__")
-    accessors = [getattr(entry, kind) for entry in found for kind in kinds if hasattr(entry, kind)]
+    verbs = ("__get__", "__set__", "__delete__")
+    accessors = [getattr(entry, verb) for entry in found for verb in verbs if hasattr(entry, verb)]
     inits = [nn.init.normal_, nn.init.uniform_, nn.init.constant_]
     named = [(Tensor, methods), (torch, functions)]
     callables = [getattr(place, name) for place, names in named for name in names.split() if hasattr(place, name)]

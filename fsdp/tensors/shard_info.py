@@ -1,46 +1,56 @@
-"""Which elements of which parameter a rank holds, and the shape in which it holds them."""
+"""Which elements of a parameter are in a rank's shard, and the shape of the shard."""
 
 import math
 from typing import NamedTuple
 
 from ...ddp.collectives.rank_grid import RankGrid
+from ...ddp.plan.ranges import Range
 
 __all__ = ["ShardInfo", "local_shape"]
 
 
 class ShardInfo(NamedTuple):
-    """Which elements of which parameter a shard holds."""
+    """Which elements of which parameter are in a shard."""
 
     name: str
-    """Fully qualified in the root once that is known, in the unit before: replace it by ``info._replace(name=...)``."""
+    """Of the parameter: in the outermost unit once that is known, in the shard's own unit before."""
     shape: tuple[int, ...]
     """Of the whole parameter."""
     start: int
-    """This rank holds the elements start..end of the flattened parameter; none where they are equal."""
+    """The shard is elements [start, end) of the flattened parameter; it has no elements if they are equal."""
     end: int
     grid: RankGrid
     num_replicas: int
-    """How many ranks of ``grid`` hold these same elements: the outer size for HSDP, 1 where no two do."""
+    """Number of ranks of ``grid`` with these same elements: the outer size under HSDP, 1 without replicas."""
     unit: str
-    """Name of the module that was fully sharded; empty for the outermost."""
+    """Name of the unit's module in the outermost unit; empty for the outermost."""
     everyone: RankGrid | None
-    """The ranks of the outermost unit, which norms of gradients cover: experts have a ``grid`` of their own. None where
-    these hold different numbers of such parameters."""
+    """The ranks of the outermost unit, over which norms of gradients are computed; an expert's ``grid`` has fewer.
+    None if ranks hold different numbers of expert parameters."""
 
     @property
     def numel(self) -> int:
-        """Elements of this rank."""
+        """Number of elements of the shard."""
         return self.end - self.start
+
+    @property
+    def elements(self) -> Range:
+        """``start`` and ``end``."""
+        return Range(self.start, self.end)
+
+    def is_same_shard(self, other: "ShardInfo") -> bool:
+        """Whether both are the same elements of tensors of one shape; names, grids and units may differ."""
+        return self[1:4] == other[1:4]
 
     def __str__(self) -> str:
         return f"elements {self.start} to {self.end} of {self.name!r} {self.shape}"
 
 
 def local_shape(info: ShardInfo) -> tuple[int, ...]:
-    """Shape of the rank's shard: as many dims as the parameter has, as rules for weight decay go by them.
+    """Shape of the shard. It has as many dims as the parameter, because rules for weight decay ask for ``ndim``.
 
-    ``(rows, *rest)`` where it is whole rows, ``(n, 1, ..., 1)`` where it is not, ``(n,)`` for one dim. A scalar is
-    ``()`` where it is and ``(0,)`` elsewhere.
+    ``(rows, *rest)`` if the shard is whole rows, else ``(n, 1, ..., 1)``; ``(n,)`` for a parameter of one dim. A scalar
+    has shape ``()`` on the rank that has it, and ``(0,)`` on other ranks.
     """
     if not info.shape:
         return () if info.numel else (0,)

@@ -1,4 +1,4 @@
-"""One unit: its plan, its buckets, its shards at rest, and the whole parameters that its forward and backward use.
+"""One unit: its plan, its buckets with shards and whole parameters, and the hooks around its forward and backward.
 
 Imports ``tensors``.
 """

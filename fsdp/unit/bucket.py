@@ -1,13 +1,13 @@
-"""One bucket of a unit: its parameters' shard at rest, the whole parameters of its gather, and its gradients' memory.
+"""One bucket of a unit: the flat tensors of its parameters and gradients, sharded and whole.
 
-All of it has the bucket's own layout, so that nothing is ever copied between layouts::
+All four have the bucket's layout, so that no tensor is copied between layouts::
 
     shard        [n / shards]   the module's dtype; the sharded parameters are views of it
-    gathered     [n]            the computing dtype; the unsharded parameters are views of it
-    grads        [n]            main_grad of the unsharded parameters are views of it
-    grad shard   [n / shards]   .grad of the sharded parameters are views of it
+    gathered     [n]            the computing dtype; the whole parameters are views of it
+    grads        [n]            the whole parameters' main_grad are views of it
+    grad shard   [n / shards]   the sharded parameters' .grad are views of it
 
-``gathered`` and ``grads`` have memory only as long as the placements say.
+``gathered`` and ``grads`` have memory only while they are used, unless the placements keep them whole at rest.
 """
 
 import dataclasses
@@ -29,8 +29,9 @@ from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, tak
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord
 from ...ddp.gathers.param_gather import ParamGather
-from ...ddp.plan.layout import BucketLayout
+from ...ddp.plan.layout import BucketLayout, ParamSlot
 from ...ddp.plan.owned_params import OwnedParam
+from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.parameter import ShardedParameter, ShardInfo, make_sharded
 from .grad_shard import GradShard
@@ -41,46 +42,48 @@ __all__ = ["BucketEvents", "ShardedBucket", "ShardedPair"]
 
 
 class BucketEvents(NamedTuple):
-    """Whom a bucket tells what happens to it; all of them refer to it and to their own object weakly."""
+    """Callbacks of a bucket, made by ``iteration/root.py``. They refer to the root weakly."""
 
     make_room: Callable[["ShardedBucket"], None]
-    """A gradient is about to be written, and there is no memory for it, or a collective has it."""
+    """A gradient is about to be written, and ``grads`` has no memory, or a reduction still uses the memory."""
     on_grad: Callable[["ShardedBucket"], None]
-    """A parameter's gradient of one backward is complete, or queued."""
+    """A parameter's gradient of one backward is complete, or a delayed gradient is queued."""
     on_delayed_wgrad: Callable[["ShardedBucket"], None]
     """A delayed weight gradient was computed."""
 
 
 class ShardedPair(NamedTuple):
-    """One parameter in its two forms."""
+    """One parameter in its two forms, sharded and whole."""
 
     name: str
-    """In its unit."""
+    """Of the parameter in its unit."""
     before: nn.Parameter
-    """The one before sharding, whose memory is gone."""
+    """The user's parameter before sharding. Its memory is freed."""
     places: "tuple[tuple[weakref.ref[nn.Module], str], ...]"
-    """The modules that register it, which own the unit, and its name in each."""
+    """The modules that register the parameter, and its name in each. The references are weak: modules own the unit."""
     sharded: ShardedParameter
     whole: nn.Parameter
 
     @property
     def owned(self) -> OwnedParam:
-        """As it was found."""
+        """The parameter before sharding, with those modules that are alive."""
         found = [(reference(), local) for reference, local in self.places]
         owners = tuple([(module, local) for module, local in found if module is not None])
         return OwnedParam(self.name, self.before, owners)
 
 
 class ShardedBucket:
-    """See above.
+    """The four tensors above, the parameters that are views of them, and the gather.
 
-    layout      of the bucket, alone in its buffer
-    owned       its parameters, in the order of the layout's slots
-    reduction   which ranks there are, and what is scattered
-    placements  what has memory at rest
-    trainable   False: there are no gradients
-    offload     the shard lies in pinned host memory
-    holds_grads whole gradients stay from one microbatch to the next, and are reduced once in an iteration
+    layout        of the bucket, at the start of a buffer of its own
+    owned         the parameters, in the order of the layout's slots
+    reduction     how gradients are reduced: ranks, placements, dtype on the wire
+    placements    which tensors are whole at rest
+    device        of computation, gathers and reductions
+    unit          the unit's name, for errors
+    trainable     False: the parameters are frozen, and there are no gradients
+    offload       True: the shard is in pinned host memory
+    reduces_once  True: whole gradients stay from one microbatch to the next, and are reduced once in an iteration
     """
 
     def __init__(
@@ -94,100 +97,90 @@ class ShardedBucket:
         unit: str,
         trainable: bool,
         offload: bool,
-        holds_grads: bool,
+        reduces_once: bool,
     ) -> None:
         self.layout = layout
         self.reduction = reduction
         self.trainable = trainable
         self.delayed = layout.slots[0].spec.delayed
-        """Its modules said when they were wrapped that they delay these gradients."""
+        """The modules had said, when they were sharded, that they delay these gradients."""
         self.device = device
-        self.keeps_params = placements.inner.parameter is Placement.WHOLE
-        """Whole parameters have memory for good, and are gathered when the shards have changed."""
-        self.keeps_grads = placements.inner.gradient is Placement.WHOLE
-        """Whole gradients have memory for good, from their first use."""
-        self.holds_grads = holds_grads
+        self.whole_params_at_rest = placements.inner.parameter is Placement.WHOLE
+        """Whole parameters always have memory, and are gathered only after the shards have changed."""
+        self.whole_grads_at_rest = placements.inner.gradient is Placement.WHOLE
+        """Whole gradients keep their memory after the first backward."""
+        self.reduces_once = reduces_once
 
-        # Shards.
-        first, last = reduction.owned_range(layout.numel)
-        specs = [slot.spec for slot in layout.slots]
-        flat = torch.zeros(layout.numel, dtype=owned[0].param.dtype, device=device)
-        for slot, entry in zip(layout.slots, owned, strict=True):
-            flat[slot.start : slot.end].view(slot.spec.shape).copy_(entry.param.detach())
-        self.shard = flat[first:last].clone()
+        # Parameters.
+        mine = Range(*reduction.owned_range(layout.numel))
+        self.shard = _flat_shard(layout, owned, mine, device)
         """[n / shards], the module's dtype."""
         if offload:
             self.shard = self.shard.cpu().pin_memory()
-        del flat
-
-        # Whole parameters, which autograd must not take for views of what the gather writes into.
-        self.gathered = ReleasableBuffer(layout.numel, specs[0].param_dtype, device)
+        self.gathered = ReleasableBuffer(layout.numel, layout.slots[0].spec.param_dtype, device)
         self.pairs: tuple[ShardedPair, ...] = tuple(
             [
                 ShardedPair(
                     entry.name,
                     entry.param,
                     tuple([(weakref.ref(module), local) for module, local in entry.owners]),
-                    _sharded(self.shard, first, last, slot.start, slot.end, entry, reduction, unit),
-                    nn.Parameter(
-                        self.gathered.data.data[slot.start : slot.end].view(slot.spec.shape).data,
-                        requires_grad=entry.param.requires_grad,
-                    ),
+                    _sharded(self.shard, mine, slot, entry, reduction, unit),
+                    _whole(self.gathered.data, slot, entry),
                 )
                 for slot, entry in zip(layout.slots, owned, strict=True)
             ]
         )
-        for pair in self.pairs:
-            pair.whole.__dict__.update(_marks(pair.before))
         inner_first, inner_last = reduction.range_inside(layout.numel)
-        self._mine = self.gathered.data[inner_first:inner_last]
+        self._gather_input = self.gathered.data[inner_first:inner_last]  # this rank's part of the gather
         self._instance: Tensor | None = None
         if reduction.scatters_across and reduction.grid.outer_size > 1:
-            self._instance = torch.empty_like(self._mine)  # of all instances' shards, gathered when they change
+            # That part has shards of several instances. It is gathered across instances only after a change.
+            self._instance = torch.empty_like(self._gather_input)
         self.gathered.release()
         self._gathered_version = -1
         self.gather: ParamGather | None = None
 
         # Gradients.
         self.records: tuple[GradRecord, ...] = ()
-        self.bucket: Bucket | None = None
+        self.grad_bucket: Bucket | None = None
+        """The whole gradients as a bucket of ``ddp``, for the launcher. None before ``connect``, and if frozen."""
         self.round: Round | None = None
-        """Where its gradients are in their iteration; it shares that with other buckets of its unit."""
+        """The phase of the gradients in their iteration. Buckets of a unit share a round (``round.py``)."""
         if trainable:
-            self._make_grads(specs[0].grad_dtype, first, last)
+            self._make_grads(layout.slots[0].spec.grad_dtype, mine)
         for pair in self.pairs:
-            pair.before.data = pair.before.data.new_empty(0)  # also where somebody else refers to it
+            pair.before.data = pair.before.data.new_empty(0)  # frees the memory even if other references exist
 
     @property
     def name(self) -> str:
-        """For errors and labels."""
+        """Names of the first and last parameter, for errors and labels."""
         first, last = self.pairs[0].sharded.shard.name, self.pairs[-1].sharded.shard.name
         return first if len(self.pairs) == 1 else f"{first} .. {last}"
 
     @property
     def changed(self) -> bool:
-        """The shards were changed since they were gathered."""
+        """Whether the shard was changed after the last gather."""
         return self.shard._version != self._gathered_version
 
     def note_change(self) -> None:
-        """An optimizer has changed the shards, and may not have raised their version."""
+        """An optimizer has stepped. Fused optimizers do not raise the version of what they write."""
         self._gathered_version = -1
 
     def note_whole_changed(self) -> None:
-        """Somebody had whole parameters that are kept, and may have written to them."""
-        if self.keeps_params:
+        """Gather again before the next use, if whole parameters are kept: the user may have written to them."""
+        if self.whole_params_at_rest:
             self._gathered_version = -1
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether some rank has a part of a parameter."""
+        """Whether a border between shards lies inside a parameter."""
         size = self.shard.numel()
         return any(slot.start // size != (slot.end - 1) // size for slot in self.layout.slots if slot.end > slot.start)
 
     @property
     def why_unfinished(self) -> str | None:
-        """Why no optimizer may step over the gradients yet; None where it may."""
-        if self.round is None or self.bucket is None:
+        """Why an optimizer may not step over the gradients yet; None if it may."""
+        if self.round is None or self.grad_bucket is None:
             return None
         if self.has_pending:
             return (
@@ -195,7 +188,7 @@ class ShardedBucket:
                 "the last backward and before the step"
             )
         bypassed = any(pair.whole.grad is not None for pair in self.pairs)
-        if self.round.under_way or not self.bucket.idle or bypassed:
+        if self.round.under_way or not self.grad_bucket.idle or bypassed:
             return (
                 "are not reduced yet: run the last microbatch's backward outside no_sync(), or call "
                 "model.finish_grad_sync()"
@@ -203,7 +196,7 @@ class ShardedBucket:
         return None
 
     def connect(self, index: int, failures: FailureReporter, events: BucketEvents) -> None:
-        """Take its place among the buckets of a whole model: ``index`` in the order in which backward reaches them."""
+        """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
         wholes = [pair.whole for pair in self.pairs]
         self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures)
         if not self.trainable:
@@ -214,52 +207,53 @@ class ShardedBucket:
             record.bucket_index = index
             record.make_room = partial(_first_write, here, events.make_room)
             record.on_delayed_wgrad = partial(_tell, here, events.on_delayed_wgrad)
-        self.bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
+        self.grad_bucket = Bucket(dataclasses.replace(self.layout, index=index), self.grads.data, list(self.records))
         self._on_grad = events.on_grad
 
     # ---- Parameters. ----
 
     def start_gather(self, stream: torch.cuda.Stream | None, observer: Observer) -> None:
-        """Issue the gather, on a stream that waits for what it must."""
+        """Issue the gather on ``stream``. The caller has made ``stream`` wait for earlier readers of the memory."""
         assert self.gather is not None, "connected"
         self.gather.start(stream, observer, fill=self._fill, ordered=True)
 
-    def forget_params(self) -> None:
-        """Give up the whole parameters' memory; the stream that took it waits for whoever read them."""
-        if not self.keeps_params:
+    def release_params(self) -> None:
+        """Free the memory of the whole parameters, unless they are whole at rest. The caller orders streams."""
+        if not self.whole_params_at_rest:
             self.gathered.release()
 
     def _fill(self) -> None:
+        """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
         self.gathered.take()
         changed, self._gathered_version = self.changed, self.shard._version
         if self._instance is None:
-            self._mine.copy_(self.shard, non_blocking=True)
+            self._gather_input.copy_(self.shard, non_blocking=True)
             return
         if changed:
             outer = self.reduction.grid.outer
             self._instance.view(self.reduction.grid.outer_size, -1)[self.reduction.grid.outer_rank].copy_(self.shard)
             all_gather_shards(self._instance, outer).wait()
-        self._mine.copy_(self._instance)
+        self._gather_input.copy_(self._instance)
 
     # ---- Gradients. ----
 
     @property
     def has_pending(self) -> bool:
-        """Whether delayed weight gradients are missing."""
+        """Whether delayed weight gradients are not computed yet."""
         return any(record.pending for record in self.records)
 
     def discard_grads(self) -> None:
-        """Forget what this rank has written in an iteration that was given up, after whoever reduces it."""
-        assert self.bucket is not None, "trainable"
+        """Discard this rank's gradients of the iteration. The caller has waited for a reduction of them."""
+        assert self.grad_bucket is not None, "trainable"
         self.grad_shard.give_up()
         self.grads.release()
-        self.bucket.reset()
+        self.grad_bucket.reset()
         for pair, record in zip(self.pairs, self.records, strict=True):
             forget_failed_backward(pair.whole)
             record.forget_lost()
             pair.whole.grad = None
 
-    def _make_grads(self, dtype: torch.dtype, first: int, last: int) -> None:
+    def _make_grads(self, dtype: torch.dtype, mine: Range) -> None:
         self.grads = ReleasableBuffer(self.layout.numel, dtype, self.device)
         self.records = tuple(
             [
@@ -274,8 +268,8 @@ class ShardedBucket:
         )
         self.grad_shard = GradShard(
             [pair.sharded for pair in self.pairs],
-            [max(slot.start - first, 0) for slot in self.layout.slots],
-            last - first,
+            [max(slot.start - mine.start, 0) for slot in self.layout.slots],
+            mine.numel,
             dtype,
             self.device,
         )
@@ -283,7 +277,7 @@ class ShardedBucket:
         raw_stream = None
         if self.device.type == "cuda":
             raw_stream = partial(current_raw_stream, self.device.index)
-        here = weakref.ref(self)  # hooks are the parameter's, which this owns
+        here = weakref.ref(self)  # hooks belong to the parameters, and the parameters to this bucket
         for pair, record in zip(self.pairs, self.records, strict=True):
             attach_lazily(pair.whole, record)
             pair.whole.register_post_accumulate_grad_hook(partial(_absorb, here, record, raw_stream))
@@ -293,21 +287,22 @@ class ShardedBucket:
 def _absorb(
     here: "weakref.ref[ShardedBucket]", record: GradRecord, raw_stream: Callable[[], int] | None, param: Tensor
 ) -> None:
-    """The post-accumulate-grad hook."""
+    """The post-accumulate-grad hook of a whole parameter: move ``.grad`` into ``main_grad`` and tell the root."""
     live = here()
-    if live is None or live.bucket is None:
+    if live is None or live.grad_bucket is None:
         return
     take_grad_of_backward(param, record)
     if raw_stream is not None:
-        live.bucket.streams.add(raw_stream())
+        live.grad_bucket.streams.add(raw_stream())
     live._on_grad(live)
 
 
 def _first_write(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], None]) -> None:
+    """Call ``event`` unless another parameter's first write of this backward has."""
     live = here()
-    if live is None or live.bucket is None:
+    if live is None or live.grad_bucket is None:
         return
-    if not (live.grads.resident and live.bucket.phase is Phase.ACCUMULATING):  # another parameter was here before
+    if not (live.grads.resident and live.grad_bucket.phase is Phase.ACCUMULATING):
         event(live)
 
 
@@ -317,36 +312,45 @@ def _tell(here: "weakref.ref[ShardedBucket]", event: Callable[[ShardedBucket], N
         event(live)
 
 
+def _flat_shard(layout: BucketLayout, owned: Sequence[OwnedParam], mine: Range, device: torch.device) -> Tensor:
+    """[mine.numel]: a copy of this rank's elements of the bucket; padding is 0."""
+    flat = torch.zeros(layout.numel, dtype=owned[0].param.dtype, device=device)
+    for slot, entry in zip(layout.slots, owned, strict=True):
+        flat[slot.start : slot.end].view(slot.spec.shape).copy_(entry.param.detach())
+    return flat[mine.start : mine.end].clone()
+
+
 def _sharded(
-    shard: Tensor,
-    first: int,
-    last: int,
-    start: int,
-    end: int,
-    owned: OwnedParam,
-    reduction: GradReduction,
-    unit: str,
+    shard: Tensor, mine: Range, slot: ParamSlot, owned: OwnedParam, reduction: GradReduction, unit: str
 ) -> ShardedParameter:
-    """The part of one parameter, elements [start, end) of the bucket, that lies in this rank's [first, last)."""
-    begin, finish = min(max(start, first), end), max(min(end, last), start)
-    if begin >= finish:
-        begin = finish = start
+    """This rank's part of the parameter in ``slot``: a view of ``shard``, which is elements ``mine`` of the bucket."""
+    part = Range(slot.start, slot.end).intersect(mine)
+    if not part.numel:
+        part = Range(slot.start, slot.start)
     info = ShardInfo(
         owned.name,
         tuple(owned.param.shape),
-        begin - start,
-        finish - start,
+        part.start - slot.start,
+        part.end - slot.start,
         reduction.grid,
         reduction.num_replicas,
         unit,
         reduction.grid,
     )
-    at = begin - first if finish > begin else 0
-    param = make_sharded(shard[at : at + finish - begin], info, owned.param.requires_grad)
+    offset = part.start - mine.start if part.numel else 0
+    param = make_sharded(shard[offset : offset + part.numel], info, owned.param.requires_grad)
     param.__dict__.update({key: value for key, value in _marks(owned.param).items() if key != "shard"})
     return param
 
 
+def _whole(gathered: Tensor, slot: ParamSlot, owned: OwnedParam) -> nn.Parameter:
+    """The whole parameter in ``slot``, in the memory of ``gathered``. ``.data``: autograd must not see a view."""
+    values = gathered.data[slot.start : slot.end].view(slot.spec.shape).data
+    param = nn.Parameter(values, requires_grad=owned.param.requires_grad)
+    param.__dict__.update(_marks(owned.param))
+    return param
+
+
 def _marks(param: nn.Parameter) -> dict[str, Any]:
-    """Attributes that somebody gave the parameter: Megatron's marks, the user's."""
+    """The parameter's attributes that torch does not set: Megatron's marks, and the user's attributes."""
     return dict(param.__dict__)

@@ -1,13 +1,13 @@
-"""What this rank's optimizer reads of one bucket's gradients: summed over microbatches, and reduced over both axes.
+"""The gradient sums of one bucket on this rank, and ``.grad`` of its sharded parameters.
 
-Whole gradients are reduced any number of times in an iteration (``grad_rounds.py``)::
+Whole gradients are reduced in one microbatch of an iteration or in several (``iteration/rounds.py``)::
 
-    in a microbatch       whole gradients --- inside an instance ---> + partial
-    in the last one       whole gradients --- inside an instance ---> + partial --- across instances ---> + total
+    microbatch         whole gradients --- reduce inside the instance ---> + partial
+    last microbatch    whole gradients --- reduce inside the instance ---> + partial --- across instances ---> + total
 
-With one instance there is no ``partial``: what was reduced inside is added to ``total`` at once. ``total`` is what
-``.grad`` of the sharded parameters shows, so that whoever sets ``.grad`` to None starts a new sum. What is in ``.grad``
-decides what is added to what on this rank, and never which collectives there are.
+With one instance there is no ``partial``: results are added to ``total``. ``.grad`` of the sharded parameters are views
+of ``total``, or of a copy in the shard's dtype and on its device. A program that sets ``.grad`` to None starts a new
+sum. ``.grad`` decides what this rank adds to what. It never decides which collectives run: other ranks cannot see it.
 """
 
 import weakref
@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from ...ddp.collectives.reduction import GradReduction
-from ..tensors.gradient import HeldGrad, ShardedGrad, changed_too_early, in_flight, make_held_grads, make_sharded_grad
+from ..tensors.gradient import (
+    PlaceholderGrad,
+    ShardedGrad,
+    being_reduced,
+    changed_too_early,
+    make_placeholder_grads,
+    make_sharded_grad,
+)
 from ..tensors.parameter import ShardedParameter
 
 __all__ = ["GradShard"]
@@ -27,9 +34,9 @@ __all__ = ["GradShard"]
 class GradShard:
     """The sums of one bucket, and ``.grad`` of its sharded parameters.
 
-    params   sharded parameters, one or more of one dtype, each a view of the bucket's flat shard
-    offsets  first element of each in that shard
-    numel    elements of the shard, padding included
+    params   sharded parameters of one dtype, at least one; each is a view of the bucket's flat shard
+    offsets  first element of each parameter in that shard
+    numel    number of elements of the shard, padding included
     dtype    of the sums
     device   on which gradients are reduced
     """
@@ -48,119 +55,147 @@ class GradShard:
         self._dtype = dtype
         self._device = device
         self.settle: Callable[[], None] | None = None
-        """Waits for the bucket's reduction; set by the rounds, which it knows weakly."""
+        """Waits for the bucket's reduction. ``GradRounds`` sets it; the function refers to ``GradRounds`` weakly."""
         self._total: Tensor | None = None
         self._partial: Tensor | None = None
-        self._shown: Tensor | None = None
-        self._views: list[ShardedGrad] = []
-        self._has_partial = False  # ``partial`` holds a part of this iteration
-        self._holds = False  # a part of this iteration is not in .grad yet: partial, or in whole gradients
-        self._held: Sequence[ShardedGrad] = ()  # .grad then
-        self._version = 0  # and its version
-
-    def launched(self) -> None:
-        """A reduction into the sums is under way."""
-        in_flight.add(self)
-
-    def landed(self) -> None:
-        """They have its result."""
-        in_flight.discard(self)
-
-    def arrive(self) -> None:
-        """Somebody is about to read or change ``.grad``."""
-        if self in in_flight and self.settle is not None:
-            self.settle()
+        self._shown: Tensor | None = None  # what .grad are views of: total, or its copy
+        self._views: list[ShardedGrad] = []  # of ``shown``, one for each parameter
+        self._has_partial = False  # ``partial`` contains gradients of this iteration
+        self._incomplete = False  # gradients of this iteration are not in .grad yet: in partial, or not reduced
+        self._expected: Sequence[ShardedGrad] = ()  # while incomplete: what .grad was set to
+        self._version = 0  # while incomplete: version of ``shown`` by then
 
     @property
     def is_cleared(self) -> bool:
-        """Somebody has set ``.grad`` of all to None, or nobody has set it."""
+        """Whether ``.grad`` of all parameters is None."""
         return all(param.grad is None for param in self._params)
 
     @property
     def was_cleared(self) -> bool:
-        """Somebody has set ``.grad`` of all to None while a part was not in it yet: that part is not wanted."""
-        return self._holds and self.is_cleared
-
-    def hold(self) -> None:
-        """A microbatch's whole gradients are kept: have ``.grad`` show zeros, so that clearing it can be seen.
-
-        Sums are made in the last microbatch, when whole gradients go; until then all zeros are one element.
-        """
-        if self._holds:
-            return
-        self.forget_cleared()
-        if self._total is None and self.is_cleared:
-            zeros = make_held_grads(self._params)
-            for param, zero in zip(self._params, zeros, strict=True):
-                param.grad = zero
-            self._note_held(zeros)
-            return
-        if not self.claim():
-            assert self._shown is not None and self._total is not None, "made by the claim"
-            self._total.zero_()
-            self._shown.zero_()
-        self._note_held(self._views)
-
-    def forget_cleared(self) -> None:
-        """Let the sums' memory go where nobody shows them any more: activations need it now.
-
-        Whoever kept a gradient that was cleared keeps its memory; the next reduction begins with new sums.
-        """
-        if not (self._holds or self._has_partial) and self.is_cleared:
-            self._total = self._shown = self._partial = None
-            self._views.clear()
-
-    def give_up(self) -> None:
-        """What was held is lost."""
-        self._has_partial = self._holds = False
-
-    def show_zeros(self) -> None:
-        """No rank had a gradient in this iteration: ``.grad`` that nobody has set is zeros."""
-        if any(param.grad is None for param in self._params) and not self.claim():
-            assert self._total is not None, "made by the claim"
-            self._total.zero_()
+        """Whether all ``.grad`` were set to None while gradients were not in them yet: these are to be discarded."""
+        return self._incomplete and self.is_cleared
 
     @property
     def nbytes(self) -> int:
-        """Memory on the reducing device, from an iteration's first reduction until the next one's forward."""
+        """Bytes of the sums on the reducing device now: from the first reduction to the forward after ``zero_grad``."""
         tensors = [tensor for tensor in (self._total, self._partial, self._shown) if tensor is not None]
         return sum(tensor.nbytes for tensor in {id(t): t for t in tensors}.values() if tensor.device == self._device)
 
+    def free_if_cleared(self) -> None:
+        """Free the memory of the sums if all ``.grad`` are None, so that activations can use it.
+
+        A program that kept such a ``.grad`` keeps its memory. The next reduction makes new sums.
+        """
+        if not (self._incomplete or self._has_partial) and self.is_cleared:
+            self._total = self._shown = self._partial = None
+            self._views.clear()
+
+    def defer(self) -> None:
+        """A microbatch's whole gradients are reduced later. Until then ``.grad`` is zeros, or the sum of before.
+
+        ``.grad`` may not stay None: the program discards the microbatch by setting ``.grad`` to None. If there are no
+        sums yet, the zeros are placeholders, because the sums take memory only when whole gradients free theirs.
+        """
+        if self._incomplete:
+            return
+        self.free_if_cleared()
+        if self._total is None and self.is_cleared:
+            zeros = make_placeholder_grads(self._params)
+            for param, zero in zip(self._params, zeros, strict=True):
+                param.grad = zero
+            self._note_incomplete(zeros)
+            return
+        if not self.claim():
+            assert self._shown is not None and self._total is not None, "claim() makes both"
+            self._total.zero_()
+            self._shown.zero_()
+        self._note_incomplete(self._views)
+
+    def claim(self) -> bool:
+        """Have ``.grad`` show the sums before a reduction, and allocate them on the current stream if needed.
+
+        Returns True if the reduction is added to what ``.grad`` contains, False if it overwrites the sums. Raises
+        ``RuntimeError`` if ``.grad`` was changed while gradients of the iteration were not in it.
+        """
+        grads = [param.grad for param in self._params]
+        incomplete, self._incomplete = self._incomplete, False
+        if incomplete:
+            self._check_untouched(grads)
+            self._expected = ()
+        else:
+            self.free_if_cleared()  # no forward may have run since .grad was set to None
+        if self._total is None:
+            self._make_sums()
+        if all(grad is None or isinstance(grad, PlaceholderGrad) for grad in grads):
+            self._has_partial = False
+            for param, view in zip(self._params, self._views, strict=True):
+                param.grad = view
+            return False
+        for param, grad, view in zip(self._params, grads, self._views, strict=True):
+            if grad is not view:  # the program has set this one to None, or replaced it
+                view.zero_() if grad is None else view.copy_(grad)
+                self._carry_over(view)
+                param.grad = view
+        return True
+
     def collect(
-        self, reduction: GradReduction, grads: Tensor, *, keeps_total: bool, inside: bool, across: bool
+        self, reduction: GradReduction, grads: Tensor, *, adds_to_total: bool, inside: bool, across: bool
     ) -> Generator[Any, None, None]:
         """The stages of one reduction of the bucket's whole gradients ``grads`` [n].
 
-        keeps_total  what ``claim`` has said before
-        inside       ``grads`` are summed inside an instance; otherwise they were, and what is left is ``partial``
-        across       and all that the iteration has brought across instances
+        adds_to_total  result of ``claim``: False overwrites the total
+        inside         reduce ``grads`` inside the instance. False: an earlier call did, and only ``partial`` is left
+        across         reduce ``partial`` across instances, at the end of the iteration
         """
         total = self._total
-        assert total is not None, "made by the claim"
+        assert total is not None, "claim() has made it"
         if reduction.grid.outer_size == 1:
-            return self._into_total(reduction, grads, total, keeps_total) if inside else _nothing()
-        keeps_partial, self._has_partial, self._holds = self._has_partial, not across, not across
-        return self._over_instances(reduction, grads, total, keeps_total, keeps_partial, inside, across)
+            return self._into_total(reduction, grads, total, adds_to_total) if inside else _nothing()
+        adds_to_partial, self._has_partial, self._incomplete = self._has_partial, not across, not across
+        return self._over_instances(reduction, grads, total, adds_to_total, adds_to_partial, inside, across)
+
+    def launched(self) -> None:
+        """A reduction into the sums was launched."""
+        being_reduced.add(self)
+
+    def landed(self) -> None:
+        """The reduction into the sums has ended."""
+        being_reduced.discard(self)
+
+    def arrive(self) -> None:
+        """Wait for a reduction into the sums, because the program is about to read or change ``.grad``."""
+        if self in being_reduced and self.settle is not None:
+            self.settle()
 
     def publish(self) -> None:
-        """Bring ``.grad`` up to date where it is a copy of the sums: of another dtype, or on another device."""
+        """Copy the sums to ``.grad``, if the shard has another dtype or device than the sums."""
         if self._shown is not None and self._total is not None and self._shown is not self._total:
             self._shown.copy_(self._total, non_blocking=True)
 
+    def show_zeros(self) -> None:
+        """Set every ``.grad`` that is None to zeros: the iteration is over and has brought no gradient."""
+        if any(param.grad is None for param in self._params) and not self.claim():
+            assert self._total is not None, "claim() has made it"
+            self._total.zero_()
+
+    def give_up(self) -> None:
+        """Discard gradients that are not in ``.grad`` yet."""
+        self._has_partial = self._incomplete = False
+
     def _into_total(
-        self, reduction: GradReduction, grads: Tensor, total: Tensor, keeps: bool
+        self, reduction: GradReduction, grads: Tensor, total: Tensor, adds: bool
     ) -> Generator[Any, None, None]:
-        mine = yield from reduction.inside(grads, None if keeps else total)
+        mine = yield from reduction.inside(grads, None if adds else total)
         if mine is not total:
-            _accumulate(total, mine, keeps)
+            _accumulate(total, mine, adds)
 
     def _over_instances(
         self,
         reduction: GradReduction,
         grads: Tensor,
         total: Tensor,
-        keeps_total: bool,
-        keeps_partial: bool,
+        adds_to_total: bool,
+        adds_to_partial: bool,
         inside: bool,
         across: bool,
     ) -> Generator[Any, None, None]:
@@ -169,65 +204,19 @@ class GradShard:
             self._partial = grads.new_empty(end - start)
         if inside:
             mine = yield from reduction.inside(grads)
-            _accumulate(self._partial, mine, keeps_partial)
-        elif not keeps_partial:
-            self._partial.zero_()  # given up on this rank; the others' parts are summed all the same
-        if not keeps_total:
+            _accumulate(self._partial, mine, adds_to_partial)
+        elif not adds_to_partial:
+            self._partial.zero_()  # this rank has discarded its part; other ranks' parts are summed all the same
+        if not adds_to_total:
             total.zero_()
         if across:
             part = yield from reduction.across(self._partial)
             total.add_(part)
         else:
-            self._note_held(self._views)
-
-    def claim(self) -> bool:
-        """Make ``.grad`` show the sums, made on the current stream; returns whether what they hold is kept."""
-        grads = [param.grad for param in self._params]
-        held, self._holds = self._holds, False
-        if held:
-            self._check_untouched(grads)
-            self._held = ()
-        else:
-            self.forget_cleared()  # again, where no forward was in between
-        if self._total is None:
-            self._make_sums()
-        if all(grad is None or isinstance(grad, HeldGrad) for grad in grads):
-            self._has_partial = False
-            for param, view in zip(self._params, self._views, strict=True):
-                param.grad = view
-            return False
-        for param, grad, view in zip(self._params, grads, self._views, strict=True):
-            if grad is not view:  # cleared alone, or replaced
-                view.zero_() if grad is None else view.copy_(grad)
-                self._carry_over(view)
-                param.grad = view
-        return True
-
-    def _note_held(self, shown: Sequence[ShardedGrad]) -> None:
-        self._holds, self._held, self._version = True, shown, self._version_shown
-
-    @property
-    def _version_shown(self) -> int:
-        return 0 if self._shown is None else self._shown._version
-
-    def _check_untouched(self, grads: Sequence[Tensor | None]) -> None:
-        """What was done to ``.grad`` since was not done to what is not in it yet."""
-        if all(grad is None for grad in grads):
-            return
-        for param, grad, shown in zip(self._params, grads, self._held, strict=True):
-            touched = grad._version if isinstance(grad, HeldGrad) else self._version_shown - self._version
-            if grad is not shown or touched:  # a view of it may have been written to, which nobody refuses
-                raise RuntimeError(changed_too_early(param.shard))
-
-    def _carry_over(self, view: Tensor) -> None:
-        """Where ``.grad`` is a copy, the sum follows what somebody did to it."""
-        if self._shown is not self._total:
-            assert self._shown is not None and self._total is not None, "both are made together"
-            start = view.storage_offset() - self._shown.storage_offset()
-            self._total[start : start + view.numel()].copy_(view.detach().view(-1))
+            self._note_incomplete(self._views)
 
     def _make_sums(self) -> None:
-        # Unwritten: the reduction that they are made for overwrites all that parameters have of them.
+        # Not zeroed: the first reduction overwrites the sums of all parameters.
         self._total = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         self._shown = self._total
         dtype, device = self._params[0].dtype, self._params[0].device
@@ -240,9 +229,32 @@ class GradShard:
             view.sums = weakref.ref(self)
             self._views.append(view)
 
+    def _note_incomplete(self, shown: Sequence[ShardedGrad]) -> None:
+        self._incomplete, self._expected, self._version = True, shown, self._version_shown
 
-def _accumulate(into: Tensor, value: Tensor, keeps: bool) -> None:
-    if keeps:
+    @property
+    def _version_shown(self) -> int:
+        return 0 if self._shown is None else self._shown._version
+
+    def _check_untouched(self, grads: Sequence[Tensor | None]) -> None:
+        """Raise if ``.grad`` was changed: the change would not apply to gradients that are not in ``.grad`` yet."""
+        if all(grad is None for grad in grads):
+            return
+        for param, grad, shown in zip(self._params, grads, self._expected, strict=True):
+            touched = grad._version if isinstance(grad, PlaceholderGrad) else self._version_shown - self._version
+            if grad is not shown or touched:  # a write through a view is not refused, but seen
+                raise RuntimeError(changed_too_early(param.shard))
+
+    def _carry_over(self, view: Tensor) -> None:
+        """Copy a change of ``.grad`` to the total, if ``.grad`` is a copy of it."""
+        if self._shown is not self._total:
+            assert self._shown is not None and self._total is not None, "made together"
+            start = view.storage_offset() - self._shown.storage_offset()
+            self._total[start : start + view.numel()].copy_(view.detach().view(-1))
+
+
+def _accumulate(into: Tensor, value: Tensor, adds: bool) -> None:
+    if adds:
         into.add_(value)
     else:
         into.copy_(value)

@@ -1,4 +1,4 @@
-"""A unit's parameters before they are sharded: made on a device where they have no memory yet, equal on all ranks."""
+"""A unit's parameters before sharding: from the meta device to memory, and equal on all ranks."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -16,15 +16,17 @@ def materialize(
     init_fn: Callable[[nn.Module], None] | None,
     ignored: Collection[int] = (),
 ) -> None:
-    """Give parameters and buffers of ``modules`` (their own, not their children's) memory on ``device``.
+    """Move the own parameters and buffers of ``modules`` (not those of their children) to ``device``.
 
-    init_fn  called with each module that had some on the meta device; None: its ``reset_parameters()``
-    ignored  ``id`` of parameters that stay where they are
+    init_fn  called with each module that has tensors on the meta device, to initialise its own parameters; None: the
+             module's ``reset_parameters()``
+    ignored  ``id`` of parameters that are not moved
 
-    Parameters that several modules share stay one, and keep their attributes. Raises ``ValueError`` for a module that
-    has neither, and for an ignored parameter on the meta device of a module with others there.
+    A parameter that several modules share stays one parameter, and keeps its attributes. Raises ``ValueError`` for a
+    module on the meta device without ``init_fn`` and ``reset_parameters()``, and for a module with an ignored parameter
+    on the meta device beside others.
     """
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the one on meta, which lives as long
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id of the meta parameter, which the tuple keeps alive
     for module in modules:
         own = {name: param for name, param in module._parameters.items() if param is not None}
         tensors = [*own.values(), *[buffer for buffer in module._buffers.values() if buffer is not None]]
@@ -46,7 +48,7 @@ def materialize(
         for name, param in own.items():
             if param.is_meta:
                 fresh = module._parameters[name]
-                assert fresh is not None, "as before"
+                assert fresh is not None, "_apply keeps the names"
                 fresh.__dict__.update({**param.__dict__, **fresh.__dict__})
                 _, module._parameters[name] = made.setdefault(id(param), (param, fresh))
         if init_fn is not None:
@@ -57,7 +59,7 @@ def materialize(
 
 @torch.no_grad()
 def synchronize(modules: Sequence[nn.Module], grid: RankGrid, ignored: Collection[int] = ()) -> None:
-    """Copy the first rank's parameters and buffers of ``modules`` (their own) to all other ranks of the grid."""
+    """Copy the first rank's own parameters and buffers of ``modules`` to all other ranks. Collective over ``grid``."""
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in ignored:

@@ -1,7 +1,7 @@
-"""Flat tensors whose memory comes and goes, and how much of it there may be.
+"""Flat tensors whose memory is freed and taken again, and a meter of its bytes.
 
-Autograd saves views of a weight (``weight.t()``) that must see the weight again after it was freed and gathered anew.
-So a buffer's views are made once, and its memory is given to and taken from the one storage below them.
+Autograd saves views of a weight (``weight.t()``) for backward. Such a view must be valid again after the weight was
+freed and gathered again. So the views are made once, and the one storage below them is resized.
 """
 
 import torch
@@ -14,7 +14,7 @@ __all__ = ["Meter", "ReleasableBuffer"]
 
 
 class Meter:
-    """Bytes of one kind of memory, now and at most."""
+    """Counts the bytes of some buffers: now (``held_nbytes``) and at most so far (``peak_nbytes``)."""
 
     __slots__ = ("held_nbytes", "peak_nbytes")
 
@@ -23,18 +23,18 @@ class Meter:
         self.peak_nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """So many bytes were taken; returned where negative."""
+        """``nbytes`` bytes were taken, or freed if negative."""
         self.held_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
 
 
 class ReleasableBuffer:
-    """A flat tensor [numel] that has memory between ``take`` and ``release``; what it holds is lost in between.
+    """A flat tensor [numel] that has memory from ``take`` to ``release``. Its values are lost at ``release``.
 
-    It starts with memory, as views can be made only then.
+    A new buffer has memory, because views can be made only then.
 
-    On CUDA memory belongs to the stream that is current when it is taken, and goes back to it: by then that stream must
-    wait for all that other streams do with it.
+    On CUDA the memory belongs to the stream that is current at ``take``, and returns to that stream. Before ``release``
+    that stream must wait for all other streams that use the memory.
     """
 
     __slots__ = ("_nbytes", "_storage", "data", "meter", "pool", "resident", "stream")
@@ -46,18 +46,18 @@ class ReleasableBuffer:
         self._nbytes: int = self._storage.nbytes()
         self.meter: Meter | None = None
         self.pool: MappedPool | None = None
-        """Where it takes its memory from, if not from torch's own."""
+        """Where the memory comes from; None: torch's caching allocator."""
         self.resident = True
         self.stream: torch.cuda.Stream | None = None
-        """That it was taken on, on CUDA."""
+        """The stream that was current at ``take``; None on CPU."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has while it is resident."""
+        """Bytes of the memory while the buffer is resident."""
         return self._nbytes
 
     def take(self) -> None:
-        """Give it memory."""
+        """Give the buffer memory, unless it has some."""
         if self.resident:
             return
         if self.data.is_cuda:
@@ -72,7 +72,7 @@ class ReleasableBuffer:
             self.meter.add(self._nbytes)
 
     def release(self) -> None:
-        """Take its memory away."""
+        """Free the memory, if the buffer has some."""
         if not self.resident or self._nbytes == 0:
             return
         self._storage.resize_(0)

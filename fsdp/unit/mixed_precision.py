@@ -1,4 +1,4 @@
-"""In which dtypes a unit computes and reduces."""
+"""The dtypes in which a unit computes and reduces."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,23 +13,25 @@ __all__ = ["MixedPrecisionPolicy", "cast_floating", "cast_inputs"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecisionPolicy:
-    """Dtypes of one unit, with the field names of PyTorch's FSDP2 where it has the field.
+    """Dtypes of one unit. Field names are those of PyTorch's FSDP2 if it has the field.
 
-    Sharded parameters and the optimizer's state keep the dtype that the module had when it was wrapped: fp32 parameters
-    with ``param_dtype=torch.bfloat16`` are fp32 masters that are gathered and used in bf16.
+    Sharded parameters and the optimizer's state keep the module's dtype: with ``param_dtype=torch.bfloat16``, fp32
+    parameters are fp32 masters, which are gathered and used in bf16.
+
+    Raises ``ValueError`` for a dtype that is not floating-point, and for a ``reduce_dtype`` wider than ``grad_dtype``.
     """
 
     param_dtype: torch.dtype | None = None
-    """Of unsharded parameters and of the gather; None: the module's own."""
+    """Of whole parameters and their gather; None: the module's dtype."""
     grad_dtype: torch.dtype = torch.float32
-    """Of ``main_grad`` and of what is summed over microbatches, under parameters in half precision; wider ones are
-    summed in their own dtype."""
+    """Of ``main_grad``, and of sums over microbatches and ranks, for parameters computed in half precision. Gradients
+    of wider parameters have the parameter's dtype."""
     reduce_dtype: torch.dtype | None = None
-    """On the wire of the reduction, which sums in ``grad_dtype`` all the same; None: ``grad_dtype``."""
+    """Of the bytes that the reduction sends; sums are in ``grad_dtype`` all the same. None: ``grad_dtype``."""
     output_dtype: torch.dtype | None = None
-    """What floating-point outputs of forward are cast to; None: they stay."""
+    """Forward's floating-point outputs are cast to it; None: no cast."""
     cast_forward_inputs: bool = True
-    """Cast floating-point inputs of forward to ``param_dtype``."""
+    """Whether forward's floating-point inputs are cast to ``param_dtype``."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "grad_dtype", "reduce_dtype", "output_dtype"):
@@ -44,18 +46,18 @@ class MixedPrecisionPolicy:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """Of the reduction, where it is not the accumulators' own."""
+        """``reduce_dtype``; None if it is ``grad_dtype``."""
         return None if self.reduce_dtype is self.grad_dtype else self.reduce_dtype
 
 
 def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    """``cast_floating`` of a forward's arguments; tensors and plain values alone are not taken for trees."""
+    """``cast_floating`` of a forward's arguments. Tensors and numbers skip the walk over a tree, for speed."""
     cast = tuple([arg if isinstance(arg, _PLAIN) else cast_floating(arg, dtype) for arg in args])
     return cast, cast_floating(kwargs, dtype) if kwargs else kwargs
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Every floating-point tensor of nested tuples, lists and dicts in ``dtype``."""
+    """``tree`` (nested tuples, lists and dicts) with every floating-point tensor cast to ``dtype``."""
     if isinstance(tree, Tensor):
         return _cast(tree, dtype)
     return tree_map(lambda leaf: _cast(leaf, dtype), tree)

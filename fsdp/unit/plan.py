@@ -1,4 +1,4 @@
-"""The buckets of one unit, from shapes alone: no storage, no process group; parameters may be on the meta device."""
+"""The buckets of one unit, from shapes alone: without storage or process groups, also on the meta device."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,18 +12,18 @@ from ...ddp.plan.model_plan import grad_dtype_of
 from ...ddp.plan.owned_params import OwnedParam
 from .mixed_precision import MixedPrecisionPolicy
 
-__all__ = ["AtomKind", "ShardAtoms", "plan_unit", "shard_degree"]
+__all__ = ["Atom", "ShardAtoms", "plan_unit", "shard_degree"]
 
-AtomKind: TypeAlias = Literal["element", "row", "whole"] | int
-"""Between what a shard border may lie: elements, rows, whole parameters, blocks of so many rows."""
-ShardAtoms: TypeAlias = AtomKind | Mapping[str, AtomKind]
-"""For all parameters of a unit, or by patterns of their names in the unit; the first that matches counts, and what no
-pattern matches may be cut between any two elements."""
+Atom: TypeAlias = Literal["element", "row", "whole"] | int
+"""What no border between shards may cut: an element, a row (entry of dim 0), a parameter, a block of so many rows."""
+ShardAtoms: TypeAlias = Atom | Mapping[str, Atom]
+"""One atom for all parameters of a unit, or a dict from patterns of their names in the unit. The first pattern that
+matches a name counts; without a match the atom is "element"."""
 
 MAX_ATOM_PADDING = 0.05
-"""A bucket that atoms would pad by more is split by atoms: one more collective for less memory."""
+"""If atoms would pad a bucket by a larger part than this, the bucket is split by atoms."""
 SMALL_PART = 64
-"""A parameter of less than this part of a bucket opens none."""
+"""A parameter of less than 1 / SMALL_PART of ``bucket_size`` opens no new bucket."""
 
 
 def plan_unit(
@@ -33,25 +33,28 @@ def plan_unit(
     atoms: ShardAtoms = "element",
     bucket_size: int | None = None,
 ) -> Iterator[tuple[BucketLayout, bool]]:
-    """The buckets, and whether they have gradients: dtypes, frozen ones and delayed ones apart.
+    """The layout of each bucket, and whether its parameters are trained.
+
+    Parameters in one bucket have one dtype, are all trained or all frozen, and all delayed or none.
 
     owned        the unit's parameters, in registration order
     degree       number of equal shards of each bucket
-    atoms        what no shard border may cut; with more than elements, a bucket takes all that it can
-    bucket_size  elements at which a bucket is closed before the next parameter that is not small, unless less than
-                 half as many are left; None: ``default_bucket_numel(degree)``
+    atoms        what no border between shards may cut. Parameters are not cut into several buckets by size if one of
+                 them has an atom larger than an element
+    bucket_size  number of elements at which a bucket is closed. A small parameter still joins, and so does the rest if
+                 it has less than half of ``bucket_size``. None: ``default_bucket_numel(degree)``
 
-    Raises ``ValueError`` for a pattern that matches no parameter, and for an atom or a size that is none.
+    Raises ``ValueError`` for a pattern that matches no parameter, and for an invalid atom or size.
     """
     _check_patterns(owned, atoms)
     if bucket_size is not None and bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}")
     size = bucket_size or default_bucket_numel(degree)
-    kinds: dict[tuple[Any, ...], list[OwnedParam]] = {}
-    for entry in reversed(owned):  # about the order of backward
+    alike: dict[tuple[Any, ...], list[OwnedParam]] = {}
+    for entry in reversed(owned):  # about backward's order
         param = entry.param
-        kinds.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
-    for (dtype, trainable, delayed), members in kinds.items():
+        alike.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
+    for (dtype, trainable, delayed), members in alike.items():
         computing = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
         specs = [
             ParamSpec(
@@ -60,7 +63,7 @@ def plan_unit(
                 param_dtype=computing,
                 grad_dtype=grad_dtype_of(computing, policy.grad_dtype),
                 delayed=delayed,
-                atom=atom_of(entry.param.shape, _kind_of(entry.name, atoms)),
+                atom=atom_of(entry.param.shape, _atom_of_name(entry.name, atoms)),
             )
             for entry in members
         ]
@@ -68,7 +71,7 @@ def plan_unit(
             plan = plan_gradients(
                 run,
                 shard_degree=degree,
-                bucket_numel=1 + sum(spec.numel for spec in run),  # nor does one without elements open a bucket
+                bucket_numel=1 + sum(spec.numel for spec in run),  # + 1: a parameter without elements opens no bucket
                 max_atom_padding=MAX_ATOM_PADDING,
             )
             for layout in plan.buckets:
@@ -76,25 +79,25 @@ def plan_unit(
 
 
 def _runs(specs: Sequence[ParamSpec], size: int) -> Iterator[Sequence[ParamSpec]]:
-    """The parameters of each bucket, before atoms have a say."""
+    """Cut the parameters into runs, one for each bucket, by size."""
     if any(spec.atom != 1 for spec in specs):
         yield specs
         return
-    first = held = 0
+    first = size_of_run = 0
     left = sum(spec.numel for spec in specs)
     for place, spec in enumerate(specs):
-        # A norm behind a matrix is done with it; in the next matrix's bucket it would take that one's memory as well.
-        if held >= size and 2 * left >= size and spec.numel >= size / SMALL_PART:
+        # A small norm behind a matrix joins the matrix's bucket: their gradients come at the same time in backward.
+        if size_of_run >= size and 2 * left >= size and spec.numel >= size / SMALL_PART:
             yield specs[first:place]
-            first, held = place, 0
-        held, left = held + spec.numel, left - spec.numel
+            first, size_of_run = place, 0
+        size_of_run, left = size_of_run + spec.numel, left - spec.numel
     yield specs[first:]
 
 
-def _kind_of(name: str, atoms: ShardAtoms) -> AtomKind:
+def _atom_of_name(name: str, atoms: ShardAtoms) -> Atom:
     if not isinstance(atoms, Mapping):
         return atoms
-    return next((kind for pattern, kind in atoms.items() if fnmatchcase(name, pattern)), "element")
+    return next((atom for pattern, atom in atoms.items() if fnmatchcase(name, pattern)), "element")
 
 
 def _check_patterns(owned: Sequence[OwnedParam], atoms: ShardAtoms) -> None:
@@ -104,7 +107,7 @@ def _check_patterns(owned: Sequence[OwnedParam], atoms: ShardAtoms) -> None:
 
 
 def _alone(layout: BucketLayout) -> BucketLayout:
-    """The same bucket at the start of a buffer of its own."""
+    """The layout moved to the start of a buffer of its own."""
     slots = tuple([dataclasses.replace(slot, start=slot.start - layout.start) for slot in layout.slots])
     return dataclasses.replace(layout, start=0, end=layout.numel, slots=slots)
 

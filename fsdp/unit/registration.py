@@ -1,4 +1,4 @@
-"""Which of its two forms each module shows of its parameters: the rank's shard, or the whole while a forward runs."""
+"""Which form of a parameter the modules register: the rank's shard, or the whole parameter while a forward runs."""
 
 import weakref
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ __all__ = ["Registration"]
 
 
 class _Place(NamedTuple):
-    """One module's registration of one parameter."""
+    """One parameter in one module that registers it."""
 
     parameters: dict[str, nn.Parameter | None]
-    """Of the module."""
+    """The module's ``_parameters``."""
     module: "weakref.ref[nn.Module]"
     local: str
-    """Its name there."""
+    """The parameter's name in the module."""
     plain: bool
-    """The module's class does nothing else about parameters that are set, as recurrent layers do."""
+    """The module's class has no ``__setattr__`` of its own; recurrent layers have one."""
     sharded: ShardedParameter
     whole: nn.Parameter
     trainable: bool
 
     @classmethod
     def of(cls, pair: ShardedPair, module: nn.Module, local: str) -> "_Place":
-        """As it stands when the unit is made."""
+        """The place, as it is when the unit is made."""
         plain = type(module).__setattr__ is nn.Module.__setattr__
         trainable = pair.sharded.requires_grad
         return cls(module._parameters, weakref.ref(module), local, plain, pair.sharded, pair.whole, trainable)
 
     def register(self, param: nn.Parameter) -> None:
-        """Have the module show this form."""
+        """Register ``param`` in the module."""
         if self.plain:
             self.parameters[self.local] = param
         else:
@@ -44,10 +44,10 @@ class _Place(NamedTuple):
 
 
 class Registration:
-    """The modules that register a unit's parameters.
+    """Registers a unit's parameters in their modules, in one form or the other.
 
-    module  of the unit; held weakly, as it owns this
-    inside  the module and those in it that are not in units of their own
+    module  the unit's module, which owns this object; the reference is weak
+    inside  the module and the modules in it, without units inside it and their modules
     pairs   the unit's parameters
     """
 
@@ -60,22 +60,22 @@ class Registration:
         ]
         self._plain = {id(param) for param in module.parameters()} - {id(pair.before) for pair in pairs}
         self._trained = [place for place in self._places if place.trainable]
-        self._num_shown = 0
+        self._num_shown = 0  # calls of show_whole() without show_shards(): forwards nest, and unshard() counts
         self._shown_in_backward = False
         self._shown_frozen = False
 
     @property
     def is_frozen(self) -> bool:
-        """Somebody has frozen the shards of all that is trained, for now."""
+        """Whether the program has frozen all trained parameters of the unit for now, by ``requires_grad_(False)``."""
         return not any(place.sharded.requires_grad for place in self._trained)
 
     @property
     def shows_whole(self) -> bool:
-        """Its modules have the whole parameters registered."""
+        """Whether the whole parameters are registered."""
         return self._num_shown > 0
 
     def check(self, label: str) -> None:
-        """Raise ``RuntimeError`` where a parameter was replaced, frozen, unfrozen or added since the unit was made."""
+        """Raise ``RuntimeError`` if a parameter was replaced, frozen, unfrozen or added after the unit was made."""
         shown = self.shows_whole
         for parameters, _, local, _, sharded, whole, trainable in self._places:
             if parameters.get(local) is not (whole if shown else sharded):
@@ -103,7 +103,7 @@ class Registration:
                 )
 
     def show_whole(self, *, frozen: bool = False) -> None:
-        """Register the whole parameters in the modules that had them before sharding; ``frozen``: as frozen ones."""
+        """Register the whole parameters, with ``requires_grad=False`` if ``frozen``. Calls nest."""
         self._num_shown += 1
         if frozen is not self._shown_frozen:
             self._freeze_whole(frozen)
@@ -112,7 +112,7 @@ class Registration:
                 place.register(place.whole)
 
     def show_shards(self) -> None:
-        """Register the shards again."""
+        """Undo one ``show_whole()``; the last registers the shards again."""
         self._num_shown -= 1
         if self._num_shown == 0:
             if self._shown_frozen:
@@ -125,7 +125,7 @@ class Registration:
             place.whole.requires_grad_(not frozen)
 
     def show_in_backward(self, *, frozen: bool) -> None:
-        """Register the whole parameters for what forward runs again in backward (recompute inside the unit)."""
+        """Register the whole parameters in backward, for a recompute inside the unit."""
         if not self._shown_in_backward:
             self._shown_in_backward = True
             self.show_whole(frozen=frozen)
@@ -133,13 +133,16 @@ class Registration:
             self._freeze_whole(frozen)
 
     def hide_after_backward(self) -> None:
-        """Undo it."""
+        """Undo ``show_in_backward()``."""
         if self._shown_in_backward:
             self._shown_in_backward = False
             self.show_shards()
 
     def show_whole_to_foreign_delays(self) -> None:
-        """Modules that are not ours, and delay weight gradients, write to what they have registered by then."""
+        """Have ``backward_dw`` of other libraries' modules run with the whole parameters registered.
+
+        Such a module writes its delayed weight gradient to the parameter that is registered at that time.
+        """
         modules = [(place.whole, module) for place in self._places if (module := place.module()) is not None]
         delaying = {
             id(module): module
@@ -152,7 +155,7 @@ class Registration:
             object.__setattr__(module, "backward_dw", shown)
 
     def register_shards(self) -> None:
-        """Register the shards, whatever is registered now."""
+        """Register the shards, whichever form is registered now."""
         for place in self._places:
             place.register(place.sharded)
 

@@ -1,4 +1,4 @@
-"""The life of a unit's gradients in one iteration, from the first write of a backward to the sum over all ranks.
+"""The phases of a unit's gradients in one iteration, from backward's first write to the sum over all ranks.
 
 ::
 
@@ -10,22 +10,21 @@
       |                     +------- send, at the end ---------+  |
       +---------------------------- end --------------------------+
 
-``enter``    backward has come to the unit's outputs. The first write takes memory for whole gradients, and waits for a
-             reduction of an earlier microbatch that still has it
-``keep``     backward has passed the unit, and whole gradients stay: they are reduced once in an iteration, or some of
-             them are delayed and come after backward. A later microbatch enters again, and adds
-``send``     whole gradients are reduced inside the instance, in the last microbatch across instances as well, and added
-             to ``.grad`` of the shards. Their memory goes back when somebody needs it, or the iteration ends. Backward
-             enters again where it comes to the unit past what was sent
-``end``      of the iteration: what is left was sent, in one order, and ``.grad`` is complete
-``give_up``  from anywhere to IDLE: backward failed, and the next forward begins anew
+``enter``    backward has reached the unit's outputs. The first write takes memory for whole gradients. If a reduction
+             of an earlier microbatch still uses this memory, the first write waits for it
+``keep``     backward has passed the unit, and the whole gradients stay: they are reduced once in an iteration, or
+             some of them are delayed and computed after backward. A later microbatch enters again, and adds to them
+``send``     the reduction of whole gradients is launched: inside the instance, and in the last microbatch also across
+             instances. Results are added to ``.grad`` of the shards. The memory of whole gradients is freed when
+             another bucket needs it, or at the end. Backward enters again if it reaches the unit after ``send``
+``end``      the iteration is over: all gradients were sent, in the same order on all ranks, and ``.grad`` is complete
+``give_up``  from any phase to IDLE: backward has failed, and the next forward begins a new iteration
 
-Each move follows from the forwards and backwards that the program runs, which ranks run alike. What a rank has written
-by then, whose graphs are alive and what ``.grad`` is decides what a rank adds, and never which moves there are: each
-``send`` is a collective.
+Each move follows from the forwards and backwards that the program runs, and these are the same on all ranks. Each
+``send`` is a collective. So no move may depend on what differs between ranks: which gradients a rank has written, which
+graphs are alive, or what ``.grad`` is.
 
-A unit has one round. Where some of its modules say that they delay weight gradients, theirs have another, whose life
-ends later.
+A unit has one round. If modules delay weight gradients, the delayed gradients have a second round, which ends later.
 """
 
 import enum
@@ -34,20 +33,20 @@ __all__ = ["Round", "RoundPhase"]
 
 
 class RoundPhase(enum.Enum):
-    """Where a unit's gradients are in the current iteration."""
+    """The phase of a unit's gradients in the current iteration."""
 
     IDLE = "idle"
-    """No backward of this iteration has come to the unit."""
+    """No backward of this iteration has reached the unit."""
     WRITING = "writing"
-    """A backward is in the unit."""
+    """A backward has entered the unit and not passed it."""
     KEPT = "kept"
-    """Backward has passed; whole gradients wait for the iteration's last microbatch, or for delayed ones."""
+    """Backward has passed. Whole gradients stay until the last microbatch, or until delayed ones are computed."""
     PARTIAL = "partial"
-    """Reduced inside the instance; what is missing is the last microbatch, and the sum across instances."""
+    """Reduced inside the instance. The last microbatch and the sum across instances are missing."""
     REDUCED = "reduced"
-    """Reduced over all ranks, or on the way."""
+    """The reduction over all ranks was launched, and perhaps has ended."""
 
-    __hash__ = object.__hash__  # enum's own runs Python code, twice for each move
+    __hash__ = object.__hash__  # enum's own __hash__ is Python code, and each move calls it twice
 
 
 _MOVES = {
@@ -60,60 +59,60 @@ _MOVES = {
 
 
 class Round:
-    """The phase of one unit's gradients, and the only place where it changes.
+    """The phase of one unit's gradients. Only this class changes the phase.
 
-    name     of the unit, for errors
-    keeps    whole gradients stay from one microbatch to the next, and are reduced once in an iteration
-    delayed  the modules said when they were wrapped that these gradients come after backward
+    name          of the unit, for errors
+    reduces_once  whole gradients stay from one microbatch to the next, and are reduced once in an iteration
+    delayed       the modules had said, when they were sharded, that these gradients are computed after backward
     """
 
-    __slots__ = ("_delayed", "_keeps", "_phase", "has_waited", "name", "waits", "was_kept")
+    __slots__ = ("_delayed", "_phase", "_reduces_once", "delays", "had_delays", "name", "was_kept")
 
-    def __init__(self, name: str, *, keeps: bool, delayed: bool) -> None:
+    def __init__(self, name: str, *, reduces_once: bool, delayed: bool) -> None:
         self.name = name
-        self._keeps = keeps
+        self._reduces_once = reduces_once
         self._delayed = delayed
         self._phase = RoundPhase.IDLE
-        self.waits = delayed
-        """In this iteration some gradients come after backward, or may do so on another rank: all of the round's are
-        reduced once, in the round's turn, after the last backward."""
+        self.delays = delayed
+        """Some gradients of this iteration are delayed, here or perhaps on another rank. So the round is sent once,
+        after the last backward."""
         self.was_kept = False
-        """Whole gradients have stayed from an earlier microbatch."""
-        self.has_waited = False
-        """It did in the iteration that has ended, and no optimizer has stepped since."""
+        """Whole gradients of an earlier microbatch are in memory."""
+        self.had_delays = False
+        """``delays`` in the iteration that has ended, until an optimizer steps."""
 
     @property
     def phase(self) -> RoundPhase:
-        """Current phase."""
+        """The current phase."""
         return self._phase
 
     @property
     def under_way(self) -> bool:
-        """The iteration has brought gradients, and is not at its end."""
+        """Whether a backward of the iteration has reached the unit, and the iteration has not ended."""
         return self._phase is not RoundPhase.IDLE
 
     @property
     def is_left(self) -> bool:
-        """Backward has passed, and what is missing is to be reduced at the iteration's end."""
+        """Whether backward has passed, and a ``send`` is left for the end of the iteration."""
         return self._phase in (RoundPhase.KEPT, RoundPhase.PARTIAL)
 
-    def enter(self, *, waits: bool) -> None:
-        """Backward has come to the unit; ``waits``: to a forward under ``delayed_wgrad``."""
-        self.waits = self.waits or waits
+    def enter(self, *, delays: bool) -> None:
+        """Backward has reached the outputs of a forward; ``delays``: that forward ran under ``delayed_wgrad``."""
+        self.delays = self.delays or delays
         if self._phase is not RoundPhase.WRITING:
             self._move(RoundPhase.WRITING)
 
     def keeps_after(self, *, final: bool) -> bool:
-        """Whether whole gradients stay when a backward, the iteration's last if ``final``, has passed."""
-        return self.waits or (self._keeps and not final)
+        """Whether whole gradients stay when a backward passes; ``final``: the iteration's last backward."""
+        return self.delays or (self._reduces_once and not final)
 
     def keep(self) -> None:
-        """Backward has passed, and whole gradients stay."""
+        """Backward has passed, and the whole gradients stay."""
         self._move(RoundPhase.KEPT)
         self.was_kept = True
 
     def send(self, *, final: bool) -> None:
-        """What is there is reduced, over all ranks if ``final``."""
+        """A reduction is launched: over all ranks if ``final``, else inside the instance."""
         self._move(RoundPhase.REDUCED if final else RoundPhase.PARTIAL)
         self.was_kept = False
 
@@ -121,13 +120,13 @@ class Round:
         """The iteration is over."""
         if self._phase is not RoundPhase.IDLE:
             self._move(RoundPhase.IDLE)
-            self.has_waited = self.waits
-        self.waits = self._delayed
+            self.had_delays = self.delays
+        self.delays = self._delayed
 
     def give_up(self) -> None:
-        """The iteration is abandoned."""
+        """The iteration is given up."""
         self._phase = RoundPhase.IDLE
-        self.waits, self.was_kept, self.has_waited = self._delayed, False, False
+        self.delays, self.was_kept, self.had_delays = self._delayed, False, False
 
     def _move(self, phase: RoundPhase) -> None:
         if phase not in _MOVES[self._phase]:

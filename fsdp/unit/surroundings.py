@@ -1,4 +1,4 @@
-"""What came around a unit after it was made, and would make its work wrong: other ranks, another wrapper."""
+"""Checks of what surrounds a unit: ranks that joined after sharding, and torch's ``DistributedDataParallel``."""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,10 +13,10 @@ __all__ = ["check_surroundings", "refuse_torch_ddp"]
 
 
 def check_surroundings(pairs: Iterable[ShardedPair], grid: RankGrid, label: str) -> None:
-    """In forward: raise ``RuntimeError`` for ranks that joined later, and inside torch's ``DistributedDataParallel``.
+    """Called in forward. Raise ``RuntimeError`` if ranks joined later, or inside torch's ``DistributedDataParallel``.
 
     pairs  the unit's parameters
-    label  the unit in words
+    label  name of the unit, for errors
     """
     if torch.is_grad_enabled():
         grid.check_still_alone(_described(label), "mesh")
@@ -25,7 +25,7 @@ def check_surroundings(pairs: Iterable[ShardedPair], grid: RankGrid, label: str)
 
 
 def refuse_torch_ddp(pairs: Iterable[ShardedPair], label: str) -> None:
-    """To be called by ``named_parameters``: raise ``ValueError`` where torch's wrapper asks in its constructor."""
+    """Called by ``named_parameters``. Raise ``ValueError`` if the constructor of torch's wrapper is the caller."""
     check_not_collected(_forms(pairs), _described(label), num_callers=2)
 
 

@@ -1,8 +1,8 @@
-"""A unit: the parameters that are gathered together, used by one module's forward and backward, and let go together.
+"""``Unit``: the parameters that are gathered together for one module's forward and backward, and freed together.
 
-A forward of the unit goes through ``before_forward`` and ``after_forward``. Where it builds a graph, that is a ``Use``
-(``uses.py``): backward reaches the outputs first (the parameters are gathered again), and with the inputs it has passed
-the unit (the gradients are reduced).
+Each forward calls ``before_forward`` and ``after_forward``. If the forward builds a graph, hooks (``forwards.py``) tell
+the ``Listener`` when backward reaches the outputs, so that the parameters are gathered again, and when backward has
+passed the inputs, so that the gradients are reduced.
 """
 
 import weakref
@@ -14,39 +14,42 @@ from torch import nn
 
 from ...ddp.collectives.rank_grid import RankGrid
 from .bucket import ShardedBucket, ShardedPair
+from .forwards import BackwardHooks, ForwardTrace, UnitForward
 from .mixed_precision import MixedPrecisionPolicy, cast_floating, cast_inputs
 from .registration import Registration
 from .surroundings import check_surroundings
-from .uses import Passage, Trace, Use
 
 __all__ = ["Unit"]
 
 
 class Listener(Protocol):
-    """Who hears of a unit's forwards and backwards, and has its parameters in place by then: the ``Root``."""
+    """The interface of ``iteration/root.py`` that a unit calls. Whole parameters are gathered when a call returns."""
 
-    def enter_forward(self, unit: "Unit") -> Passage:
-        """A forward starts."""
+    def enter_forward(self, unit: "Unit") -> BackwardHooks:
+        """A forward of the unit starts."""
         raise NotImplementedError
 
-    def leave_forward(self, unit: "Unit", passage: Passage | None) -> None:
-        """It is over; ``passage``: it left a graph."""
+    def leave_forward(self, unit: "Unit", hooks: BackwardHooks | None) -> None:
+        """The forward is over; ``hooks``: those on its graph, None if it has left none."""
 
-    def enter_backward(self, use: Use, trace: Trace, task: int, *, delivers: bool) -> None:
-        """Backward has reached the outputs of a forward; ``delivers``: it is a plain ``backward()``."""
+    def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
+        """Backward has reached the outputs of a forward; ``delivers``: it is a plain ``backward()``, without inputs."""
 
-    def leave_backward(self, use: Use, trace: Trace, task: int) -> None:
-        """Backward has passed the unit's inputs."""
+    def leave_backward(self, forward: UnitForward, trace: ForwardTrace, task: int) -> None:
+        """Backward has passed the inputs of a forward."""
 
 
 class Unit:
     """One ``fully_shard`` call.
 
-    module   whose forward it is; held weakly, as the module owns the unit
-    buckets  its parameters
-    grid     the ranks that it is sharded over
-    device   where it computes
-    inside   the module and those in it that are not in units of their own
+    module                 the module, which owns the unit; the reference is weak
+    name                   of the module's class, until ``join`` gives the name in the outermost unit
+    buckets                the unit's parameters, perhaps none
+    policy                 dtypes
+    grid                   the ranks over which the unit is sharded
+    device                 where the unit computes
+    inside                 the module and the modules in it, without units inside it and their modules
+    reshard_after_forward  as in ``fully_shard``
     """
 
     def __init__(
@@ -62,34 +65,34 @@ class Unit:
     ) -> None:
         self.module = weakref.ref(module)
         self.name = name
-        """In the outermost unit; empty for that one."""
+        """Name of the module in the outermost unit; empty for the outermost."""
         self.buckets = tuple(buckets)
         self.trains = any(bucket.trainable for bucket in buckets)
-        """Some of its parameters are."""
+        """Some parameters of the unit are trained."""
         self.policy = policy
         self.grid = grid
         self.device = device
         self.copy_engines = False
-        """Gathers of the model that it is in run on copy engines."""
+        """Gathers of the whole model run on copy engines."""
         self.reshard_after_forward = reshard_after_forward
-        """None: unless it is the outermost."""
+        """None: True unless the unit is the outermost."""
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
-        """Units to gather while this one computes; None: what came next the last time."""
+        """Units to gather while this unit computes; None: the unit that came next the last time."""
         self.root_reference: Any = None
-        """Weak reference to the root, once there is one."""
+        """Weak reference to the model's root; None before the first forward of the model."""
         self.gathered = False
-        """The whole parameters are there, or on their way."""
+        """The gather of the whole parameters was issued, and they are not freed."""
         self.freed = torch.cuda.Event() if device.type == "cuda" else None
-        """After it nobody reads the whole parameters any more."""
-        self.num_held = 0
-        """How often somebody has unsharded it by hand: it stays gathered meanwhile."""
+        """CUDA: recorded after the last read of the whole parameters."""
+        self.num_unshards = 0
+        """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
         self.registered = Registration(module, inside, self.pairs)
-        """Which form of its parameters modules show."""
+        """Which form of the parameters the modules register."""
 
     @property
     def root(self) -> Listener:
-        """Of the outermost unit."""
+        """The model's root. Raises ``RuntimeError`` if the model is gone."""
         root = None if self.root_reference is None else self.root_reference()
         if root is None:
             raise RuntimeError(
@@ -99,28 +102,28 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """For errors."""
+        """The unit in words, for errors."""
         return f"unit '{self.name}'" if self.name else "the outermost unit"
 
     @property
     def arrived(self) -> bool:
-        """Whether whole parameters are there for whoever reads them now."""
+        """Whether the whole parameters can be read now: their gather has arrived."""
         return self.gathered and not any(
             bucket.gather is not None and bucket.gather.under_way for bucket in self.buckets
         )
 
     @property
     def pairs(self) -> list[ShardedPair]:
-        """Its parameters."""
+        """The unit's parameters, of all buckets."""
         return [pair for bucket in self.buckets for pair in bucket.pairs]
 
     @property
     def releasable(self) -> bool:
-        """Whether whole parameters do not stay at rest."""
-        return bool(self.buckets) and not self.buckets[0].keeps_params
+        """Whether the whole parameters can be freed: placements shard parameters at rest."""
+        return bool(self.buckets) and not self.buckets[0].whole_params_at_rest
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` for what has changed, within the unit or around it, since it was made."""
+        """Raise ``RuntimeError`` if parameters, modules or surroundings have changed after ``fully_shard``."""
         check_surroundings(self.pairs, self.grid, self.label)
         self.registered.check(self.label)
 
@@ -128,49 +131,52 @@ class Unit:
 
     @property
     def needs_graph(self) -> bool:
-        """What it returns leads to it, also where forward has used nothing that is trained. What the outermost unit
-        returns is the user's to judge."""
+        """Whether outputs must have a graph, also if this rank's forward has used no trained parameter. The outermost
+        unit's outputs stay as they are, because no other unit depends on them."""
         return self.trains and self.name != ""
 
     def before_forward(
         self, root: Listener, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Passage | None]:
-        """Have the whole parameters in place; returns the inputs as forward takes them, and the use that begins."""
-        passage = root.enter_forward(self)
-        self.registered.show_whole(frozen=not passage.use.trains)
+    ) -> tuple[tuple[Any, ...], dict[str, Any], BackwardHooks | None]:
+        """Gather and register the whole parameters. Returns args and kwargs, cast by the policy, and the hooks.
+
+        The hooks are None without grad mode and for a unit without parameters.
+        """
+        hooks = root.enter_forward(self)
+        self.registered.show_whole(frozen=not hooks.forward.trains)
         dtype = self.policy.param_dtype
         if dtype is not None and self.policy.cast_forward_inputs:
             args, kwargs = cast_inputs(args, kwargs, dtype)
         if not (torch.is_grad_enabled() and self.buckets):
             return args, kwargs, None
-        passage.watch_inputs(args, kwargs)
-        return args, kwargs, passage
+        hooks.watch_inputs(args, kwargs)
+        return args, kwargs, hooks
 
-    def after_forward(self, root: Listener, outputs: Any, passage: Passage | None) -> Any:
-        """Let the parameters go as far as backward does not need them at once; returns the outputs."""
+    def after_forward(self, root: Listener, outputs: Any, hooks: BackwardHooks | None) -> Any:
+        """Register the shards, and free the whole parameters unless backward begins with this unit. Returns outputs."""
         self._end_forward()
         if self.policy.output_dtype is not None:
             outputs = cast_floating(outputs, self.policy.output_dtype)
-        if passage is not None:
-            outputs, has_graph = passage.watch_outputs(outputs)
+        if hooks is not None:
+            outputs, has_graph = hooks.watch_outputs(outputs)
             if not has_graph:
-                passage = None
-        root.leave_forward(self, passage)
+                hooks = None
+        root.leave_forward(self, hooks)
         return outputs
 
     def forward_failed(self, root: Listener) -> None:
-        """Forward raised, or was stopped by a recompute that had seen enough."""
+        """Forward has raised, or a recompute has stopped it early."""
         self._end_forward()
         root.leave_forward(self, None)
 
     def _end_forward(self) -> None:
         self.registered.show_shards()
         if torch.is_autocast_enabled(self.device.type):
-            # What autocast has cast is memory that nobody lets go of, and its gradient would come after the unit's.
+            # Autocast caches casts of parameters, which would stay in memory. Their gradients would come too late.
             torch.clear_autocast_cache()
 
     def join(self, name: str, everyone: RankGrid | None) -> None:
-        """Take its name in the outermost unit, and its parameters theirs; ``everyone``: what their norms cover."""
+        """Set the names of unit and parameters in the outermost unit; ``everyone``: see ``ShardInfo``."""
         for pair in self.pairs:
             full_name = f"{name}.{pair.name}" if name else pair.name
             pair.sharded.shard = pair.sharded.shard._replace(name=full_name, unit=name, everyone=everyone)
@@ -186,7 +192,7 @@ class Unit:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Take this rank's part of what somebody wrote to the whole parameters."""
+        """Copy this rank's part of the whole parameters to the shards."""
         for pair in self.pairs:
             info = pair.sharded.shard
             part = pair.whole.detach().reshape(-1)[info.start : info.end]

@@ -118,9 +118,9 @@ class FsdpConfig:
         return Placements(*(AxisPlacement(*map(Placement, kinds)) for kinds in (self.inner, outer)))
 
     @property
-    def holds_grads(self) -> bool:
+    def reduces_once(self) -> bool:
         """Whether whole gradients stay from one microbatch to the next, and an iteration reduces them once."""
-        return self.row.inner.holds_grads(self.reduce_every_microbatch)
+        return self.row.inner.reduces_once(self.reduce_every_microbatch)
 
     def instances(self, parallel: Parallel) -> int:
         """Number of instances; 1 but under ``hsdp``."""

@@ -21,17 +21,17 @@ MICROBATCHES = 3
 
 
 def peak_of_grads(
-    model: nn.Module, units: Mapping[str, Sequence[PlacedBucket]], *, num_microbatches: int, holds_grads: bool
+    model: nn.Module, units: Mapping[str, Sequence[PlacedBucket]], *, num_microbatches: int, reduces_once: bool
 ) -> int:
     """Bytes of whole gradients.
 
     model        with its parameters registered in the order in which a forward uses them; they may be on meta
     units        buckets of each unit by the unit's name, the outermost first
-    holds_grads  whole gradients stay from one microbatch to the next
+    reduces_once  whole gradients stay from one microbatch to the next
     """
     buckets = {_Key(unit, index): bucket for unit, found in units.items() for index, bucket in enumerate(found)}
     keeps = any(bucket.keeps_grads for bucket in buckets.values())
-    if keeps or (holds_grads and num_microbatches > 1):
+    if keeps or (reduces_once and num_microbatches > 1):
         return sum(bucket.grad_nbytes for bucket in buckets.values())
     pool = _Pool({unit: [bucket.grad_nbytes for bucket in found] for unit, found in units.items()})
     num_replayed = min(num_microbatches, MICROBATCHES)

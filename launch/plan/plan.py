@@ -114,7 +114,7 @@ def plan_units(config: Config, ranks: int) -> UnitsPlan:
             model,
             {unit.name: unit.buckets for unit in units},
             num_microbatches=num_microbatches,
-            holds_grads=config.fsdp.holds_grads,
+            reduces_once=config.fsdp.reduces_once,
         ),
         _alternatives(config, model, ranks),
     )

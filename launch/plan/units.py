@@ -133,7 +133,7 @@ def _unit(
         stays = index in (0, len(entered) - 1) or fsdp.reshard_after_forward is False
         in_backward = 0 if stays else num_microbatches
     buckets = placed[entered[index]]
-    reductions = [1 if fsdp.holds_grads or bucket.layout.delayed else num_microbatches for bucket in buckets]
+    reductions = [1 if fsdp.reduces_once or bucket.layout.delayed else num_microbatches for bucket in buckets]
     return PlacedUnit(entered[index], buckets, in_forward, in_backward, tuple(reductions))
 
 

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks, and next to nothing in the outermost unit."""
+    """Blocks; the outermost unit has next to no parameters."""
 
     def __init__(self, delayed: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def meshes() -> dict[str, Any]:
-    """Placements, and the ranks that they are tried on."""
+    """Placements, and the mesh that they are tested on."""
     group = nccl()
     found: dict[str, Any] = dict.fromkeys(("zero1", "zero2", "zero3"), group)
     if dist.get_world_size() == 4:
@@ -85,7 +85,7 @@ def meshes() -> dict[str, Any]:
 
 
 def requested() -> int:
-    """Bytes of tensors as they were asked for, before the allocator rounds them."""
+    """Bytes of tensors as requested, before the allocator rounds them."""
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 

@@ -46,7 +46,7 @@ SLOWED = {
 
 
 class Run(NamedTuple):
-    """What a training left, on the CPU."""
+    """The results of a training, on the CPU."""
 
     losses: Tensor
     grads: dict[tuple[int, str], Tensor]
@@ -106,7 +106,7 @@ def train(form: Form, mesh: Any, pause: Pause = lambda where: None) -> Run:
 
 
 def on_nccl() -> dict[str, Run]:
-    """On each of a job's gloo processes, with NCCL groups beside it."""
+    """Run on each gloo process of a job, with NCCL groups beside the gloo group."""
     group = nccl()
     rank, meshes = dist.get_rank(), {"": group}
     forms = FORMS | OFFLOADED | COPYING
@@ -136,7 +136,7 @@ def runs(request: pytest.FixtureRequest) -> list[dict[str, Run]]:
 
 
 def test_every_form_trains_like_all_reduce(runs: list[dict[str, Run]]) -> None:
-    """Twenty steps: losses, gradients of the first and the last one, and weights, to 1e-5 of their norm."""
+    """Twenty steps: losses, gradients of the first and the last step, and weights, to 1e-5 of their norm."""
     for results in runs:
         expected = results["reference"]
         for name, run in results.items():
@@ -148,7 +148,7 @@ def test_every_form_trains_like_all_reduce(runs: list[dict[str, Run]]) -> None:
 
 
 def test_in_bf16_it_starts_alike_and_stays_as_near_as_bf16_allows(runs: list[dict[str, Run]]) -> None:
-    """Nearly equal fp32 weights are rounded apart, and the difference grows: first gradients tell of every element."""
+    """Rounding makes nearly equal weights differ more and more. So only first gradients are compared closely."""
     bound = torch.finfo(torch.bfloat16).eps
     for results in runs:
         expected, run = results["reference, bf16"], results["zero3, bf16"]

@@ -122,7 +122,7 @@ def test_backward_issues_gathers_before_the_reduction_that_they_would_wait_behin
 
 
 class Recorded(NamedTuple):
-    """What a timeline has of one iteration."""
+    """The entries of a timeline in one iteration."""
 
     backwards: list[BackwardSpan]
     reductions: list[BucketSpan]
@@ -131,7 +131,7 @@ class Recorded(NamedTuple):
 
 
 def timeline_under_long_computation() -> Recorded:
-    """Of a third iteration, whose every block takes 50 ms forward and backward."""
+    """The timeline of a third iteration; each block takes 50 ms in forward and in backward."""
     computing = [False]
 
     def pause(where: str) -> None:
@@ -172,7 +172,7 @@ def test_collectives_run_under_computation_and_the_timeline_says_so() -> None:
 
 
 class SlowGrad(torch.autograd.Function):
-    """Identity whose gradient is long in coming, on whatever stream the forward ran on."""
+    """The identity, whose backward takes long, on the stream that forward ran on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class SlowGrad(torch.autograd.Function):
 
 
 class TwoStreams(nn.Module):
-    """One branch runs, forward and therefore backward, on a stream of its own."""
+    """One branch runs on a stream of its own, in forward and therefore in backward."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def two_streams(fused: bool, is_first: bool) -> nn.Sequential:
 
 
 def gradients_of_two_streams() -> list[tuple[str, dict[str, Tensor]]]:
-    """Of the third backward, for each kind of layer, place and placement."""
+    """Gradients of the third backward, for each type of layer, stream and placement."""
     group, found = nccl(), []
     x = torch.linspace(-1, 1, 640).view(10, 64).to(here())
     for placements in ("zero2", "zero3"):

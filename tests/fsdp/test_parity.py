@@ -45,7 +45,7 @@ HYBRID = list(itertools.product(*HYBRID_AXES))
 
 
 def sample(cases: list[Any], seed: int) -> list[Any]:
-    """A sample in which every value of every axis occurs: cases in a random order, those left out that add none."""
+    """A sample in which every value of every axis occurs. Cases in random order are taken if they add a value."""
     seen: set[tuple[int, Any]] = set()
     chosen = []
     for case in random.Random(seed).sample(cases, len(cases)):
@@ -138,7 +138,7 @@ def test_the_samples_have_every_value_of_every_axis(name: str, axes: Sequence[Se
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("delay", ["none", pytest.param("modules, lagging", marks=pytest.mark.slow)])
 def test_one_unit_of_everything(placements: str, delay: str) -> None:
-    """Both dtypes, frozen, tied, unused and delayed parameters: each kind a bucket of the one unit."""
+    """Both dtypes, frozen, tied, unused and delayed parameters in the buckets of one unit."""
     check(Job(placements=placements, inner=2, delay=delay, microbatches=2, steps=QUICK))
 
 
@@ -162,7 +162,7 @@ def test_bf16_over_fp32_masters(placements: str, fused: bool) -> None:
 
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
 def test_experts_on_a_mesh_of_their_own(placements: str) -> None:
-    """Ranks 0 and 2 share experts, and 1 and 3 others; both have seen the tokens of all four ranks."""
+    """Ranks 0 and 2 share experts, ranks 1 and 3 others. All experts have seen the tokens of all four ranks."""
     job = Job(placements=placements, inner=4, microbatches=2, variants=2, steps=QUICK)
     sharded = check(job, holders=lambda name: [(0, 2), (1, 3)] if name.startswith("experts") else [range(4)])
     assert not torch.equal(
@@ -174,7 +174,7 @@ def test_experts_on_a_mesh_of_their_own(placements: str) -> None:
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
-    """The norm of the difference over the norm, under 1e-5; what should be zero must be."""
+    """The norm of the difference is under 1e-5 of the norm; expected zeros must be zeros."""
     difference = (ours.double() - theirs.double()).norm()
     return bool(difference <= 1e-5 * theirs.double().norm())
 
@@ -183,7 +183,7 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
 @pytest.mark.parametrize("model", ["shapes", pytest.param("wide", marks=pytest.mark.slow)])
 @pytest.mark.sampled(1)
 def test_plain_data_parallelism_is_near(placements: str, model: str) -> None:
-    """Microbatches are summed before the reduction there, over all ranks at once."""
+    """Plain data parallelism sums microbatches before the reduction, and reduces over all ranks at once."""
     instances, inner = (2, 2) if placements.startswith("hsdp") else (1, 3)
     units = ("odd", "prime") if model == "shapes" else ("up", "down")
     job = Job(model, units, placements, instances, inner, microbatches=3, optimizer="sgd", steps=10)

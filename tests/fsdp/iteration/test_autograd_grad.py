@@ -16,7 +16,7 @@ RANKS = 2
 
 
 class Part(nn.Module):
-    """Two layers, of which each rank uses its own where ``branches``; or one whose forward runs again in backward."""
+    """Two layers: with ``branches`` each rank uses its own, else all use the first; perhaps under recompute."""
 
     def __init__(self, *, branches: bool, recompute: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def batch(index: int, rank: int) -> Tensor:
 
 
 def penalised(net: Any, index: int, rank: int) -> Tensor:
-    """The squared norm of the scores' slope, as in WGAN-GP, beside their mean."""
+    """The gradient penalty of WGAN-GP: the squared norm of the scores' gradient, beside the mean score."""
     x = batch(index, rank)
     scores = net(x, rank)
     (slope,) = torch.autograd.grad(scores.square().sum(), x, create_graph=True)
@@ -65,14 +65,14 @@ def penalised(net: Any, index: int, rank: int) -> Tensor:
 
 
 def attacked(net: Any, index: int, rank: int) -> Tensor:
-    """The loss of a batch that was made worse."""
+    """The loss of an adversarial batch."""
     x = batch(index, rank)
     (slope,) = torch.autograd.grad(net(x, rank).square().mean(), x)
     return net((x + 0.1 * slope.sign()).detach(), rank).square().mean()
 
 
 def of_the_scores(net: Any, index: int, rank: int) -> Tensor:
-    """What comes back to the model's own outputs, and to one in between, weighs the loss."""
+    """Gradients of the model's outputs, and of an activation, weigh the loss."""
     scores = net(batch(index, rank), rank)
     loss = scores.square().mean()
     (weight,) = torch.autograd.grad(loss, scores, retain_graph=True)
@@ -80,7 +80,7 @@ def of_the_scores(net: Any, index: int, rank: int) -> Tensor:
 
 
 def kept_for_the_input(net: Any, index: int, rank: int) -> Tensor:
-    """``backward(inputs=...)``, and the same graph again."""
+    """``backward(inputs=...)``, then a backward through the same graph."""
     x = batch(index, rank)
     loss = net(x, rank).square().mean()
     loss.backward(inputs=[x], retain_graph=True)
@@ -99,7 +99,7 @@ HOW: dict[str, dict[str, bool]] = {"": {}, "branches": {"branches": True}, "reco
 def test_what_asks_for_gradients_in_an_iteration_is_no_part_of_it(
     microbatches: int, how: str, placements: str, program: Callable[[Any, int, int], Tensor]
 ) -> None:
-    """Gradients are those of plain PyTorch, and hooks of parameters are called once, with all of them."""
+    """Gradients are those of plain PyTorch. Hooks of parameters are called once, with complete gradients."""
 
     def train() -> list[dict[str, Tensor]]:
         net = shard(Net(**HOW[how]).double(), placements=placements)

@@ -15,7 +15,7 @@ WIDTH = 5
 
 
 class Branch(nn.Module):
-    """The layer that is not trained, or the one that is, as the data says."""
+    """The frozen layer or the trained one: the data decides."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def memory_is_stale() -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """A layer, then what is tested in a unit of its own, which is told the microbatch, then a head."""
+    """A layer, the tested module in a unit of its own, and a head. The module gets the microbatch's number."""
 
     def __init__(self, tested: nn.Module) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def run(model: Any, batches: Sequence[Tensor]) -> None:
-    """Of the twin, gradients go through autograd. Delayed ones are computed after each backward."""
+    """The twin's gradients go through autograd. The model's delayed gradients are computed after each backward."""
     last = len(batches) - 1
     for module in model.modules():
         if not isinstance(model, FSDPModule) and hasattr(module, "fuse_wgrad_accumulation"):
@@ -125,7 +125,7 @@ class _LazyForeignFunction(torch.autograd.Function):
 
 
 class LazyForeignLinear(nn.Linear):
-    """Somebody else's, which asks for memory in backward, and returns uninitialised memory (NaN) in its place."""
+    """A foreign layer that asks for ``main_grad`` in backward, and returns uninitialised memory (NaN)."""
 
     def __init__(self) -> None:
         super().__init__(HIDDEN, HIDDEN, bias=False)
@@ -199,7 +199,7 @@ def test_09_an_expert_without_tokens_has_zeros(placements: str, packed: bool) ->
 
 
 class Leftovers(nn.Module):
-    """Parameters of a unit that runs, and that its forward does not use."""
+    """A unit with parameters that its forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_09_what_no_backward_wrote_has_zeros(placements: str) -> None:
 
 
 class Twice(nn.Module):
-    """One layer, each use of which is told whether this is the first microbatch."""
+    """One layer, used twice. Each use is told whether this is the first microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def test_08_the_first_microbatch_overwrites_once(placements: str) -> None:
 
 
 class ForeignThenPlain(nn.Module):
-    """A foreign layer that runs as a plain one in the second microbatch: a NaN left in ``.grad`` would come along."""
+    """A foreign layer that is plain in the second microbatch: a NaN left in ``.grad`` would be added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_10_the_hook_clears_a_foreign_placeholder(placements: str) -> None:
 
 
 class FirstAlone(Model):
-    """What is tested runs in the first microbatch alone."""
+    """The tested module runs in the first microbatch alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).tanh()
@@ -271,7 +271,7 @@ def test_12_a_unit_of_the_first_microbatch_alone_is_reduced(placements: str) -> 
 
 
 class Penalized(nn.Module):
-    """Leaves a penalty as an attribute, as routers of experts do; its gradient needs no parameter's value."""
+    """Stores a penalty as an attribute, as routers of experts do. The penalty's gradient needs no parameter's value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Penalized(nn.Module):
 
 
 class PenaltyAlone(Model):
-    """What the unit returns is left; backward comes into its graph past its outputs."""
+    """The loss does not use the unit's outputs. Backward enters the unit's graph at the stored penalty."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).tanh()
@@ -293,7 +293,7 @@ class PenaltyAlone(Model):
 
 @every_placement
 def test_12_a_unit_is_reduced_that_backward_enters_past_its_outputs(placements: str) -> None:
-    """Where whole parameters are gone by then, that is an error, as what reads them would not have them."""
+    """If the whole parameters are freed by then, that is an error."""
     if ROWS[placements].inner.parameter is Placement.SHARDED:
         with pytest.raises(
             SimulatedRankError, match=r"backward came to 'tested.scale' of unit 'tested' past the outputs"
@@ -312,7 +312,7 @@ def test_12_parameters_that_stay_until_backward_may_be_reached_past_the_outputs(
 
 
 class DelayedPair(nn.Module):
-    """Two layers that delay, and one that does not."""
+    """Two layers with delayed weight gradients, and one without."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_13_no_reduction_comes_before_a_delayed_gradient(placements: str, fused:
 
 
 def queued(model: Any, batches: Sequence[Tensor]) -> None:
-    """Delayed by a queue that nobody was told of at the wrap; the last microbatch's come after all backwards."""
+    """Delayed by a queue alone. The last microbatch's gradients are computed after all backwards."""
     if not isinstance(model, FSDPModule):
         run(model, batches)
         return
@@ -356,7 +356,7 @@ def test_13_a_queue_that_nobody_was_told_of(placements: str) -> None:
 
 
 def sums_of_bf16(placements: str, fused: bool, low: bool) -> tuple[torch.dtype, list[float]]:
-    """The gradient of a bf16 weight after 256, 1 and -256; ``low``: of an fp32 master of it."""
+    """The gradient of a bf16 weight after 256, 1 and -256; ``low``: of the weight's fp32 master."""
     dtype = torch.float32 if low else torch.bfloat16
     layer = Linear(2, 3, bias=False, dtype=dtype, fuse_wgrad_accumulation=fused)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
@@ -407,7 +407,7 @@ def split_by_torch(placements: str, fused: bool) -> str:
 @every_placement
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 def test_19_a_backward_split_by_torch_is_refused(placements: str, fused: bool) -> None:
-    """Its stage looks for the parameters in the graph, which has the whole ones, and it is told that they are not."""
+    """torch's stage looks for the shards in the graph, which has the whole parameters, and gets an error."""
     for message in simulate(split_by_torch, 2 * PLACEMENTS[placements], placements, fused):
         if fused and "_input_metadata" in message:
             continue  # torch's split cannot run any autograd function in Python before 2.13
@@ -415,7 +415,7 @@ def test_19_a_backward_split_by_torch_is_refused(placements: str, fused: bool) -
 
 
 def split_by_hand(placements: str, fused: bool) -> tuple[Tensor, Tensor, str]:
-    """Input gradients first, then the weight's, through hooks and past them: what is missing, and the refusal."""
+    """Input gradients first, then the weights', with hooks and without: returns what is missing, and the error."""
     torch.manual_seed(0)
     mesh = mesh_of(PLACEMENTS[placements], 2)
     layer = fully_shard(linear(fuse_wgrad_accumulation=fused), mesh=mesh, placements=placements)
@@ -495,7 +495,7 @@ def test_21_a_unit_that_is_recomputed_and_runs_again_loses_nothing(placements: s
 
 
 def by_hand(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Without torch's optimizers, whose steps can be watched: values are written through ``data``."""
+    """A step without torch's optimizers, so that no hook sees it: values are written through ``data``."""
 
     class ByHand(torch.optim.Optimizer):
         elementwise = True
@@ -523,7 +523,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.sampled(2)
 def test_23_a_step_is_seen_by_the_next_forward(placements: str, optimizer: str) -> None:
-    """Whole parameters that stay are gathered anew, whoever changed the shards, and whatever ran since backward."""
+    """Whole parameters at rest are gathered again, whatever has changed the shards or ran after backward."""
 
     def validated(model: nn.Module, batches: Sequence[Tensor]) -> None:
         run(model, batches)

@@ -19,7 +19,7 @@ from maingrad.te_integration.wgrad_queue import drain_modules
 
 
 class Delaying(nn.Module):
-    """Blocks whose weights a queue may delay; their biases come with backward."""
+    """Blocks whose weight gradients a queue may delay. Backward computes the gradients of biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Delaying(nn.Module):
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp", "hsdp_zero1"])
 @pytest.mark.sampled(2)
 def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind: str, earlier: str) -> None:
-    """What backward has computed of it, biases here, stays out of the next one."""
+    """Gradients that backward has computed, biases here, do not enter the next iteration."""
 
     def on_each_rank() -> None:
         torch.manual_seed(0)
@@ -62,7 +62,7 @@ def test_an_iteration_is_given_up_before_its_delayed_gradients_are_computed(kind
 
 
 class Tied(nn.Module):
-    """An embedding that is the head's weight as well, around layers that are units of their own."""
+    """An embedding tied to the head, around layers that are units of their own."""
 
     def __init__(self, *, delays: bool) -> None:
         super().__init__()
@@ -100,13 +100,13 @@ def _grads_of_two_microbatches(delays: bool) -> list[Tensor]:
 
 
 def test_a_tied_weight_is_delayed_in_one_module_alone() -> None:
-    """While it waits in the queue, another bucket waits for its reduction of the microbatch before, and resets it."""
+    """While the gradient is queued, a wait for the reduction of the microbatch before resets its bucket."""
     for delayed, plain in zip(_grads_of_two_microbatches(True), _grads_of_two_microbatches(False), strict=True):
         torch.testing.assert_close(delayed, plain, rtol=1e-12, atol=0)
 
 
 class Sometimes(nn.Module):
-    """Blocks with a layer that a rank may leave out."""
+    """Blocks with a layer that a rank may skip."""
 
     def __init__(self, make_layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def used(rank: int, index: int) -> list[bool]:
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"])
 @pytest.mark.sampled(2)
 def test_some_ranks_alone_use_what_delays(kind: str, who: str) -> None:
-    """Others in every microbatch; who has delayed something computes it one microbatch later."""
+    """Different ranks in every microbatch. A rank computes its delayed gradients one microbatch later."""
 
     def plain(twin: nn.Module, rank: int) -> None:
         for index, batch in enumerate(batches_of(rank, 4)):
@@ -181,7 +181,7 @@ def test_some_ranks_alone_use_what_delays(kind: str, who: str) -> None:
 
 
 class OnOneRank(nn.Module):
-    """A module that delays its weight gradients, which the first rank alone uses."""
+    """A module with delayed weight gradients, which only the first rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ CROSSING: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_24_what_would_cross_with_delayed_gradients_is_refused_on_all_ranks(
     kind: str, what: str, finishes: bool
 ) -> None:
-    """Those that have none pending as well. After ``finish_grad_sync()``, or a step, there are none."""
+    """Also ranks without pending gradients refuse. After ``finish_grad_sync()``, or a step, no gradient is pending."""
 
     def on_each_rank() -> None:
         torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_24_what_would_cross_with_delayed_gradients_is_refused_on_all_ranks(
 def test_a_step_that_is_skipped_after_its_delayed_gradients_leaves_the_next_iteration_its_microbatches(
     kind: str,
 ) -> None:
-    """Without ``finish_grad_sync()``, which is optional once all of them are computed."""
+    """``finish_grad_sync()`` is not called: it is optional once all delayed gradients are computed."""
 
     def on_each_rank() -> None:
         torch.manual_seed(0)

@@ -28,7 +28,7 @@ SEEDS = range(1, 4)
 )
 @pytest.mark.sampled(1)
 def test_no_order_of_ranks_changes_a_bit(placements: str, instances: int, delay: str) -> None:
-    """What a rank did not wait for holds NaN, or what the last microbatch left."""
+    """Memory that a rank reads without a wait contains NaN, or values of the last microbatch."""
     job = Job(
         units=UNITS,
         placements=placements,

@@ -96,7 +96,7 @@ def evaluated(model: nn.Module, batches: Batches) -> None:
 
 
 class RecomputingBlock(Block):
-    """Recomputes all of it."""
+    """Recomputes the whole block."""
 
     reentrant = False
 
@@ -109,7 +109,7 @@ class ReentrantBlock(RecomputingBlock):
 
 
 class RecomputedNet(Net):
-    """Recomputes its blocks, from outside of their units; inside of them where they do so themselves."""
+    """Recomputes its blocks from outside their units; blocks that recompute themselves do so inside their units."""
 
     def __init__(self, block: type[nn.Module] = Block) -> None:
         super().__init__()

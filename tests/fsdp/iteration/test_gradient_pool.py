@@ -39,7 +39,7 @@ def memory_is_stale() -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """Two layers around a residual, and what a kind of block has beside them."""
+    """Two layers around a residual, and the extra modules of the given kind."""
 
     def __init__(self, kind: str, *, fused: bool) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def one_three_times(model: "Model", x: Tensor) -> Tensor:
 
 
 def side_by_side(model: "Model", x: Tensor) -> Tensor:
-    """No order between them but that of the forward."""
+    """Blocks side by side over one input: the graph gives them no order."""
     return sum((block(x) for block in model.blocks), x)
 
 
@@ -222,7 +222,7 @@ def test_stale_memory_never_leaks_with_several_buckets(
 
 
 class Choosing(nn.Module):
-    """Any of several layers, around a residual; twice where they are drawn twice."""
+    """Some of several layers around a residual; a layer that is drawn twice runs twice."""
 
     def __init__(self, widths: Sequence[int], fused: bool) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class Choosing(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Blocks that forward takes in another order than they are registered in, under a head that may be tied."""
+    """Blocks that run in another order than they are registered in, under a head that may be tied."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Drawn(nn.Module):
 def train_drawn(
     seed: int, size: int, placements: str, instances: int, microbatches: int, how: str, at_once: bool
 ) -> tuple[list[float], list[Tensor]]:
-    """Three steps in which each rank uses what it draws. Losses and whole weights."""
+    """Three steps in which each rank uses the layers that it draws. Returns losses and whole weights."""
     rank = dist.get_rank()
     model = Drawn(seed)
     options: dict[str, Any] = {"placements": placements, "bucket_size": size}
@@ -316,7 +316,7 @@ def draws(seeds: range) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("draw", list(draws(range(5, 200))), ids=str)
 @pytest.mark.sampled(1)
 def test_ranks_may_use_different_parameters_of_a_unit(draw: tuple[Any, ...]) -> None:
-    """All launch in one order (simulated ranks see to that), nothing stale is summed, and buckets change no bit."""
+    """All ranks launch in one order (simulated ranks check it), no stale value is summed, and buckets change no bit."""
     seed, size, placements, instances, inner, *rest = draw
     several, one = (
         simulate(train_drawn, instances * inner, seed, numel, placements, instances, *rest, seed=seed)
@@ -373,7 +373,7 @@ def test_ranks_may_delay_gradients_of_different_buckets(how: str, used: tuple[st
 
 
 class Towers(nn.Module):
-    """Blocks one after the other, below a layer of the outermost unit's."""
+    """Blocks one after the other, below a layer of the outermost unit."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()

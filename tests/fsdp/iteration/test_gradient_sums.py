@@ -59,7 +59,7 @@ def test_the_next_forward_has_the_memory(placements: str):
 @pytest.mark.parametrize("placements", PLACEMENTS)
 @pytest.mark.sampled(2)
 def test_who_keeps_a_gradient_keeps_its_values(placements: str, at_once: bool, size: int | None):
-    """The next round is summed into other memory, and ``.grad`` shows that."""
+    """The next reduction goes into new memory, and ``.grad`` shows the new memory."""
 
     def run() -> None:
         fresh = build(placements)
@@ -80,7 +80,7 @@ def test_who_keeps_a_gradient_keeps_its_values(placements: str, at_once: bool, s
 
 
 def everyones(model: FSDPModule) -> list[Tensor]:
-    """Whole gradients, put together by hand."""
+    """Whole gradients, assembled from the shards of all ranks."""
     found = []
     for param in model.parameters():
         whole = torch.zeros(torch.Size(param.shard.shape).numel())
@@ -92,7 +92,7 @@ def everyones(model: FSDPModule) -> list[Tensor]:
 
 @pytest.mark.parametrize("kept_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 shards"])
 def test_the_first_round_is_summed_in_place(kept_dtype: torch.dtype):
-    """A collective writes what ``.grad`` shows. Later rounds are added, also those of an iteration without a clear."""
+    """The collective writes into ``.grad``. Later reductions are added, also without ``zero_grad`` in between."""
 
     def run() -> None:
         torch.manual_seed(0)

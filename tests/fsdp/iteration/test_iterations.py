@@ -207,7 +207,7 @@ class Loop(Net):
 
 
 class Skips(Net):
-    """Another block is left out with each microbatch."""
+    """Each microbatch skips another block."""
 
     left_out = 0
 
@@ -221,7 +221,7 @@ class Skips(Net):
 
 
 class AuxiliaryBlock(Block):
-    """Leaves a loss of its own on the module, made before its output is."""
+    """Stores a loss on the module, computed before the output."""
 
     auxiliary: Tensor | None = None
 
@@ -257,7 +257,7 @@ class Detaches(Net):
 
 
 class Branches(Net):
-    """Blocks beside each other over one input, which is used again."""
+    """Blocks side by side over one input, which is used again afterwards."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -406,7 +406,7 @@ BREAKS = [
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once", "hsdp, once"])
 @pytest.mark.sampled(4)
 def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[Any, Tensor], None]) -> None:
-    """After ``optimizer.zero_grad()`` the next iteration knows nothing of it."""
+    """After ``optimizer.zero_grad()`` no gradient of it enters the next iteration."""
 
     def on_each_rank() -> None:
         rank, size = rank_and_size()
@@ -517,7 +517,7 @@ def test_what_users_do_to_gradients_between_microbatches_comes_after_what_is_und
 @pytest.mark.parametrize("kind", ["zero1", "zero3", "zero3, once", "hsdp"])
 @pytest.mark.sampled(2)
 def test_a_unit_that_no_backward_reaches_has_zeros(kind: str, model: type[Net]) -> None:
-    """As under DistributedDataParallel: an optimizer treats it alike, whichever wrapper there is."""
+    """As under DistributedDataParallel, so that an optimizer does the same under both."""
 
     def on_each_rank() -> None:
         sharded, _ = both(model, lambda net: shard_blocks(net, **options_of(kind)))

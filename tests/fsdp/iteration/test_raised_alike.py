@@ -31,7 +31,7 @@ def outcome(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def check(errors: list[str], message: str, *, one: bool = True) -> None:
-    """One error on all ranks; ``one``: it says where it comes from."""
+    """All ranks raise one error; ``one``: only one rank has the cause, and the error names this rank."""
     assert len(set(errors)) == 1, errors
     assert message in errors[0], errors[0]
     assert (f"(on rank {OFFENDER})" in errors[0]) == one, errors[0]
@@ -43,7 +43,7 @@ def make_net() -> nn.Sequential:
 
 
 def trained() -> tuple[Any, torch.optim.Optimizer]:
-    """After a step."""
+    """A model and its optimizer after one step."""
     model: Any = make_net()
     fully_shard(model[0])
     fully_shard(model)
@@ -82,7 +82,7 @@ def load_rank_0s_everywhere(folder: Path) -> tuple[str, str, str]:
 
 @pytest.mark.filterwarnings("ignore:.*torch.load.*:FutureWarning")
 def test_dtensors_of_another_rank_are_refused_on_all(tmp_path: Path) -> None:
-    """Over gloo: their elements fit, and would be taken for this rank's."""
+    """Over gloo: elements of another rank fit in shape, and would be loaded as this rank's."""
     found = run_ranks(load_rank_0s_everywhere, 2, tmp_path)
     why = "the DTensor has the elements of the rank at (0,) of its mesh, and this rank is at (1,): each rank loads"
     check([weights for weights, _, _ in found], f"0.weight: {why}")

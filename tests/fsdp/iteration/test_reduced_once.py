@@ -92,7 +92,7 @@ def test_hybrids_agree_to_the_bit(placements: str, microbatches: int, inner: int
 
 @pytest.mark.parametrize("placements", ["zero3", pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_microbatches_are_summed_before_they_are_reduced(placements: str) -> None:
-    """Otherwise the same model's bits differ: what the tests above compare is the order of sums."""
+    """A check of the tests above: with another order of sums the bits differ."""
     job = Job("shapes", ("odd", "prime"), placements, 2 if placements == "hsdp" else 1, 2, microbatches=3, steps=STEPS)
     held = check(job._replace(holding=("odd", "prime", "")))
     reduced_each = check(job)
@@ -121,13 +121,13 @@ def test_each_unit_as_it_was_told(placements: str, instances: int, holding: tupl
 @pytest.mark.parametrize("holding", [("experts.1",), ("",), ("experts.0", "experts.1", "")], ids=str)
 @pytest.mark.sampled(1)
 def test_experts_on_a_mesh_of_their_own(holding: tuple[str, ...]) -> None:
-    """Ranks 0 and 2 share experts, and 1 and 3 others; both have seen the tokens of all four ranks."""
+    """Ranks 0 and 2 share experts, ranks 1 and 3 others. All experts have seen the tokens of all four ranks."""
     job = Job(inner=4, microbatches=3, variants=2, steps=STEPS, holding=holding)
     check(job, holders=lambda name: [(0, 2), (1, 3)] if name.startswith("experts") else [range(4)])
 
 
 class Nested(nn.Module):
-    """A unit in a unit: the inner one's parameters are the inner one's alone."""
+    """A unit in a unit: the inner unit's parameters do not belong to the outer unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def an_iteration(
     synced: Sequence[bool] = (False, False, True),
     **how: Any,
 ) -> None:
-    """The second one: a stretch for each microbatch, and one for ``finish_grad_sync``."""
+    """The second iteration: a stretch for each microbatch, and one for ``finish_grad_sync``."""
     torch.manual_seed(0)
     blocks = ("blocks.0", "blocks.1", "blocks.2")
     mesh = mesh_of(instances, 2)
@@ -233,7 +233,7 @@ def test_only_units_that_were_told_to_hold() -> None:
 
 
 class Delays(nn.Module):
-    """A layer whose weight gradient is delayed, and one whose is not."""
+    """A layer with a delayed weight gradient, and a layer without."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Delays(nn.Module):
 
 @pytest.mark.parametrize("where", ["inside no_sync", "outside", "at the end"])
 def test_which_microbatch_is_the_last_is_said_by_its_backward(where: str) -> None:
-    """A drain after ``no_sync`` of what a backward within it has delayed reduces nothing."""
+    """A drain after ``no_sync``, of gradients that a backward within it has delayed, reduces nothing."""
 
     def on_each_rank() -> list[int]:
         model = shard(Delays(), ("first", "second"), holding=("first", "second", ""))
@@ -274,7 +274,7 @@ def test_which_microbatch_is_the_last_is_said_by_its_backward(where: str) -> Non
 
 
 def counted_reductions(model: FSDPModule) -> list[str]:
-    """Grows by a name with each reduction that is launched."""
+    """A list that gets a name at each reduction that is launched."""
     launched: list[str] = []
     launcher = root_of(model).grads.launcher
     launch = launcher.launch

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from maingrad.fsdp.module import root_of
-from maingrad.fsdp.tensors.gradient import HeldGrad, ShardedGrad
+from maingrad.fsdp.tensors.gradient import PlaceholderGrad, ShardedGrad
 from maingrad.launch import simulate
 
 TOO_EARLY = r"\.grad of parameter '.*' was changed in the middle of an iteration"
@@ -72,7 +72,7 @@ def test_it_is_zeros_until_the_last_microbatch(kind: str) -> None:
         a_microbatch(model, batches[0])
         shown = [param.grad for param in model.parameters()]
         for param, grad in zip(model.parameters(), shown, strict=True):
-            assert type(grad) is HeldGrad and grad.shard is param.shard
+            assert type(grad) is PlaceholderGrad and grad.shard is param.shard
             assert (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device)
             assert torch.equal(grad.to_local(), torch.zeros(param.shape, dtype=param.dtype))
             assert grad.untyped_storage().nbytes() == grad.element_size()
@@ -156,7 +156,7 @@ CHANGES: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.sampled(2)
 def test_a_change_in_place_is_refused_and_does_no_harm(change: str, kind: str) -> None:
-    """What clips or scales between microbatches would clip or scale nothing; the iteration goes on."""
+    """A clip or scale between microbatches would have no effect, and is refused. The iteration goes on."""
 
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -186,7 +186,7 @@ BEHIND: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", BEHIND)
 @pytest.mark.sampled(4)
 def test_what_cannot_be_refused_is_noticed_by_the_last_microbatch(change: str, kind: str) -> None:
-    """And the next iteration knows nothing of it."""
+    """The last microbatch raises. The next iteration is right."""
 
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         a_microbatch(model, batches[0])
@@ -240,7 +240,7 @@ def test_clearing_all_gives_the_iteration_up(kind: str, next_one: str) -> None:
 
 
 def test_clearing_all_and_finishing_leaves_zeros() -> None:
-    """Whoever has cleared nothing on his rank gets what he has computed: all reduce."""
+    """A rank that has not set ``.grad`` to None gets its gradients, because all ranks reduce."""
 
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         a_microbatch(model, batches[0])
@@ -327,7 +327,7 @@ def test_a_gradient_of_the_users_is_added_to() -> None:
 
 
 class Picks(Net):
-    """Runs the blocks that it is told to."""
+    """Runs the blocks that its arguments name."""
 
     blocks_used: Sequence[int] = (0, 1, 2)
 

@@ -91,7 +91,7 @@ def iterations(
     microbatches: int = 3,
     finish: bool = False,
 ) -> list[Seen]:
-    """Three; ``finish``: all microbatches are under ``no_sync``."""
+    """Three iterations; ``finish``: all microbatches are under ``no_sync``."""
     mesh = mesh_of(instances, dist.get_world_size() // instances)
     model = shard(Tower(delayed=delayed), BLOCKS, holding=holding, placements=placements, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -159,7 +159,7 @@ def test_whole_gradients_go_as_the_last_backward_passes_them() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_one_microbatch_holds_no_more_than_ever(microbatches: int) -> None:
-    """Where there is nothing to hold, the pool is as small as without."""
+    """With one microbatch the pool is as small as with a reduction in every microbatch."""
     for rank in simulate(iterations, 2, microbatches=microbatches):
         for seen in rank:
             assert seen.peak == (ALL if microbatches == 2 else HEAD + 2 * BLOCK)
@@ -202,7 +202,7 @@ def test_what_was_given_up_has_no_memory_when_the_next_backward_begins() -> None
 @pytest.mark.parametrize(("placements", "instances"), [("zero2", 1), ("zero3", 1), ("hsdp", 2), ("hsdp_zero1", 2)])
 @pytest.mark.sampled(1)
 def test_stale_memory_never_leaks(placements: str, instances: int, holding: tuple[str, ...], delay: str) -> None:
-    """The pool's memory and every ``torch.empty`` hold NaN: sums that are written once, held gradients, unused ones."""
+    """The pool's memory and every ``torch.empty`` are filled with NaN, which no sum may read."""
     job = Job("everything", UNITS, placements, instances, 2, delay=delay, microbatches=3, steps=2, holding=holding)
     with stale_memory() as taken:
         sharded = simulate(train_sharded, job.ranks, job)

@@ -198,7 +198,7 @@ def test_one_collective_across_instances_for_each_bucket_and_step(
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.sampled(3)
 def test_delayed_gradients_are_reduced_in_the_drain(microbatches: int, delayed: str) -> None:
-    """Weights of blocks alone are delayed here: in the last one, which reduces all microbatches'."""
+    """Only weights of blocks are delayed. The last drain reduces the gradients of all microbatches."""
     words = launches("zero3", microbatches=microbatches, delayed=delayed)[0].split()
     assert [word for word in words if word.startswith("r")] == ["ro"] * microbatches + ["r2", "r1", "r0"]
     assert words.count("drain") == microbatches
@@ -210,7 +210,7 @@ def test_delayed_gradients_are_reduced_in_the_drain(microbatches: int, delayed: 
 @pytest.mark.parametrize("placements", ["hybrid", "hsdp"])
 @pytest.mark.sampled(1)
 def test_which_microbatch_is_the_last_is_said_by_its_backward(placements: str, delayed: str) -> None:
-    """A drain after ``no_sync`` of what a backward within it has delayed is not the end of the iteration."""
+    """A drain after ``no_sync``, of gradients that a backward within it has delayed, does not end the iteration."""
     inside, across = launches(placements, instances=2, microbatches=3, delayed=delayed)
     assert across == ["all_reduce"] * 4
     num_prompt = 1 if placements == "hybrid" else 3
@@ -218,7 +218,7 @@ def test_which_microbatch_is_the_last_is_said_by_its_backward(placements: str, d
 
 
 def test_no_gather_comes_twice() -> None:
-    """A prefetch that guessed right is what the unit takes."""
+    """A unit uses its prefetched gather, and does not gather again."""
     for microbatches in (1, 2, 3):
         words = launches("zero3", microbatches=microbatches)[0].split()
         gathers = [word for word in words if word.startswith("g")]

@@ -56,7 +56,7 @@ def sharded(**options: Any) -> Any:
 
 
 def whole_grads(model: Any) -> list[Tensor]:
-    """Gathered by hand: shards are ranges of the flattened parameters."""
+    """Whole gradients, assembled from all ranks' ranges of the flattened parameters."""
     grads = []
     for param in model.parameters():
         info = param.shard
@@ -166,7 +166,7 @@ def test_cleared_sums_of_an_iteration_that_is_over() -> None:
 
 
 def after_a_failure(kept: bool, cleared: bool) -> list[Tensor]:
-    """As in plain autograd, ``.grad`` has what backward came to; what it had not reduced is lost as a whole."""
+    """As in plain autograd, ``.grad`` has what backward has reached. Gradients that are not reduced are lost."""
     model = sharded()
     if kept:
         model(batch(0)).backward()
@@ -195,7 +195,7 @@ def test_grad_after_a_backward_that_failed(kept: bool, cleared: bool) -> None:
 
 
 class FlagAndFail(torch.autograd.Function):
-    """As a foreign fused layer whose backward fails once it has said that ``main_grad`` is written."""
+    """A foreign fused layer whose backward fails after it has set the flag that ``main_grad`` is written."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -231,6 +231,6 @@ def foreign_failure() -> tuple[Tensor, Tensor]:
 
 
 def test_a_plain_use_after_a_foreign_backward_that_failed() -> None:
-    """The flag of the backward that failed is not taken for the next one's."""
+    """The flag of the failed backward is not taken for the flag of the next backward."""
     for found, wanted in simulate(foreign_failure, 2):
         torch.testing.assert_close(found, wanted)

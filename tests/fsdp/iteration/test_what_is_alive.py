@@ -24,7 +24,7 @@ LEARNING_RATE = 0.05
 
 
 class Failed(Exception):
-    """What a forward raises when it is told to."""
+    """The exception of a forward that is told to raise."""
 
 
 class Block(nn.Module):
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks of different sizes, the second of them used twice, between layers of the outermost unit's."""
+    """Blocks of different sizes between layers of the outermost unit; the second block runs twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_kept_on_some_ranks(kind: str, what: str, who: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(2)
 def test_an_exception_is_stored_on_rank_0(kind: str) -> None:
-    """With its traceback, and with that the frames, their tensors and their graphs."""
+    """The exception keeps its traceback, and so the frames, their tensors and their graphs."""
 
     def train(kind: str | None, ranks: Sequence[int]) -> list[Tensor]:
         model = make(kind)
@@ -152,7 +152,7 @@ def test_an_exception_is_stored_on_rank_0(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["zero1", "zero3 once"])
 def test_gradients_are_cleared_on_rank_0(kind: str) -> None:
-    """In the middle of an iteration: what rank 0 has computed by then is not wanted, and the others' is."""
+    """In the middle of an iteration: rank 0 discards its gradients so far, the other ranks do not."""
 
     def train(kind: str | None, ranks: Sequence[int]) -> list[Tensor]:
         model = make(kind)
@@ -181,7 +181,7 @@ def test_gradients_are_cleared_on_rank_0(kind: str) -> None:
 
 
 def drawn_program(seed: int, kind: str | None, ranks: Sequence[int]) -> list[Tensor]:
-    """``shared`` decides what all ranks do alike, ``own`` what this rank does for itself."""
+    """``shared`` draws what all ranks do, ``own`` what only this rank does."""
     shared, own = random.Random(seed), random.Random(1000 * seed + ranks[0])
     model = make(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -262,7 +262,7 @@ def whole_parameters(model: Any) -> list[Tensor]:
 
 
 def compare(kind: str, train: Callable[[str | None, Sequence[int]], list[Tensor]]) -> None:
-    """All ranks' parameters with those of a plain model that has seen all ranks' batches.
+    """Compare all ranks' parameters with those of a plain model that has seen all ranks' batches.
 
     Within the rounding of sums in another order: a few dozen operations in fp64 on values near 1.
     """

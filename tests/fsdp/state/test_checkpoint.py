@@ -32,7 +32,7 @@ Options = dict[str, Any]
 def shard_everything(
     placement: str = "zero3", computing: torch.dtype | None = BF16, *, seed: int = 0, kept: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Units for two layers and the rest; half of the ranks in each instance where there are several.
+    """Make units of two layers and of the rest. With several instances, half of the ranks are in each.
 
     Values are those of a model in bf16 where that is computed in; the norm computes in fp32, as that model's does.
     """
@@ -106,7 +106,7 @@ def assert_same_but_for_frozen(sharded: Path, wrapped: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype | None], Path]:
-    """Four ranks after three steps; beside it ``NAME-later``, after five."""
+    """A checkpoint of four ranks after three steps, and beside it ``NAME-later``, after five steps."""
     root = tmp_path_factory.mktemp("saved")
 
     @functools.cache
@@ -181,7 +181,7 @@ def train_ddp_and_save(folder: Path, dtype: torch.dtype) -> None:
 def test_fp32_models_share_one_file_with_either_kind_of_sharding(
     tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path]
 ) -> None:
-    """Nothing is rounded: no master apart. Ranks that compute in bf16 read such a file as well, and write both."""
+    """fp32 models have no separate masters. Ranks that compute in bf16 read such a file, and write both."""
     start = saved("zero3", None)
     simulate(load_and_save_ddp, 3, start, tmp_path / "zero1", torch.float32, ZERO1)
     assert_same_files(start, tmp_path / "zero1")
@@ -208,7 +208,7 @@ def test_real_ranks_save_what_simulated_ones_save(
 def test_every_element_is_written_once_and_work_is_shared(
     saved: Callable[[str, torch.dtype | None], Path], placement: str
 ) -> None:
-    """Under hsdp the first instance writes; where optimizer state is sharded across as well, all ranks do."""
+    """Under hsdp the first instance writes. If optimizer state is sharded across instances as well, all ranks write."""
     folder = saved(placement, BF16)
     index = Manifest.read(folder).index  # this checks that chunks tile each tensor
     writers = {chunk.file for stored in index.tensors.values() for chunk in stored.chunks}
@@ -280,12 +280,12 @@ def local_values(model: nn.Module) -> dict[str, Tensor]:
 )
 @pytest.mark.sampled(1)
 def test_every_optimizer_resumes_with_its_groups_known_by_name(tmp_path: Path, kind: str) -> None:
-    """In another order than they were saved in."""
+    """The groups are loaded in another order than they were saved in."""
     simulate(resume_with, 3, tmp_path / "c", kind)
 
 
 def test_groups_of_the_distributed_optimizer_are_the_users(tmp_path: Path) -> None:
-    """There the rest is a group of its own, perhaps an empty one."""
+    """In ``DistributedOptimizer`` the remaining parameters form one more group, perhaps an empty one."""
     options = {"param_groups": [{"params": "*.bias", "lr": 0.25}, {"params": lambda name, _: name[-5:] != ".bias"}]}
 
     def save() -> None:
@@ -361,7 +361,7 @@ def test_weights_go_into_plain_modules_and_come_back(
 
 
 def test_loaded_weights_are_used_at_once(tmp_path: Path) -> None:
-    """Also where whole parameters are kept gathered."""
+    """Also if whole parameters stay gathered."""
 
     def outputs(placement: str) -> list[Tensor]:
         tokens = batch(0, 0)
@@ -422,7 +422,7 @@ def test_each_set_of_experts_comes_back_to_its_own_ranks(tmp_path: Path) -> None
 
 
 def with_stages(folder: Path, seed: int) -> dict[str, Tensor]:
-    """Two pipeline stages, each a model of its own on half of the ranks, whose groups are not the world's."""
+    """Two pipeline stages, each a model of its own on half of the ranks, with process groups smaller than the world."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("stage", "outer", "inner"))
     stage = mesh.get_local_rank("stage")
     torch.manual_seed(10 * stage + seed)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from maingrad.ddp import load_checkpoint, save_checkpoint
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
-from maingrad.fsdp.tensors.gradient import HeldGrad
+from maingrad.fsdp.tensors.gradient import PlaceholderGrad
 
 
 def on_gpu(
@@ -44,7 +44,7 @@ def shards(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
 def test_from_a_gpu_to_the_cpu_and_back(tmp_path: Path, offload: bool) -> None:
-    """Through a DDP model on the CPU, which keeps frozen parameters in bf16 alone: they were bf16 before."""
+    """Through a DDP model on the CPU. It keeps frozen parameters in bf16 alone; they were in bf16 before."""
     model, optimizer = on_gpu(offload=offload)
     take_steps(model, optimizer, range(2), 0)
     save_checkpoint(tmp_path / "gpu", model, optimizer)
@@ -65,20 +65,20 @@ def loss_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def two_microbatches(model: Any, step: int) -> dict[str, Tensor]:
-    """Gradients on the CPU. Between the microbatches those of offloaded shards, which are zeros, are on the host."""
+    """Gradients on the CPU. Between the microbatches the gradients of offloaded shards are zeros, on the host."""
     with model.no_sync():
         loss_of(model, batch(step, 0).cuda()).backward()
     for param in model.parameters():
         if param.requires_grad:
             assert param.grad.device == param.device
-            assert not param.grad.to_local().any() or not isinstance(param.grad, HeldGrad)
+            assert not param.grad.to_local().any() or not isinstance(param.grad, PlaceholderGrad)
     loss_of(model, batch(step, 1).cuda()).backward()
     return {name: param.grad.to_local().cpu() for name, param in model.named_parameters() if param.requires_grad}
 
 
 @pytest.mark.gpu
 def test_offloaded_shards_get_gradients_that_were_reduced_once(tmp_path: Path) -> None:
-    """The same as those that stay on the device, to the bit; three steps, a checkpoint, and three more."""
+    """Gradients equal those on the device, bit for bit, over three steps, a checkpoint, and three steps."""
     model, optimizer = on_gpu(offload=True, once=True)
     grads = two_microbatches(model, 0)
     assert all(grad.any() for name, grad in grads.items() if grad.numel())

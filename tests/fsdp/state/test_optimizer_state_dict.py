@@ -139,7 +139,7 @@ def test_an_optimizer_is_known_from_load_checkpoint_on(tmp_path: Path) -> None:
 
 
 def test_state_that_was_given_in_dtensors_is_saved_before_a_step(tmp_path: Path) -> None:
-    """It is this rank's shards from there on."""
+    """The loaded DTensors become this rank's shards."""
 
     def save_twice() -> None:
         model, optimizer = make(True, "zero3")

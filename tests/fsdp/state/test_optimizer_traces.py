@@ -73,7 +73,7 @@ def build(name: str, place: str, groups: bool = False) -> tuple[Any, optim.Optim
 
 
 def scaler_of(*, enabled: bool = True) -> torch.amp.GradScaler:
-    """Its scale is a power of two, which is exact."""
+    """A scaler whose scale is a power of two, so that scaling is exact."""
     return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=100, enabled=enabled)
 
 
@@ -126,7 +126,7 @@ def test_nor_does_any_other_class(name: str) -> None:
 
 
 def saved_after_a_skip(folder: Path, how: str) -> None:
-    """Dampening spares the first gradient that is taken, also in the run that goes on."""
+    """Dampening does not apply to the first gradient that a step uses, also in the resumed run."""
     name = "SGD, dampening, fused"
     expected = train(name, "zero3", (), scaler_of(enabled=False))
     model, optimizer = build(name, "zero3")
@@ -232,7 +232,7 @@ def test_state_before_the_first_step_is_of_whole_parameters() -> None:
 
 
 def test_optimizers_over_other_parameters_save_and_load_as_torchs_do() -> None:
-    """Though ``Optimizer.state_dict`` is one that knows sharded parameters."""
+    """Although ``Optimizer.state_dict`` was replaced by a function that knows sharded parameters."""
     fully_shard(nn.Linear(3, 2))
     plain = nn.Linear(3, 2)
     optimizer = optim.Adagrad(plain.parameters())

@@ -28,7 +28,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
-    """No weight decay for norms, biases and scalars, by their dims; another rate for the head, by its name."""
+    """No weight decay for norms, biases and scalars, by number of dims; another rate for the head, by name."""
     named = dict(model.named_parameters())
     head = [param for name, param in named.items() if name.startswith("head")]
     rest = [param for name, param in named.items() if not name.startswith("head")]
@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 @pytest.mark.parametrize("kind", ["zero3", "hsdp_zero1", "zero1"])
 @pytest.mark.sampled(1)
 def test_optimizers_of_torch(kind: str, name: str) -> None:
-    """Adam divides by roots of squares, which carry less of the bits of gradients that cancel."""
+    """Adam divides by the root of squares, so that gradients that cancel lose more bits."""
     train_beside(kind, optimizer=OPTIMIZERS[name], steps=3, tolerance=1e-7)
 
 
@@ -87,7 +87,7 @@ some_kinds = pytest.mark.parametrize("kind", ["zero3", "zero1", pytest.param("hs
 
 @some_kinds
 def test_two_optimizers_of_which_one_is_zeroed(kind: str) -> None:
-    """What the other one has goes on to accumulate."""
+    """The gradients of the other optimizer go on accumulating."""
 
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         pairs = []

@@ -80,7 +80,7 @@ def same_as_torchs(placement: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("placement, ranks", [("zero3", 3), ("zero2", 4), ("hsdp", 4), ("hsdp_zero1", 4)])
 def test_they_are_what_fsdp2_gives(placement: str, ranks: int) -> None:
-    """Shards in fp32, which are computed with in bf16, go out in fp32."""
+    """Shards in fp32 are saved in fp32, also if the model computes in bf16."""
     run_ranks(same_as_torchs, ranks, placement)
 
 
@@ -135,7 +135,7 @@ def test_real_ranks_of_both_libraries_share_checkpoints(
 
 
 def load_every_kind(placement: str) -> None:
-    """Whole tensors, DTensors of these ranks, and DTensors that lie otherwise."""
+    """Load whole tensors, DTensors of these ranks, and DTensors with other placements."""
     mesh = mesh_for(placement)
     model = shard(Odd(1), placement, mesh)
     expected = Odd(2).state_dict()
@@ -183,7 +183,7 @@ def test_whole_tensors_and_dtensors_of_any_kind_are_loaded(run: Any, placement: 
 
 
 def round_trip(placement: str) -> None:
-    """A scalar, no elements, two dtypes; and what forward makes of it."""
+    """A scalar, an empty parameter and two dtypes; and the output of forward."""
     mesh = mesh_for(placement)
     model = Everything(seed=1)
     expected = {name: value.clone() for name, value in model.state_dict().items()}

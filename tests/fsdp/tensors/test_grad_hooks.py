@@ -119,7 +119,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def test_sums_over_a_parameter_are_refused_on_all_ranks_alike_and_right_over_whole_ones() -> None:
-    """Whether this rank's shards are cut or not: the plan says it."""
+    """All ranks raise, whether their own shards are cut or not, because the plan decides."""
 
     class Declared(Lamb):
         per_parameter = True

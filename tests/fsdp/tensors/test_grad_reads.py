@@ -21,7 +21,7 @@ RANKS = 2
 
 
 class Net(nn.Module):
-    """A matrix that ranks cut, and a scalar and small ones, of which other ranks have nothing."""
+    """A matrix with elements on several ranks, and a scalar and small parameters that lie on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def batch(rank: int, step: int = 0) -> Tensor:
 
 
 def backward(model: Any, step: int = 0) -> None:
-    """One iteration of a sharded model; of a plain one on all ranks' batches."""
+    """One iteration of a sharded model, or of a plain model on all ranks' batches."""
     if hasattr(model, "unsharded"):
         model(batch(dist.get_rank(), step)).square().mean().backward()
     else:
@@ -143,7 +143,7 @@ def test_placements_read_alike(placements: str) -> None:
 
 
 def test_replicas_and_experts_count_once() -> None:
-    """Instances hold the same elements; an expert of each rank's own is one parameter of all ranks'."""
+    """Instances are replicas. The different experts of all ranks count as one parameter."""
     reference = plain()
 
     def check() -> None:
@@ -339,7 +339,7 @@ def test_a_parameters_own_reads_are_local_and_whole_within_unsharded() -> None:
 
 
 class PerParameter(torch.optim.Optimizer):
-    """Its update depends on one parameter: it reads norms of what it has made, on the rank that has the parameter."""
+    """Its update depends on one parameter: it reads norms of results, on the rank that has the parameter."""
 
     per_parameter = True
 

@@ -26,14 +26,14 @@ from maingrad.fsdp.tensors.parameter import ShardedParameter, ShardInfo, local_s
 from maingrad.launch import simulate
 
 SHAPES = ((7, 15), (), (16, 17), (5,), (3, 1, 4), (1,), (2, 3), ())
-"""Scalars and small ones lie on one rank whole, so that the others' shards of them are empty."""
+"""Scalars and small parameters lie on one rank, so that other ranks' shards of them are empty."""
 
 INF = math.inf
 ALONE = RankGrid(None, None, None)
 
 
 class Ranks(NamedTuple):
-    """How many there are, of how many instances, and whether instances are replicas of each other."""
+    """The number of ranks and instances, and whether instances are replicas of each other."""
 
     size: int
     instances: int = 1
@@ -43,7 +43,7 @@ class Ranks(NamedTuple):
         return make_grid(None, num_instances=self.instances)
 
     def place(self, grid: RankGrid) -> tuple[int, int]:
-        """Which shard of how many is this rank's."""
+        """Index of this rank's shard, and the number of shards."""
         if self.replicated:
             return grid.inner_rank, grid.inner_size
         return grid.outer_rank * grid.inner_size + grid.inner_rank, grid.size
@@ -66,7 +66,7 @@ def wholes(scale: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tenso
 
 
 def cut(ranks: Ranks, grid: RankGrid, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ShardInfo]]:
-    """This rank's flat range of each of these, in memory of its own."""
+    """This rank's flat range of each tensor, in memory of its own."""
     place, size = ranks.place(grid)
     total = sum(tensor.numel() for tensor in tensors)
     share = -(-total // size)
@@ -562,7 +562,7 @@ def test_real_ranks_clip_and_find_nan_as_one_process(bad: float) -> None:
 
 
 def scaled_steps(ranks: Ranks, options: dict[str, Any], bad_rank: int) -> tuple[list[Tensor], list[float]]:
-    """Three steps, in the second of which one rank's shard has an Inf."""
+    """Three steps. In the second, one rank's shard has an Inf."""
     watch_optimizers()
     params = sharded_params(ranks, wholes(), wholes())
     optimizer = torch.optim.AdamW(params, lr=0.1, **options)

@@ -106,7 +106,7 @@ def test_sharding_twice() -> None:
 
 
 class Borrows(nn.Module):
-    """Reads a weight of a unit in a forward that is not that unit's."""
+    """Reads a weight of another unit in its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -520,7 +520,7 @@ def test_policies_that_cannot_be() -> None:
 
 @on_ranks(2)
 def test_nothing_is_left_behind_by_a_refusal() -> None:
-    """The module can be sharded once what was wrong is mended."""
+    """After a refusal the module can be corrected and sharded."""
     rank, _ = rank_and_size()
     model = Net()
     model.head.bias = nn.Parameter(torch.zeros(3 + rank))

@@ -64,7 +64,7 @@ def each_in_autocast(model: nn.Module, batches: Sequence[Tensor]) -> None:
 
 
 def all_in_one_autocast(model: nn.Module, batches: Sequence[Tensor]) -> None:
-    """Weights that autocast has cast may be used again by the second microbatch: torch sums their gradients in bf16."""
+    """The second microbatch may use casts that autocast has cached. torch sums their gradients in bf16."""
     with torch.autocast("cpu", torch.bfloat16):
         one_backward(model, batches)
 
@@ -121,7 +121,7 @@ def test_a_block_compiled_before_a_model_that_is_evaluated() -> None:
 
 
 def losses_of_a_llama(compiled: str, *, fused: bool) -> list[list[float]]:
-    """Of two iterations of two microbatches, on each of two ranks."""
+    """Losses of two iterations of two microbatches, on each of two ranks."""
     size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(num_hidden_layers=2, vocab_size=64, max_position_embeddings=32, use_cache=False, **size)
 

@@ -27,7 +27,7 @@ def shard_children(model: nn.Module, **options: Any) -> None:
 
 
 def first_then_plain(ours: Callable[[], nn.Module], plain: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Makes the model, then its twin, and so on."""
+    """A factory that makes the model, its plain twin, the next model, and so on."""
     makers = itertools.cycle([ours, plain])
     return lambda: next(makers)()
 
@@ -45,7 +45,7 @@ def drained(model: nn.Module) -> None:
 
 
 def delayed_run(model: nn.Module, batches: Sequence[Tensor]) -> None:
-    """Weight gradients one microbatch behind; all of them before the step."""
+    """Weight gradients are computed one microbatch later, and the last ones before the step."""
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         if last:
@@ -145,7 +145,7 @@ def test_foreign_modules_that_delay(kind: str, form: str) -> None:
 
 
 class TiedToForeign(nn.Module):
-    """One weight of a foreign module that accumulates itself and of a plain one."""
+    """One weight of a plain module and of a foreign module that accumulates ``main_grad`` itself."""
 
     def __init__(self, cls: Any) -> None:
         super().__init__()

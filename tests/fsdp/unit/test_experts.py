@@ -16,7 +16,7 @@ from maingrad.launch import simulate
 
 
 class Mixture(nn.Module):
-    """A layer around experts, of which each rank has one variant; the experts' own exchange of tokens is left out."""
+    """A layer around experts. Each rank has one variant of the experts. There is no exchange of tokens."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def run(model: nn.Module, batches: Any) -> None:
 
 
 def expert_mesh(size: int, num_variants: int, instances: int) -> Any:
-    """Ranks r, r + num_variants, ... hold the same experts; in so many instances."""
+    """The mesh of ranks r, r + num_variants, ..., which hold the same experts, in ``instances`` instances."""
     shape = (instances, size // num_variants // instances, num_variants)
     return init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner", "variant"))["outer", "inner"]
 
@@ -112,7 +112,7 @@ def sharded_mixture(rank: int, instances: int) -> Any:
 
 
 def average_grads(twins: list[Mixture], step: int) -> list[dict[str, Tensor]]:
-    """Of each kind of experts with the dense layers, over four ranks' batches; they stay in the twins."""
+    """Average gradients over four ranks' batches, for each variant of the experts; left in ``.grad`` of the twins."""
     sums: list[dict[str, Tensor]] = [{}, {}]
     for rank in range(4):
         grads = plain_grads(twins[rank % 2], run, [batches_of(rank, 2, step=step, dtype=torch.float32)])
@@ -160,7 +160,7 @@ def test_clipping_is_by_one_norm_over_all_experts(instances: int, norm_type: flo
 
 @pytest.mark.parametrize("instances", [1, 2])
 def test_an_overflow_of_one_expert_is_skipped_by_all(instances: int) -> None:
-    """Experts have an optimizer of their own, whose check for Inf sees no gradient that all ranks share."""
+    """The experts' own optimizer checks for Inf over gradients of experts alone."""
 
     def on_each_rank() -> tuple[bool, float]:
         rank = dist.get_rank()

@@ -64,7 +64,7 @@ def tensors_in(outputs: Any) -> list[Tensor]:
 
 
 class Speaks(nn.Module):
-    """A block whose inputs and outputs come in some form."""
+    """A block whose inputs and outputs have one of several forms."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_inputs_and_outputs_in_any_form(kind: str, form: str) -> None:
 
 
 class Quiet(nn.Module):
-    """A unit that returns nothing, or nothing with a gradient."""
+    """A unit that returns None, or no tensor with a gradient."""
 
     def __init__(self, returns: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_units_that_leave_no_graph(kind: str, returns: str) -> None:
 
 
 class Passes(Block):
-    """A block that hands its input on where it is told to, alone or beside what it would else compute."""
+    """A block that can return its input, alone or beside its output."""
 
     passes = False
     pairs = False
@@ -187,7 +187,7 @@ class Passing(nn.Module):
 def test_units_that_hand_their_input_on_are_reduced_in_their_turn(
     kind: str, pairs: bool, reentrant: bool | None
 ) -> None:
-    """Other ones on each rank: all ranks must launch in one order."""
+    """Each rank has other such units, and all ranks must launch in one order."""
 
     def on_each_rank() -> None:
         rank, size = rank_and_size()

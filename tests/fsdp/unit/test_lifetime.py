@@ -48,7 +48,7 @@ class Watched:
 
 
 def nothing(model: Any) -> None:
-    """Only gathered once."""
+    """Only a gather, without a training step."""
 
 
 def a_forward(model: Any) -> None:
@@ -239,7 +239,7 @@ def test_between_forward_and_backward_with_delayed_weight_gradients() -> None:
 
 
 def test_what_it_was_made_of_is_free_while_it_lives() -> None:
-    """The parameters of before have no memory, whoever still refers to them."""
+    """The parameters of before sharding have no memory, even if references to them exist."""
     model = Net()
     before = list(model.parameters())
     memory = [StorageWeakRef(param.untyped_storage()) for param in before]

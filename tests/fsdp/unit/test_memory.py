@@ -25,7 +25,7 @@ NUM_BLOCKS = 6
 
 
 class Block(nn.Module):
-    """A feed-forward layer around a residual, and sometimes a parameter that nobody uses."""
+    """A feed-forward layer around a residual, and sometimes an unused parameter."""
 
     def __init__(self, *, unused: bool, delayed: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def plainly(model: Transformer, x: Tensor) -> Tensor:
 
 
 def recomputed(size: int, reentrant: bool, model: Transformer, x: Tensor) -> Tensor:
-    """So many blocks at a time."""
+    """The forward, recomputing ``size`` blocks at a time in backward."""
     for first in range(0, NUM_BLOCKS, size):
         x = checkpoint(nn.Sequential(*model.blocks[first : first + size]), x, use_reentrant=reentrant)
     return x
@@ -141,7 +141,7 @@ def peaks(
     queued: bool = False,
     size: int | None = None,
 ) -> list[Peaks]:
-    """Of three iterations: in the first the order of units is not known yet."""
+    """Peaks of three iterations. In the first the order of units is not known yet."""
     model = Transformer(run, unused=unused, delayed=delayed)
     mesh = mesh_of(instances, dist.get_world_size() // instances)
     options = {"placements": placements, "mesh": mesh, "reshard_after_forward": reshard, "bucket_size": size}
@@ -194,7 +194,7 @@ class Whole(NamedTuple):
 
 
 def whole_parameters(run: Run, microbatches: int) -> tuple[Whole, Whole]:
-    """Of the third iteration, and of an evaluation after it."""
+    """Whole parameters of the third iteration, and of an evaluation after it."""
     model = shard(Transformer(run), BLOCKS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter, units = root_of(model).gathers.meter, root_of(model).units
@@ -222,7 +222,7 @@ def whole_parameters(run: Run, microbatches: int) -> tuple[Whole, Whole]:
 
 @pytest.mark.parametrize("run", ["plainly", "recomputed"])
 def test_two_blocks_are_whole_at_once_and_between_microbatches(run: str) -> None:
-    """The one that computes and the one on its way; between microbatches the two that the next forward begins with."""
+    """The block that computes and the block being gathered; between microbatches the first two of forward."""
     for trained, evaluated in simulate(whole_parameters, 2, RUNS[run], 3):
         assert trained == Whole(2, [2, 2, 0])
         assert evaluated == Whole(2, [0])
@@ -261,7 +261,7 @@ def test_the_pool_grows_where_no_unit_can_be_reduced(
 
 
 class Watched(NamedTuple):
-    """What became of whole gradients in an iteration of units with several buckets. All sizes in bytes."""
+    """The whole gradients in an iteration of units with several buckets. All sizes in bytes."""
 
     limit: int
     """A block's own, and its largest bucket or half of it."""
@@ -276,7 +276,7 @@ class Watched(NamedTuple):
 
 
 def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **how: Any) -> Watched:
-    """The second of two iterations."""
+    """Watch the second of two iterations."""
     instances = 2 if placements.startswith("h") else 1
     found: list[tuple[int, list[str]]] = []
     events: list[tuple[str, str]] = []
@@ -307,7 +307,7 @@ def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **h
 
     def taking(bucket: Any) -> None:
         nonlocal most
-        events.append(("again" if bucket.grads.resident else "take", bucket.bucket.name))
+        events.append(("again" if bucket.grads.resident else "take", bucket.grad_bucket.name))
         make_room(bucket)
         most = max(most, in_blocks())
 
@@ -334,7 +334,7 @@ def watch(placements: str, size: int, microbatches: int, run: Run = plainly, **h
 @pytest.mark.parametrize("placements", ["zero2", "zero3", "hsdp", "hsdp_zero1"])
 @pytest.mark.sampled(1)
 def test_several_buckets_take_one_and_a_half_units(placements: str, size: int, microbatches: int, run: Run) -> None:
-    """To the byte: a unit's, and its largest bucket's or half of it for what is being reduced."""
+    """To the byte: a unit, and its largest bucket or half the unit for gradients that are being reduced."""
     for found in simulate(watch, 4 if placements.startswith("h") else 2, placements, size, microbatches, run):
         assert found.block < found.largest <= found.limit <= 1.52 * found.block
         assert found.largest == found.limit or size == 1
@@ -343,7 +343,7 @@ def test_several_buckets_take_one_and_a_half_units(placements: str, size: int, m
 
 
 def assert_the_oldest_are_waited_for(events: list[tuple[str, str]]) -> None:
-    """Or the very bucket that is written again, in the next microbatch."""
+    """Waits are for the oldest reduction, or for the bucket that is written again in the next microbatch."""
     under_way: list[str] = []
     num_oldest = 0
     for before, (event, name) in itertools.pairwise(events):
@@ -366,7 +366,7 @@ def test_an_embedding_has_no_gradient_before_backward_comes_to_it(placements: st
 
 @pytest.mark.parametrize("placements", ["zero3", "hsdp"])
 def test_gradients_that_were_kept_go_one_unit_after_the_other(placements: str) -> None:
-    """All of them until the last backward; in it those of blocks that it has not passed, and what is being reduced."""
+    """All gradients until the last backward; then those of blocks not passed, and those being reduced."""
     for found in simulate(watch, 2, placements, ONE_MATRIX, 3, reduce_every_microbatch=False):
         assert found.largest == NUM_BLOCKS * found.block
         for entered, (nbytes, _) in enumerate(found.before):

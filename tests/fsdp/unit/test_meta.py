@@ -154,7 +154,7 @@ def test_frozen_parameters_stay_frozen_and_dtypes_what_they_are() -> None:
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear", "packed GroupedMLP"])
 @pytest.mark.sampled(4)
 def test_our_modules(name: str) -> None:
-    """Delays survive: the marks on parameters are made again."""
+    """Modules delay after ``fully_shard`` too: the marks on parameters are kept."""
 
     def on_each_rank() -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -129,7 +129,7 @@ def test_all_parameters_frozen_and_a_gradient_for_the_input(kind: str) -> None:
 
 
 class Mixed(nn.Module):
-    """Layers in bf16 between fp32 norms, and a table of integers that nobody trains."""
+    """Layers in bf16 between fp32 norms, and a table of integers, which is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Mixed(nn.Module):
 
 @some_kinds
 def test_dtypes_that_differ_within_a_unit(kind: str) -> None:
-    """Gradients of bf16 layers are rounded once by autograd, on either side."""
+    """Autograd rounds gradients of bf16 layers once, in both models."""
 
     def on_each_rank() -> None:
         rank, size = rank_and_size()
@@ -210,7 +210,7 @@ def test_tied_parameters_within_a_unit(kind: str) -> None:
 
 
 class Nested(nn.Module):
-    """Units in units; one has no parameter of its own, one none at all."""
+    """Units in units. One has no parameter of its own, and one no parameter at all."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def test_the_size_of_buckets_moves_no_atom(atoms: ShardAtoms):
 
 @pytest.mark.parametrize("size", [1, 40])
 def test_elements_are_cut_in_each_bucket_anew(size: int):
-    """What lies where depends on the buckets, and what comes out does not; each rank has its part of every bucket."""
+    """Buckets change the place of elements, not the results. Each rank has its part of every bucket."""
     (wanted, alone), *_ = simulate(lambda: train("element"), 3)
     for weights, places in simulate(lambda: train("element", size), 3):
         torch.testing.assert_close(weights, wanted, rtol=1e-6, atol=1e-7)
@@ -81,7 +81,7 @@ def test_elements_are_cut_in_each_bucket_anew(size: int):
 
 
 def test_whole_parameters_suit_an_optimizer_of_matrices():
-    """Each matrix is on one rank, in its own shape; others have none of it."""
+    """Each matrix is whole on one rank, in its own shape; other ranks have no element of it."""
     places = [places for _, places in simulate(lambda: train("whole"), 3)]
     for of_ranks in zip(*places, strict=True):
         assert sorted(local[0] for *_, local in of_ranks)[:-1] == [0, 0]

@@ -66,7 +66,7 @@ def test_buckets_are_closed_in_the_order_of_backward() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_bucket_is_closed_where_it_has_enough_and_as_much_follows(seed: int) -> None:
-    """Unless less than half a bucket is left, or the next parameter is too small to open one. No bucket is tiny."""
+    """Except if less than half a bucket is left, or the next parameter is too small to open a bucket."""
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 3, 64, rng.randint(1, 300), rng.randint(1, 5000)]) for _ in range(rng.randint(1, 40))]
     size = rng.choice([1, 50, 700, 4000])
@@ -86,7 +86,7 @@ def test_a_bucket_is_closed_where_it_has_enough_and_as_much_follows(seed: int) -
 
 
 def test_buckets_keep_links_busy_where_nothing_is_said() -> None:
-    """40 million elements, and a million for each rank."""
+    """The default is 40 million elements, or one million for each rank if that is more."""
     params = owned({f"{index}": (5_000_000,) for index in range(24)})
     assert [len(run) for run in names(params, 8)] == [8, 8, 8]
     assert [len(run) for run in names(params, 60)] == [12, 12]
@@ -126,7 +126,7 @@ def test_a_tied_parameter_has_one_place() -> None:
 @pytest.mark.parametrize("degree", [8, 64, 256, 1024])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_padded_by_less_than_a_thousandth(name: str, degree: int) -> None:
-    """As they are planned where nothing is said, with experts in the layer's unit or in one of their own."""
+    """With default options, and with experts in the layer's unit or in a unit of their own."""
     for unit in PUBLISHED[name]():
         for shapes in ({**unit.dense, **unit.experts}, unit.experts):
             numel = sum(torch.Size(shape).numel() for shape in shapes.values())
@@ -224,7 +224,7 @@ def whole_weights(model: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("saved", "loaded"), [(1, None), (None, 100), (100, 1)])
 @pytest.mark.sampled(1)
 def test_checkpoints_do_not_know_of_buckets(tmp_path: Path, saved: int | None, loaded: int | None) -> None:
-    """Saved on 3 ranks and loaded on 2; moments too, or the steps after it would differ."""
+    """Saved on 3 ranks and loaded on 2, with moments: otherwise the next steps would differ."""
 
     def save() -> None:
         model, optimizer = everything(saved)
@@ -315,7 +315,7 @@ def test_the_profiler_shows_every_bucket() -> None:
 
 
 class Reserving:
-    """In place of a ``MappedPool``: what it was asked for while it was allocating."""
+    """Replaces a ``MappedPool`` and records the bytes that are allocated within ``allocating()``."""
 
     made: ClassVar[list["Reserving"]] = []
 
@@ -343,7 +343,7 @@ class Reserving:
 def test_copy_engines_have_room_for_all_buckets_of_the_units_at_once(
     size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The outermost unit's and the three largest others', each bucket in whole 2 MiB, as torch's allocator cuts."""
+    """The outermost unit and the three largest others, each bucket rounded up to 2 MiB as by torch's allocator."""
     monkeypatch.setattr(unit_gathers, "MappedPool", Reserving)
     monkeypatch.setattr(unit_gathers, "OnStream", lambda stream: nullcontext())
     monkeypatch.setattr(Reserving, "made", [])

@@ -249,7 +249,7 @@ def test_units_are_made_as_their_row_says() -> None:
         """Name, number of buckets and whether gradients are held, of each unit."""
         model = make_model(SETTINGS["tiny"], fused_linear, torch.float32, CPU)
         units = root_of(shard_model(model, "zero3", None, **options)).units
-        return [(unit.name, len(unit.buckets), all(bucket.holds_grads for bucket in unit.buckets)) for unit in units]
+        return [(unit.name, len(unit.buckets), all(bucket.reduces_once for bucket in unit.buckets)) for unit in units]
 
     assert made() == [("", 1, False), ("blocks.0", 1, False), ("blocks.1", 1, False)]
     assert {name for name, _, _ in made(split_ends=True)} == {"", "blocks.0", "blocks.1", "embedding", "head"}

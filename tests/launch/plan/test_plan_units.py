@@ -172,7 +172,7 @@ def test_the_peak_of_gradients_is_what_a_run_s_meter_shows(
     assert held.peak_grads == plan.peak_grads
     assert held.peak_params <= plan.peak_params
     whole = sum(unit.grad_nbytes for unit in plan.units)
-    keeps = config.fsdp.holds_grads or config.model.delay_wgrad_layers == config.model.num_layers
+    keeps = config.fsdp.reduces_once or config.model.delay_wgrad_layers == config.model.num_layers
     assert (plan.peak_grads == whole) is (keeps and num_microbatches > 1)
 
 

@@ -144,7 +144,7 @@ def launched_by_then(order: list[float], how: str) -> list[list[int]]:
     models: list[nn.Module] = list(chunks)
     if how == "sharded":
         models = [fully_shard(chunk, placements="zero1", bucket_size=1) for chunk in chunks]
-        buckets = [[bucket.bucket for bucket in model.grad_parts.root.buckets] for model in models]
+        buckets = [[bucket.grad_bucket for bucket in model.grad_parts.root.buckets] for model in models]
     elif how == "each":
         models = [DistributedDataParallel(chunk, config) for chunk in chunks]
         buckets = [list(model.buckets) for model in models]

@@ -1,0 +1,210 @@
+"""Forwards of units, and the autograd hooks that tell when backward enters and passes each of them.
+
+Autograd runs the nodes of a graph in the reverse of the order in which forward made them. So backward enters a unit's
+forward when it reaches the first of the forward's outputs. Backward has passed the forward when it reaches the first of
+the forward's inputs. The units of one outermost forward are entered in reverse order::
+
+    forward    outermost( block 0 | block 1 | block 2 )      trace: [block 0, block 1, block 2, outermost]
+    backward   enter outermost | enter, pass block 2 | enter, pass block 1 | enter, pass block 0 | end of backward
+
+``ForwardTrace`` is that order. It follows from the forwards alone, and so is the same on all ranks. It does not depend
+on which outputs, and graphs with them, the program has kept.
+"""
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...ddp.buckets.graph_walk import differentiable_tensors
+from ...ddp.contract.demand import delivers, goes_on_to
+from ...ddp.torch_internals import current_backward, tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["BackwardHooks", "ForwardTrace", "UnitForward"]
+
+
+class UnitForward:
+    """One forward of a unit that may have left a graph, and where backward is in that graph.
+
+    around  the units inside whose forwards it ran, the outermost first
+    """
+
+    __slots__ = ("around", "delays", "entered", "index", "passed", "trains", "unit")
+
+    def __init__(self, unit: "Unit", around: "tuple[Unit, ...]") -> None:
+        self.unit = unit
+        self.around = around
+        self.delays = False
+        """A part of the forward ran under ``delayed_wgrad``."""
+        self.trains = True
+        """The model was not frozen: a backward through this forward belongs to an iteration."""
+        self.index = -1
+        """Index in its trace; -1 while the forward runs, and if it left no graph."""
+        self.entered = -1
+        """Id of the last graph task that has reached the outputs; -1: none."""
+        self.passed = -1
+        """Id of the last graph task that has reached the inputs; -1: none."""
+
+
+class ForwardTrace:
+    """The forwards of units inside one outermost forward, or inside the recomputes of one graph task, as they ended.
+
+    task  id of the graph task that recomputes; a recomputed forward is passed once. -1: not a recompute
+    """
+
+    __slots__ = ("_forwards", "_forwards_of", "task")
+
+    def __init__(self, task: int) -> None:
+        self.task = task
+        self._forwards: list[UnitForward] = []
+        self._forwards_of: dict[int, list[UnitForward]] = {}
+
+    def add(self, forward: UnitForward) -> None:
+        """Append a forward that has ended and left a graph."""
+        forward.index = len(self._forwards)
+        self._forwards.append(forward)
+        self._forwards_of.setdefault(id(forward.unit), []).append(forward)
+
+    def comes_again(self, forward: UnitForward, task: int) -> bool:
+        """Whether graph task ``task``, which has passed ``forward``, has still to pass another forward of the unit."""
+        mine = self._forwards_of[id(forward.unit)]
+        return len(mine) > 1 and not all(self._is_passed(other, task) for other in mine)
+
+    def before(self, forward: UnitForward, task: int, count: int) -> list[UnitForward]:
+        """The next forwards that graph task ``task`` will pass after ``forward``, at most ``count``, in that order.
+
+        A forward that the task has entered and not passed is among them.
+        """
+        found: list[UnitForward] = []
+        for index in range(forward.index - 1, -1, -1):
+            if len(found) == count:
+                break
+            if not self._is_passed(self._forwards[index], task):
+                found.append(self._forwards[index])
+        return found
+
+    def _is_passed(self, forward: UnitForward, task: int) -> bool:
+        return forward.passed == task if self.task == -1 else forward.passed != -1
+
+
+class BackwardHooks:
+    """The autograd hooks on the inputs and outputs of one forward.
+
+    Hooks on outputs own this object. Hooks on inputs refer to it weakly: recompute makes graphs that no backward
+    reaches, over inputs that live on.
+    """
+
+    __slots__ = ("__weakref__", "_inputs", "forward", "trace")
+
+    def __init__(self, forward: UnitForward, trace: ForwardTrace) -> None:
+        self.forward = forward
+        self.trace = trace
+        self._inputs: set[int] = set()  # while forward runs: ``id`` of inputs that require gradients
+
+    def watch_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Register the hooks that tell that backward has passed the forward."""
+        for tensor in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor):
+                self._watch_input(tensor)
+            elif tensor is not None and not isinstance(tensor, (bool, int, float, str)):
+                for leaf in tree_leaves(tensor):
+                    if isinstance(leaf, Tensor):
+                        self._watch_input(leaf)
+
+    def watch_outputs(self, outputs: Any) -> tuple[Any, bool]:
+        """Register the hooks that tell that backward enters the forward.
+
+        Returns the outputs, and whether they have a graph.
+
+        Outputs may be replaced: by views, if they are inputs, and by copies with a graph, if they have none.
+        """
+        tensors = _tensors_of(outputs)
+        if any(id(tensor) in self._inputs for tensor in tensors):
+            # An output that is an input has one hook for entering and one for passing. The view orders these.
+            outputs = tree_map(lambda leaf: leaf.view_as(leaf) if id(leaf) in self._inputs else leaf, outputs)
+            tensors = _tensors_of(outputs)
+        self._inputs.clear()
+        if (
+            self.forward.unit.needs_graph
+            and self.forward.trains
+            and not any(tensor.grad_fn is not None for tensor in tensors)
+        ):
+            # This rank has used frozen parameters alone. Another rank may have used trained ones: backward must enter
+            # the unit on both.
+            outputs = tree_map(_with_graph, outputs)
+            tensors = _tensors_of(outputs)
+        opened = False
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._on_output, _behind(tensor.grad_fn)))
+                opened = True
+        return outputs, opened
+
+    def _watch_input(self, tensor: Tensor) -> None:
+        if not tensor.requires_grad:
+            return
+        self._inputs.add(id(tensor))
+        # A leaf's hook may run before other nodes of the forward's graph. A unit with leaf inputs alone is passed when
+        # backward ends.
+        if tensor.grad_fn is not None and tensor.device == self.forward.unit.device:
+            tensor.register_hook(partial(_on_input, weakref.ref(self)))
+
+    def _on_output(self, behind: Any, _: Tensor) -> None:
+        """Hook on an output: backward is about to enter the forward's graph; ``behind``: a node of that graph."""
+        task = current_backward()
+        if self.forward.entered == task:  # another output of the same forward
+            return
+        plain = delivers()
+        if plain and behind is not None and not goes_on_to(behind):
+            return  # autograd.grad was asked for the output itself, and goes no further
+        self.forward.entered = task
+        self.forward.unit.root.enter_backward(self.forward, self.trace, task, delivers=plain)
+
+    def on_input(self) -> None:
+        """Hook on an input: backward has passed the forward.
+
+        Autograd runs nodes in the reverse order of their creation, and every node of the forward was created after the
+        nodes of its inputs. So the first input that is reached tells that all nodes of the forward have run.
+        """
+        forward, task = self.forward, current_backward()
+        if forward.entered == task and forward.passed != task:
+            forward.passed = task
+            forward.unit.root.leave_backward(forward, self.trace, task)
+
+
+def _behind(node: Any) -> Any:
+    """The first node to which ``node`` hands a gradient on; None: there is none."""
+    return next((following for following, _ in node.next_functions if following is not None), None)
+
+
+def _on_input(reference: "weakref.ref[BackwardHooks]", grad: Tensor) -> None:
+    hooks = reference()
+    if hooks is not None:
+        hooks.on_input()
+
+
+class _WithGraph(torch.autograd.Function):
+    """A copy of ``value`` with a graph that leads to no parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _with_graph(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return leaf
+    return _WithGraph.apply(leaf, leaf.new_zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+
+
+def _tensors_of(outputs: Any) -> list[Tensor]:
+    return [outputs] if type(outputs) is Tensor else differentiable_tensors(outputs)
