@@ -6,12 +6,11 @@ NCCL's documentation calls it user buffer registration, as a symmetric window.
 import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..torch_internals import zero_cta_options
+from ..torch_internals import backend_on, zero_cta_options
 from .in_flight import backend_of
 from .rank_grid import RankGrid
 
@@ -32,7 +31,7 @@ class MappedPool:
         dist.all_reduce(torch.zeros(1, device=device), group=group)  # a communicator is made by its first collective
         self._group = group
         self._device = device
-        self._backend: Any = group._get_backend(device)
+        self._backend = backend_on(group, device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
         # Its destructor would run at exit, find the group gone and abort: this reference is never returned.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))

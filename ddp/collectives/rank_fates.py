@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, and missing in its __all__
 
 __all__ = ["Process", "RankFates", "announce", "look_up"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals import zero_cta_options
+from ..torch_internals import timeout_on, zero_cta_options
 from .in_flight import device_types_of, group_or_default, group_rank, group_size, sum_over_group
 from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
 
@@ -240,10 +240,8 @@ def _group_of(ranks: list[int], *, like: dist.ProcessGroup, options: Any = None)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long its collectives may take; None where its backends do not say: their default."""
-    if type(group) is not dist.ProcessGroup:  # simulated: nothing takes time
+    """How long its collectives may take. None, which means the backend's default, where no backend says."""
+    if type(group) is not dist.ProcessGroup:  # simulated ranks have no timeout
         return None
-    options = [
-        getattr(group._get_backend(device), "options", None) for device in map(torch.device, device_types_of(group))
-    ]
-    return max((entry._timeout for entry in options if entry is not None), default=None)
+    timeouts = [timeout_on(group, torch.device(kind)) for kind in device_types_of(group)]
+    return max((timeout for timeout in timeouts if timeout is not None), default=None)

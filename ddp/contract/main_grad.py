@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..torch_internals import has_tensor_hooks
 from .placeholder import placeholder
 from .record import GradRecord, PendingWgrad
 from .return_table import Returned, wgrad_outcome
@@ -265,7 +266,7 @@ def is_fusable(weight: Tensor) -> bool:
     (``weight.register_hook``) want to see the gradient. The GEMM takes no complex conjugate, so that
     complex weights stay with autograd.
     """
-    if not (weight.requires_grad and weight.is_floating_point()) or weight._backward_hooks:
+    if not (weight.requires_grad and weight.is_floating_point()) or has_tensor_hooks(weight):
         return False
     return weight.is_leaf or has_main_grad(weight)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ...kernels import grouped_wgrad_accumulate, wgrad_accumulate
+from ..torch_internals import has_tensor_hooks
 from .delayed import DelayedWgrad
 from .main_grad import (
     accumulator_of,
@@ -109,7 +110,7 @@ class WgradTarget:
             accumulator = self._torch_shards.accumulator(weight)
             return None if accumulator is None else (weight, accumulator)
         weight = self._alive_weight()
-        if weight._backward_hooks:  # somebody wants to see the gradient, since after the forward
+        if has_tensor_hooks(weight):  # somebody wants to see the gradient, since after the forward
             self._check_seen()
             return None
         if self._fused and self._queue is None:

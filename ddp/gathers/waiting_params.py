@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, tree_leaves
+from ..torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, make_subclass, tree_leaves
 from .reader_threads import ReaderThreads
 
 __all__ = ["Gather", "can_wait", "gathers_of", "have_wait", "let_go", "waited_for"]
@@ -142,7 +142,7 @@ def _in_own_class(param: Any) -> Any:
         return param
     waiting: Any = param
     with DisableTorchFunctionSubclass():
-        twin: Any = Tensor._make_subclass(type(waiting).__bases__[0], waiting.data, waiting.requires_grad)
+        twin: Any = make_subclass(type(waiting).__bases__[0], waiting.data, waiting.requires_grad)
     twin.__dict__.update((name, value) for name, value in waiting.__dict__.items() if name != _GATHER)
     return twin
 
@@ -152,7 +152,7 @@ def _can_be_put_off_and_on(cls: Any) -> bool:
     if cls.__torch_function__ is not disabled_torch_function:
         return False  # it has something to say itself
     try:
-        probe: Any = Tensor._make_subclass(cls, torch.empty(0))
+        probe: Any = make_subclass(cls, torch.empty(0))
         probe.__class__ = type(cls.__name__, (cls, _WaitsForGather), {})
     except TypeError:
         return False

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 
 from ..contract.main_grad import record_of
+from ..torch_internals import let_optimizers_take, make_subclass
 
 __all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
 
@@ -38,13 +38,11 @@ class MasterParameter(nn.Parameter):
 
 def make_master(flat_view: Tensor) -> MasterParameter:
     """The master that is ``flat_view``: it shares the memory and has a version counter of its own."""
-    master: MasterParameter = Tensor._make_subclass(MasterParameter, flat_view.data, True)
+    master: MasterParameter = make_subclass(MasterParameter, flat_view.data, True)
     return master
 
 
-# torch's optimizers take their multi-tensor forms by default for the classes in this list alone.
-if MasterParameter not in torch_optimizer._foreach_supported_types:
-    torch_optimizer._foreach_supported_types.append(MasterParameter)
+let_optimizers_take(MasterParameter)
 
 
 class StateByMaster(defaultdict[Any, Any]):

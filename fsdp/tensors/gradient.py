@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, let_foreach_take, tree_leaves
+from ...ddp.torch_internals import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function,
+    let_foreach_take,
+    make_subclass,
+    tree_leaves,
+)
 from .grad_reads import KINDS, NORMS, Kind, refuse
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
@@ -208,7 +214,7 @@ def _marked(func: Any, found: Any, like: "ShardedGrad") -> Any:
         if found.numel() != like.shard.numel:
             refuse(like, f"{_name_of(func)} that makes {tuple(found.shape)} of {tuple(like.shape)}")
         shares = found.untyped_storage()._cdata == like.untyped_storage()._cdata
-    marked: ShardedGrad = Tensor._make_subclass(type(like) if shares else ShardedGrad, found, False)
+    marked: ShardedGrad = make_subclass(type(like) if shares else ShardedGrad, found, False)
     marked.shard = like.shard
     if shares:
         marked.sums = like.sums
@@ -216,7 +222,7 @@ def _marked(func: Any, found: Any, like: "ShardedGrad") -> Any:
 
 
 def _as_shard(local: Tensor, info: ShardInfo) -> ShardedGrad:
-    grad: ShardedGrad = Tensor._make_subclass(ShardedGrad, local, False)
+    grad: ShardedGrad = make_subclass(ShardedGrad, local, False)
     grad.shard = info
     return grad
 
@@ -270,7 +276,7 @@ def make_held_grads(params: "Sequence[ShardedParameter]") -> list[HeldGrad]:
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
     zeros: list[HeldGrad] = []
     for param in params:
-        grad: HeldGrad = Tensor._make_subclass(HeldGrad, zero.expand(local_shape(param.shard)), False)
+        grad: HeldGrad = make_subclass(HeldGrad, zero.expand(local_shape(param.shard)), False)
         grad.shard = param.shard
         zeros.append(grad)
     return zeros
