@@ -62,7 +62,7 @@ class FailureReporter:
             with suppress(RuntimeError):  # whoever needs the store itself says that it is out of reach
                 announce(self._store, self._rank)
 
-    def look_around(self) -> None:
+    def remember_rank_0(self) -> None:
         """Find out where rank 0 runs, which often serves the store: it cannot be asked for once that is gone."""
         if self.active:
             process = look_up(self._store, 0)

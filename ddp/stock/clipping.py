@@ -80,7 +80,7 @@ def _check(parameters: Iterable[Tensor], name: str) -> None:
         record = record_of(parameter)
         if record is not None and not record.exposed:
             _refuse_unexposed(record, name)
-        if record is not None and record.everyone is not None and name == "clip_grad_norm_":
+        if record is not None and record.all_ranks is not None and name == "clip_grad_norm_":
             raise RuntimeError(
                 f"clip_grad_norm_: parameter '{record.name}' is an expert that other ranks do not hold, so that each "
                 f"rank would clip by another norm; call maingrad.ddp.clip_grad_norm(model, max_norm) in its place, "

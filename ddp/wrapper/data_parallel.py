@@ -121,7 +121,7 @@ class DistributedDataParallel(AroundModule):
         with self.failures.watch("the comparison of models between ranks"):
             check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
             check_whose_experts(module, trainable, self.grids["dense"], expert_process_group, init_sync=init_sync)
-            self.failures.look_around()
+            self.failures.remember_rank_0()
 
         # Storage, and the collectives over it.
         buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)

@@ -22,10 +22,10 @@ __all__ = ["note_own_ranks"]
 
 def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -> None:
     """Tell the records of experts that not all ranks hold them."""
-    everyone = grids["dense"]
+    all_ranks = grids["dense"]
     for entry in wired:
-        if grids[entry.bucket.layout.group].size < everyone.size:
-            entry.record.everyone = everyone
+        if grids[entry.bucket.layout.group].size < all_ranks.size:
+            entry.record.all_ranks = all_ranks
             _have_scalers_agree()
 
 
@@ -38,20 +38,20 @@ def _have_scalers_agree() -> None:
     @functools.wraps(unscale)
     def unscale_and_agree(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found: dict[torch.device, Tensor] = unscale(self, optimizer, *args, **kwargs)
-        everyone = _everyone(param for group in optimizer.param_groups for param in group["params"])
-        if everyone is not None:
+        all_ranks = _all_ranks_of(param for group in optimizer.param_groups for param in group["params"])
+        if all_ranks is not None:
             for answer in found.values():
-                everyone.sum(answer)
+                all_ranks.sum(answer)
                 answer.clamp_(max=1.0)  # fused optimizers ask whether it is 1
         return found
 
     torch.amp.GradScaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
 
 
-def _everyone(params: Iterable[Tensor]) -> RankGrid | None:
+def _all_ranks_of(params: Iterable[Tensor]) -> RankGrid | None:
     for param in params:
         record = record_of(param)
-        if record is not None and record.exposed and record.everyone is not None:
-            grid: RankGrid = record.everyone
+        if record is not None and record.exposed and record.all_ranks is not None:
+            grid: RankGrid = record.all_ranks
             return grid
     return None
