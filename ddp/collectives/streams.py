@@ -1,6 +1,8 @@
-"""CUDA streams at the host cost that hooks can bear: torch makes an object each time, and looks up devices.
+"""The current CUDA stream, and blocks on another one, at less host time than ``torch.cuda``'s functions take.
 
-A stream's object is made once; what is asked for every time is its number.
+A launch of a bucket asks for streams several times. ``torch.cuda.current_stream()`` makes a new object at each call,
+about 2 us; the raw address of the current stream, by which the object made earlier is found, costs a tenth of that.
+``torch.cuda.stream`` looks up two streams by objects, ``OnStream`` one by address.
 """
 
 from types import TracebackType
@@ -12,7 +14,7 @@ from ..torch_internals import current_raw_stream
 __all__ = ["OnStream", "current_stream"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
-"""By device and number, which is the address of a stream that torch never frees, or one that its owner keeps."""
+"""Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

@@ -65,7 +65,7 @@ class GradRecord:
         self.written = False
         """``view`` holds a contribution of this iteration."""
         self.closed: str | None = None
-        """Why no gradient may be written any more: the bucket was launched or reduced. None while writes are allowed"""
+        """Why ``view`` is closed to writes: its bucket was launched or reduced. None while it is open."""
         self.ready = False
         """The last contribution of this iteration is in ``view``."""
 
