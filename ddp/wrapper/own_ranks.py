@@ -1,9 +1,9 @@
 """Experts that are reduced over ranks of their own, under a stock optimizer.
 
-Each rank holds other experts then, so that a norm of one rank's gradients, or the search for Inf in them, differs
-between ranks. All must clip by one norm and skip the same steps, or dense parameters, which all hold alike, grow apart.
-A scaler's answer is made one for all ranks; ``clip_grad_norm_`` is refused (``stock_clipping.py``), since ours computes
-that norm.
+Ranks hold different experts, so a norm over one rank's gradients differs between ranks, and so does the search for Inf.
+But all ranks must clip by one norm and skip the same steps, or their dense parameters drift apart. Here the answer of
+``torch.amp.GradScaler`` is summed over all ranks. ``clip_grad_norm_`` is refused (``stock/clipping.py``):
+``maingrad.ddp.clip_grad_norm`` computes the norm over all ranks.
 """
 
 import functools
@@ -21,7 +21,7 @@ __all__ = ["note_own_ranks"]
 
 
 def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -> None:
-    """Tell the records of experts that not all ranks hold them."""
+    """Set ``all_ranks`` in the records of experts that not all ranks hold."""
     all_ranks = grids["dense"]
     for entry in wired:
         if grids[entry.bucket.layout.group].size < all_ranks.size:
@@ -31,8 +31,8 @@ def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -
 
 @functools.cache
 def _have_scalers_agree() -> None:
-    """``torch.amp.GradScaler`` asks each rank for itself, through a method that subclasses may have extended: the
-    answer of the base class is summed, once for the process."""
+    """Have ``torch.amp.GradScaler`` sum its answer over ranks. Done once for the process, in the base class's method,
+    since subclasses may extend it."""
     unscale = torch.amp.GradScaler._unscale_grads_
 
     @functools.wraps(unscale)
@@ -42,7 +42,7 @@ def _have_scalers_agree() -> None:
         if all_ranks is not None:
             for answer in found.values():
                 all_ranks.sum(answer)
-                answer.clamp_(max=1.0)  # fused optimizers ask whether it is 1
+                answer.clamp_(max=1.0)  # fused optimizers compare it with 1
         return found
 
     torch.amp.GradScaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
