@@ -288,7 +288,7 @@ class DistributedDataParallel(AroundModule):
         dtype  dtype of ``.grad``; None: each parameter's dtype, which every optimizer takes. Where this is
                ``main_grad``'s dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) nothing is copied
 
-        Raises ``RuntimeError`` before ``finish_grad_sync``, ``ValueError`` where gradients are sharded.
+        Raises ``RuntimeError`` before ``finish_grad_sync``, and where gradients are sharded.
         """
         self.check_reduced("expose_grads()")
         check_whole(self.ddp_config)
