@@ -77,7 +77,9 @@ def check_none_inside(module: nn.Module) -> None:
 
 def is_taken(param: Tensor) -> bool:
     """Whether a torch wrapper reduces ``param``. Looks at every object of the process: for error messages only."""
-    return any(issubclass(type(found), TorchDDP) and _takes_one_of(found, [param]) for found in gc.get_objects())
+    # A wrapper without parameters is one whose constructor has failed.
+    wrappers = (found for found in gc.get_objects() if issubclass(type(found), TorchDDP))
+    return any(_are_among(params_of_torch_ddp(wrapper) or (), [param]) for wrapper in wrappers)
 
 
 def refuse_delay(owner: str, weight: Tensor) -> None:
@@ -129,6 +131,10 @@ def _takes_one_of(wrapper: TorchDDP, params: Iterable[Tensor]) -> bool:
     taken = params_of_torch_ddp(wrapper)
     if taken is None:  # the constructor still collects them, from the outermost module
         return True
+    return _are_among(taken, params)
+
+
+def _are_among(taken: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
     known = set(map(id, taken))
     return any(id(param) in known for param in params)
 

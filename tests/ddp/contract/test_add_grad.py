@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, add_grad
 from maingrad.fsdp import fully_shard
@@ -119,3 +120,15 @@ def test_what_cannot_be_added_is_refused_by_name() -> None:
             add_grad(sharded[0].weight, torch.zeros_like(sharded[0].weight))
 
     simulate(refuse, RANKS)
+
+
+def test_a_torch_wrapper_whose_constructor_failed_is_not_blamed() -> None:
+    """The error's traceback keeps the half-made wrapper alive, which reduces nothing."""
+    model = make_model()
+    with pytest.raises((ValueError, RuntimeError)) as failed:
+        TorchDDP(model)  # without a process group
+    ddp = DistributedDataParallel(model)
+    model[0].weight.grad = torch.zeros(7, 5, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was put into \.grad by hand"):
+        ddp.finish_grad_sync()
+    assert failed.tb is not None
