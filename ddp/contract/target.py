@@ -52,8 +52,8 @@ class Place(NamedTuple):
 
     weight: Tensor
     """The weight's Python object, which carries the contract's attributes."""
-    main_grad: Tensor | None
-    """The checked accumulator; None where this backward does not write it."""
+    accumulator: Tensor | None
+    """The checked ``main_grad``; None where this backward does not write it."""
 
 
 class WgradTarget:
@@ -264,7 +264,7 @@ class GroupedWgradTarget:
     def _accumulate(
         self, places: Sequence[Place | None], dy: Tensor, x: Tensor, offsets: Tensor, backward: int
     ) -> None:
-        main_grads = [None if place is None else place.main_grad for place in places]
+        main_grads = [None if place is None else place.accumulator for place in places]
         overwrite = [
             place is not None and open_for_write(place.weight, record_of(place.weight), backward) for place in places
         ]
