@@ -96,7 +96,7 @@ class Root:
         elif following is not None:
             self.gathers.gather(following)
         self.gathers.arrive(unit)
-        around = tuple([running.unit for running in self._running])
+        around = tuple(running.unit for running in self._running)
         passage = Passage(Use(unit, around), self._trace_of(task))
         # What is recomputed goes by what is frozen now, as it does without units.
         passage.use.trains = not (self._frozen if task == -1 else self._is_frozen())

@@ -350,7 +350,7 @@ def _rounds_of(unit: Unit) -> list[_Going]:
     """One round of a unit's gradients; of those that its modules delay another, which is sent after the first."""
     found: list[_Going] = []
     for delayed in (False, True):
-        buckets = tuple([bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed])
+        buckets = tuple(bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed)
         if buckets:
             going = _Going(Round(unit.label, keeps=buckets[0].holds_grads, delayed=delayed), buckets)
             for bucket in buckets:

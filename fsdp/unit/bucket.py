@@ -67,7 +67,7 @@ class ShardedPair(NamedTuple):
     def owned(self) -> OwnedParam:
         """As it was found."""
         found = [(reference(), local) for reference, local in self.places]
-        owners = tuple([(module, local) for module, local in found if module is not None])
+        owners = tuple((module, local) for module, local in found if module is not None)
         return OwnedParam(self.name, self.before, owners)
 
 
@@ -127,7 +127,7 @@ class ShardedBucket:
                 ShardedPair(
                     entry.name,
                     entry.param,
-                    tuple([(weakref.ref(module), local) for module, local in entry.owners]),
+                    tuple((weakref.ref(module), local) for module, local in entry.owners),
                     _sharded(self.shard, first, last, slot.start, slot.end, entry, reduction, unit),
                     nn.Parameter(
                         self.gathered.data.data[slot.start : slot.end].view(slot.spec.shape).data,

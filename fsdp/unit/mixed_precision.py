@@ -50,7 +50,7 @@ class MixedPrecisionPolicy:
 
 def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """``cast_floating`` of a forward's arguments; tensors and plain values alone are not taken for trees."""
-    cast = tuple([arg if isinstance(arg, _PLAIN) else cast_floating(arg, dtype) for arg in args])
+    cast = tuple(arg if isinstance(arg, _PLAIN) else cast_floating(arg, dtype) for arg in args)
     return cast, cast_floating(kwargs, dtype) if kwargs else kwargs
 
 
