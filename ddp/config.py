@@ -9,40 +9,40 @@ __all__ = ["DistributedDataParallelConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistributedDataParallelConfig:
-    """How gradients are stored and reduced. A field that cannot take effect is an error, not a no-op."""
+    """How gradients are stored and reduced. Raises ``ValueError`` for a field that cannot take effect."""
 
     grad_reduce_in_fp32: bool = True
-    """Accumulate and reduce in fp32 under bf16 and fp16 parameters; otherwise in the parameter's dtype."""
+    """Gradients of bf16 and fp16 parameters are accumulated and reduced in fp32. False: in the parameter's dtype."""
     overlap_grad_reduce: bool = False
     """Launch a bucket's collective from backward as soon as it is ready, instead of in ``finish_grad_sync``."""
     use_distributed_optimizer: bool = False
-    """Reduce-scatter: each rank gets the gradients of its shard, for ``DistributedOptimizer``. Otherwise all-reduce."""
+    """Reduce-scatter: each rank gets its shard's gradients, for ``DistributedOptimizer``. False: all-reduce."""
     overlap_param_gather: bool = False
     """All-gather updated parameters under the next forward, instead of in ``DistributedOptimizer.step``."""
     copy_engine_param_gather: bool = False
-    """Gathers that overlap run on the GPU's copy engines and take no multiprocessor from the forward. NCCL 2.28 or
-    newer; it falls back to kernels where a rank's memory is not mapped to all others (several nodes). The process
-    keeps the parameters' memory until it ends, as torch 2.11 cannot unmap it."""
+    """Overlapped all-gathers run on the GPU's copy engines and take no multiprocessor from the forward. Needs NCCL 2.28
+    or newer. NCCL falls back to kernels where ranks cannot map each other's memory (several nodes). The process keeps
+    the parameters' memory until it ends, as torch 2.11 cannot unmap it."""
     num_distributed_optimizer_instances: int = 1
-    """Hybrid: so many instances of consecutive ranks, shards inside each, replicas of them across."""
+    """Hybrid sharding: number of instances of consecutive ranks; shards inside an instance, replicas across."""
     bucket_size: int | None = None
-    """Elements at which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks of an instance)."""
+    """Elements after which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks of an instance)."""
     num_buckets: int | None = None
-    """About so many buckets for each buffer, instead of ``bucket_size``."""
+    """Approximate number of buckets in each buffer, instead of ``bucket_size``."""
     keep_params_whole: bool = False
-    """No parameter is split between shards, for optimizers of whole matrices. Shards are less even."""
+    """No parameter is split between shards, for optimizers that need whole matrices. Shards are less even."""
     average_in_collective: bool | None = None
-    """Let the collective scale gradients (NCCL only); False: each rank scales its own before it; None: where it can."""
+    """True: the collective scales gradients (NCCL only). False: each rank scales before it. None: True under NCCL."""
     calculate_per_token_loss: bool = False
     """Gradients are summed over ranks, and ``finish_grad_sync(num_tokens)`` divides by all ranks' tokens."""
     grad_reduce_wire_dtype: torch.dtype | None = None
-    """``torch.bfloat16``: gradients travel in bf16 and are summed in fp32. Needs the distributed optimizer."""
+    """dtype in which gradients are sent, bf16 or fp16; they are summed in fp32. Needs ``use_distributed_optimizer``."""
     check_for_nan_in_grad: bool = False
-    """``finish_grad_sync`` raises for NaN or Inf, naming rank, bucket and parameter. The host waits for it once."""
+    """``finish_grad_sync`` raises for NaN or Inf and names rank, bucket and parameter. The host waits for the GPU."""
     pad_buckets_for_high_nccl_busbw: bool = False
-    """End every bucket at a multiple of 2^16 elements, on which NCCL's rings are fastest."""
+    """Every bucket ends at a multiple of 2^16 elements, at which NCCL's ring algorithms are fastest."""
     find_unused_parameters: bool = False
-    """Walk the final microbatch's graph, so that unused parameters hold no bucket back. Needs overlap."""
+    """Walk the final microbatch's graph, so that buckets with unused parameters launch in backward. Needs overlap."""
 
     def __post_init__(self) -> None:
         if self.bucket_size is not None and self.bucket_size < 1:
@@ -80,7 +80,7 @@ class DistributedDataParallelConfig:
 
     @property
     def can_wait_by_bucket(self) -> bool:
-        """Whether ``finish_grad_sync`` does no more than wait."""
+        """Whether ``finish_grad_sync`` does nothing after its waits, so that buckets may be waited for one by one."""
         return not (self.check_for_nan_in_grad or self.calculate_per_token_loss)
 
     def _refuse_without_shards(self) -> None:

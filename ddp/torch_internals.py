@@ -1,10 +1,19 @@
-"""torch's private names that ``ddp`` and ``fsdp`` rest on, each with the public way that is missing.
+"""torch's private names that ``ddp`` and ``fsdp`` use. Each has a comment that names the public function torch lacks.
 
-``kernels/compat.py`` and ``te_integration/torch_internals.py`` hold those of their folders. A torch that renames one of
-them breaks its test in ``tests/ddp/test_torch_internals.py``, which says which.
+``kernels/compat.py`` and ``te_integration/torch_internals.py`` hold the private names of their folders. If a torch
+version renames one, its test in ``tests/ddp/test_torch_internals.py`` fails and says which name is gone.
+
+Some names with an underscore are used in other files all the same:
+
+- ``torch._foreach_*`` and ``Tensor._version``, which torch documents.
+- The tables of ``nn.Module`` and ``Optimizer`` (``_parameters``, ``_buffers``, ``_modules``, ``_forward_pre_hooks``,
+  ``_compiled_call_impl`` and the like). Subclasses outside torch read them, and torch has kept them since they exist.
+- ``GradScaler._unscale_grads_`` (``ddp/wrapper/own_ranks.py``): the method that torch's own scaler for FSDP overrides.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass, _disabled_torch_function_impl
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, checkpoint
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -21,6 +32,9 @@ if dist.is_available():
 __all__ = [
     "NO_BACKWARD",
     "DisableTorchFunctionSubclass",
+    "accumulated_by_fsdp2",
+    "active_torch_ddp",
+    "backend_on",
     "call_when_backward_ends",
     "checkpointed_region",
     "current_backward",
@@ -28,13 +42,20 @@ __all__ = [
     "default_store",
     "delivers_to_all",
     "disabled_torch_function",
+    "gathered_by_fsdp2",
     "grad_of_tensor",
+    "has_tensor_hooks",
+    "is_hooked",
     "is_profiling",
     "is_tracing",
     "let_foreach_take",
+    "let_optimizers_take",
+    "make_subclass",
+    "params_of_torch_ddp",
     "premultiplied_sum",
     "start_all_gather",
     "start_reduce_scatter",
+    "timeout_on",
     "tree_leaves",
     "tree_map",
     "will_execute",
@@ -44,42 +65,59 @@ __all__ = [
 # ---- Autograd. ----
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that this thread runs in, or ``NO_BACKWARD``. Missing: torch names no backward."""
+"""The number of the backward that this thread runs in, or ``NO_BACKWARD``. torch has no public name for a backward."""
 NO_BACKWARD = -1
 
 
 def call_when_backward_ends(callback: Callable[[], None]) -> None:
-    """Have the engine call it once, when the running backward has ended. torch's DDP and FSDP2 do so; no public way."""
+    """Have the engine call ``callback`` once, at the end of the running backward. torch's DDP and FSDP2 use this call.
+
+    There is no public function.
+    """
     Variable._execution_engine.queue_callback(callback)
 
 
 will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the running backward comes to a node; ``RuntimeError`` where ``autograd.grad`` captures it. No public way."""
+"""Whether the running backward executes a graph node. ``RuntimeError`` where ``autograd.grad`` captures that node.
+
+There is no public function."""
 
 delivers_to_all: Callable[[], bool] = torch.autograd._is_checkpoint_valid
-"""Whether the running backward is a ``backward()`` without ``inputs``. Reentrant recompute asks it; no public way."""
+"""Whether the running backward is a ``backward()`` without ``inputs``. Reentrant checkpointing asks the same.
+
+There is no public function."""
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether a profiler runs. Missing: ``record_function`` costs 5 us of each hook where none does."""
+"""Whether a profiler runs. No public function says so, and ``record_function`` costs each hook 5 us without one."""
 
 grad_of_tensor: Any = vars(torch._C.TensorBase)["grad"]
-"""The descriptor of ``Tensor.grad``, for classes that have a property of that name before it."""
+"""The descriptor of ``Tensor.grad``, for subclasses that define a property ``grad`` of their own."""
+
+
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether somebody called ``tensor.register_hook``. torch does not list a tensor's hooks."""
+    return bool(tensor._backward_hooks)
+
+
+def is_hooked(param: Tensor) -> bool:
+    """``has_tensor_hooks``, or somebody called ``param.register_post_accumulate_grad_hook``."""
+    return has_tensor_hooks(param) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def is_tracing() -> bool:
-    """Whether this thread's ``torch.compile`` is at work on a frame, inside or outside of what it has traced.
+    """Whether ``torch.compile`` works on a frame in this thread, inside or outside of the traced code.
 
-    ``torch.compiler.is_compiling()`` is False in code that the compiler runs while it guards.
+    ``torch.compiler.is_compiling()`` is False in code that the compiler runs while it makes guards.
     """
     return torch._guards.CompileContext.try_get() is not None
 
 
 def checkpointed_region() -> tuple[Any, bool] | None:
-    """The innermost region of ``torch.utils.checkpoint`` without reentrance that a forward runs in, as an object that
-    lives as long as the graph of its forward, and whether it is being recomputed; None outside of regions.
+    """The innermost region of non-reentrant ``torch.utils.checkpoint`` around the running forward, and whether this
+    forward is the recompute. None outside of regions.
 
-    Missing: torch tells nobody which region it is. It shows in the saved-tensor hooks, whose innermost ones are those
-    of whoever gets what a module saves. ``LookupError`` where it does not.
+    A region is an object that lives as long as the graph of its first forward. torch has no public function: the
+    object is found in the closure of the innermost saved-tensor hook. ``LookupError`` where that hook has another form.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
@@ -95,27 +133,76 @@ def checkpointed_region() -> tuple[Any, bool] | None:
     raise LookupError("which checkpointed region a forward belongs to")
 
 
-# ---- Subclasses of tensors. torch documents ``__torch_function__``, and how to leave it only under private names. ----
+# ---- Subclasses of Tensor. torch documents ``__torch_function__``, and has only private names to switch it off. ----
 
 disabled_torch_function: Any = _disabled_torch_function_impl
-"""Called as ``__torch_function__``: what a function does to plain tensors."""
+"""A class with this ``__torch_function__`` goes through torch's functions as a plain tensor."""
+
+make_subclass: Callable[..., Any] = Tensor._make_subclass
+"""``make_subclass(cls, data, requires_grad)``: a leaf of class ``cls`` that shares the memory of ``data``.
+
+``nn.Parameter`` is made by this call. The public ``Tensor.as_subclass`` returns a view with a graph."""
 
 
 def let_foreach_take(cls: type[Tensor]) -> None:
-    """Have ``clip_grad_norm_`` and optimizers take tensors of this class to their ``foreach`` form, as plain ones."""
+    """Have ``clip_grad_norm_`` and optimizers use their ``foreach`` forms for gradients of this class."""
     if cls not in _foreach_utils._foreach_supported_types:
         _foreach_utils._foreach_supported_types.append(cls)
+
+
+def let_optimizers_take(cls: type[Tensor]) -> None:
+    """Have optimizers use their ``foreach`` and ``fused`` forms by default for parameters of this class."""
+    if cls not in torch_optimizer._foreach_supported_types:
+        torch_optimizer._foreach_supported_types.append(cls)
+
+
+# ---- torch's own DistributedDataParallel. Neither attribute has a public reader. ----
+
+
+def active_torch_ddp() -> TorchDDP | None:
+    """The wrapper whose forward runs now. torch's compiler reads the same attribute."""
+    return TorchDDP._active_ddp_module
+
+
+def params_of_torch_ddp(wrapper: TorchDDP) -> Sequence[Tensor] | None:
+    """The parameters whose gradients ``wrapper`` reduces. None while its constructor still collects them."""
+    return vars(wrapper).get("_module_parameters")
+
+
+# ---- torch.distributed.fsdp.fully_shard (FSDP2) tells nobody which weight belongs to which sharded parameter. The
+# ---- names are those of torch 2.11 and 2.13. Nothing of FSDP2 is imported here: torch loads its registry before FSDP2.
+
+
+def gathered_by_fsdp2() -> Iterator[tuple[Any, Tensor]]:
+    """Every weight that FSDP2 holds gathered in this process, each after FSDP2's record of the parameter."""
+    registry = sys.modules.get("torch.distributed._composable_state")
+    for reference in list(getattr(registry, "_module_state_mapping", {}).values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has one group for each module
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for param in getattr(group, "fsdp_params", ()):
+                gathered = getattr(param, "_unsharded_param", None)
+                if gathered is not None:
+                    yield param, gathered
+
+
+def accumulated_by_fsdp2(param: Any) -> Tensor | None:
+    """The gradient that FSDP2 sums outside of ``.grad``, in its ``reduce_dtype``; ``param`` is FSDP2's record."""
+    found: Tensor | None = getattr(param, "unsharded_accumulated_grad", None)
+    return found
 
 
 # ---- Streams. ----
 
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""The number of a CUDA device's current stream. ``torch.cuda.current_stream()`` makes an object: 2 us of each hook."""
+"""The address of a CUDA device's current stream. ``torch.cuda.current_stream()`` makes an object: 2 us of each hook."""
 
 # ---- Process groups. ----
 
-# torch.distributed's functions around these two take 90 us of a collective's host time on 2.11, by counters and checks.
-# torch 2.13 renamed the methods below them.
+# torch.distributed's public functions around these two methods cost 90 us of host time on torch 2.11, for counters and
+# checks. torch 2.13 renamed the methods.
 if dist.is_available():
     _GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
     _SCATTER = (
@@ -124,9 +211,9 @@ if dist.is_available():
 
 
 def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *, on_stream: bool = False) -> Any:
-    """Fill ``output`` [n] with every rank's ``input`` [n / ranks], asynchronously; returns the ``Work``.
+    """Start to fill ``output`` [n] with every rank's ``input`` [n / ranks]; returns the ``Work``.
 
-    on_stream  NCCL runs it on the current CUDA stream instead of one of torch's own, which saves the host two events
+    on_stream  NCCL runs on the current CUDA stream instead of torch's own stream, which saves the host two events
     """
     options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.asyncOp = not on_stream
@@ -136,7 +223,7 @@ def start_all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, *,
 def start_reduce_scatter(
     output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, *, on_stream: bool = False
 ) -> Any:
-    """Fill ``output`` [n / ranks] with this rank's part of the reduced ``input`` [n]; returns the ``Work``.
+    """Start to fill ``output`` [n / ranks] with this rank's shard of the reduced ``input`` [n]; returns the ``Work``.
 
     on_stream  as for ``start_all_gather``
     """
@@ -147,10 +234,10 @@ def start_reduce_scatter(
 
 
 class _OnStream:
-    """The ``Work`` of a collective on the current stream, for which torch returns none: the stream is what waits."""
+    """The ``Work`` of a collective on the current stream, for which torch returns None: the stream itself waits."""
 
     def wait(self) -> bool:
-        """Nothing to do."""
+        """Return at once."""
         return True
 
 
@@ -159,12 +246,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def premultiplied_sum(factor: float) -> Any:
-    """NCCL's sum of values times ``factor``, scaled on the way. torch has it under a private name, for its own FSDP."""
+    """NCCL's operation that multiplies each rank's values by ``factor`` and sums them. torch's FSDP uses this name."""
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
 
 
 def zero_cta_options() -> Any:
-    """Options of an NCCL group whose gathers take no multiprocessor; None where torch does not know them."""
+    """Options of an NCCL group whose all-gathers occupy no multiprocessor. None where this torch has no such option."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     policy = getattr(nccl, "NCCL_CTA_POLICY_ZERO", None)
     if nccl is None or policy is None:
@@ -175,5 +262,20 @@ def zero_cta_options() -> Any:
 
 
 def default_store() -> Any:
-    """The store that the ranks met at. ``torch.distributed`` hands it to nobody after ``init_process_group``."""
+    """The key-value store of the default process group. ``torch.distributed`` has no public reader for it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The backend (``ProcessGroupNCCL``, ``ProcessGroupGloo``) that runs a group's collectives on one kind of device.
+
+    ``dist.get_backend`` returns a name only.
+    """
+    return group._get_backend(device)
+
+
+def timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """How long a collective of the group may take on this kind of device; None where the backend does not say."""
+    options = getattr(backend_on(group, device), "options", None)
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found

@@ -180,7 +180,7 @@ def _units_of(modules: Sequence[nn.Module], verb: str) -> tuple[Unit, ...]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise TypeError(f"{verb} takes fully sharded modules, and {type(module).__name__} is none")
-    return tuple([unit_of(module) for module in modules])
+    return tuple(unit_of(module) for module in modules)
 
 
 def root_of(module: FSDPModule) -> Root:

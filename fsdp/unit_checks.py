@@ -16,6 +16,7 @@ from ..ddp.collectives.world import Ranks
 from ..ddp.contract.main_grad import check_unattached
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, find_owned_params
+from ..ddp.torch_internals import is_hooked
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
@@ -156,7 +157,7 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         )
     if param.grad is not None:
         raise ValueError(f"parameter '{name}' already has a .grad: call module.zero_grad() before fully_shard")
-    if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+    if is_hooked(param):
         raise ValueError(
             f"parameter '{name}' has hooks, which no backward would call: whole gradients never lie in .grad; remove "
             f"them, or list it in ignored_params"

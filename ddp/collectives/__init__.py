@@ -1,4 +1,4 @@
-"""Ranks, and what they send each other: groups and grids, forms of reduction, agreements, reports of failures.
+"""Ranks and collectives: groups, grids of ranks, forms of reduction, agreement between ranks, reports of failures.
 
-Knows tensors and process groups, and no parameter. Imports ``ddp/config.py`` and ``ddp/torch_internals.py``.
+Knows tensors and process groups, but no parameters. Imports ``ddp/config.py`` and ``ddp/torch_internals.py``.
 """

@@ -1,7 +1,7 @@
-"""What ranks say to each other before they go on together: errors are raised alike, so that nobody waits alone.
+"""Errors of one rank are raised on all ranks, before the next collective.
 
-A check may fail on some ranks only: another rank's file, a parameter that is not as the others'. Those that pass it
-would go into the next collective and wait for the others there.
+A check may fail on some ranks only: a damaged file, a parameter that differs. Without agreement the other ranks would
+enter the next collective and wait there for the ranks that raised.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ _KINDS: tuple[type[Exception], ...] = (
     TypeError,
     RuntimeError,
 )
-"""Errors that keep their class on the way to other ranks; any other becomes the last one."""
+"""Classes of errors that other ranks raise too. An error of any other class becomes a ``RuntimeError`` there."""
 
 
 def gather(value: T, axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> list[T]:
-    """Every rank's value, in one order everywhere. Raises ``CollectiveError`` where a rank is gone.
+    """All-gather of Python objects over a grid: every rank's value, in the same order on all ranks.
 
-    axes      groups that join the ranks: inside an instance, then across
-    failures  says which rank it is
+    axes      the grid's groups: inside an instance, then across instances
+    failures  names the rank in the ``CollectiveError`` that is raised where a rank is gone
     what      the value, for that error
     """
     values = [value]
@@ -47,9 +47,9 @@ def gather(value: T, axes: Iterable[dist.ProcessGroup], failures: FailureReporte
 
 
 def alike(action: Callable[[], T], axes: Iterable[dist.ProcessGroup], failures: FailureReporter | None, what: str) -> T:
-    """Run ``action`` on every rank. Where it raises on any, all raise what the first of them raised.
+    """Run ``action`` on every rank. If it raises on some ranks, all ranks raise the first such rank's error.
 
-    what  the action, for the ``CollectiveError`` of ranks that hear nothing from another one; the rest as in ``gather``
+    what  the action, for the ``CollectiveError`` of ranks that get no answer; ``axes``, ``failures`` as in ``gather``
     """
     return alike_telling(action, lambda _: None, axes, failures, what)[0]
 
@@ -61,9 +61,9 @@ def alike_telling(
     failures: FailureReporter | None,
     what: str,
 ) -> tuple[T, list[U]]:
-    """As ``alike``; returns what every rank tells of its result, too, in one order everywhere.
+    """``alike``, and an all-gather of what each rank tells about its result, in the same order on all ranks.
 
-    telling  of ``action``'s result, what the others are to know
+    telling  called with ``action``'s result; returns the object that the other ranks get
     """
     axes = list(axes)
     if not axes:
@@ -88,7 +88,10 @@ def alike_telling(
 
 
 def compare_between_ranks(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:
-    """Compare this rank's lines with the others'; raises ``ValueError`` with the first that differs, and its title."""
+    """Raise ``ValueError`` on all ranks unless all have the same lines; the error shows the first line that differs.
+
+    mine  title -> lines of this rank
+    """
     fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
     fingerprints: list[str] = [""] * group.size()
     dist.all_gather_object(fingerprints, fingerprint, group=group)
@@ -112,7 +115,7 @@ def _kind_of(error: BaseException) -> int:
 
 
 def saying(error: BaseException, more: str) -> BaseException:
-    """An error of the same kind that says more. What is no ``Exception`` (Ctrl-C) stays as it is."""
+    """``error`` with the text ``more`` added, as an error of the same class. ``KeyboardInterrupt`` stays as it is."""
     if isinstance(error, CollectiveError):
         report = f"{error}\n  {more.lstrip('; ')}"
         return CollectiveError(report, rank=error.rank, gone=error.gone, silent=error.silent)

@@ -1,16 +1,15 @@
-"""Turns a failed collective into a report: who waited for what and how long, and which ranks are gone.
+"""Turns a failed collective into a report: which rank waited for what and how long, and which ranks are gone.
 
-gloo    A wait raises when a connection is closed, or after the group's timeout. gloo closes all of a group's
-        connections when one wait times out; a rank that fails for another reason closes them the same way here, so
-        that all ranks fail together instead of one after the other, each when the last one's process has ended.
-        A rank that takes another number of steps and is in a collective of its own ends alike: both wait until the
-        timeout, or gloo finds that sizes differ and ends that rank's process by SIGABRT. Collectives of one group that
-        happen to agree in kind and size are mixed up unseen: ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares each one.
-NCCL    Waits order streams and raise nothing. A thread of torch's, the watchdog, sees a communicator's error or a
-        collective's timeout, logs it and by default ends the process (``TORCH_NCCL_ASYNC_ERROR_HANDLING``). Only what
-        NCCL raises while a collective is being launched is reported from here. Which collective each rank had reached
-        is in the flight recorder's dumps: ``TORCH_NCCL_DUMP_ON_TIMEOUT=1`` with ``TORCH_NCCL_TRACE_BUFFER_SIZE`` above
-        0. (torch's documentation: ProcessGroupNCCL environment variables; Flight Recorder for debugging stuck jobs.)
+gloo    A wait raises when a connection is closed, or after the group's timeout. A rank that fails here closes all of
+        its group's connections, so that all ranks fail at once. Ranks that take different numbers of steps wait for
+        each other until the timeout; or gloo finds that sizes differ and ends the process by SIGABRT. Two different
+        collectives of the same kind and size are mixed up without an error: ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` compares
+        each one.
+NCCL    A wait orders streams and raises nothing. torch's watchdog thread sees a communicator's error or a timeout, logs
+        it, and by default ends the process (``TORCH_NCCL_ASYNC_ERROR_HANDLING``). This file reports only errors that
+        NCCL raises while a collective is launched. The flight recorder's dumps show the last collective of each rank:
+        set ``TORCH_NCCL_DUMP_ON_TIMEOUT=1`` and ``TORCH_NCCL_TRACE_BUFFER_SIZE`` above 0. (torch's documentation:
+        ProcessGroupNCCL environment variables; Flight Recorder for debugging stuck jobs.)
 """
 
 import re
@@ -28,15 +27,15 @@ from .rank_fates import Process, RankFates, announce, look_up
 
 __all__ = ["CollectiveError", "FailureReporter", "Watch"]
 
-_CLOSING_TAG = 0x6D617467  # of messages that nobody sends
+_CLOSING_TAG = 0x6D617467  # tag of a message that nobody sends
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed, because a rank is gone or the ranks have gone different ways.
+    """A collective failed: a rank is gone, or the ranks called different collectives.
 
-    rank    this one, in the default group
-    gone    ranks whose process has ended without a word
-    silent  other ranks that have not said that they failed as well
+    rank    this rank, in the default group
+    gone    ranks whose process has ended without a report
+    silent  ranks that run, as far as is known, and have not reported a failure
     """
 
     def __init__(self, report: str, *, rank: int = 0, gone: Sequence[int] = (), silent: Sequence[int] = ()) -> None:
@@ -47,41 +46,41 @@ class CollectiveError(RuntimeError):
 
 
 class FailureReporter:
-    """What one wrapper needs in order to say why its collectives fail. Costs one key of the store."""
+    """Reports why one wrapper's collectives fail. Each rank writes one key to the default group's store."""
 
     def __init__(self) -> None:
         self.groups: Iterable[dist.ProcessGroup] = ()
-        """Those that the wrapper communicates over."""
+        """The wrapper's process groups."""
         self._first: CollectiveError | None = None
         self._known: dict[int, Process] = {}
         self.active = dist.is_available() and dist.is_initialized() and _on_processes()
-        """False without ``torch.distributed``, and on simulated ranks, whose errors tell everything themselves."""
+        """False without ``torch.distributed``, and on simulated ranks, whose own errors say everything."""
         if self.active:
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
             self._store = default_store()
-            with suppress(RuntimeError):  # whoever needs the store itself says that it is out of reach
+            with suppress(RuntimeError):  # an unreachable store is reported when it is needed
                 announce(self._store, self._rank)
 
-    def look_around(self) -> None:
-        """Find out where rank 0 runs, which often serves the store: it cannot be asked for once that is gone."""
+    def remember_rank_0(self) -> None:
+        """Remember where rank 0's process runs. Rank 0 often serves the store, which is gone if rank 0 is gone."""
         if self.active:
             process = look_up(self._store, 0)
             if process is not None:
                 self._known[0] = process
 
     def watch(self, what: str, bucket: str | None = None, num_params: int = 0) -> "Watch":
-        """A ``with`` block around a collective, or the wait for it, whose failure is to be reported.
+        """A ``with`` block around a collective or a wait: its failure is raised as a ``CollectiveError``.
 
-        what        name of the collective, or what it is for
-        bucket      name of the bucket that it reduces or gathers
-        num_params  parameters of that bucket
+        what        name of the collective, or its purpose
+        bucket      name of the bucket that is reduced or gathered
+        num_params  number of the bucket's parameters
         """
         return Watch(self, what, bucket, num_params)
 
     def report(self, error: RuntimeError, waited_for: str, seconds: float) -> CollectiveError:
-        """The error to raise from ``error``. Asking for the other ranks takes up to a few seconds.
+        """The error to raise from ``error``. Asking the other ranks takes up to ``2 * PATIENCE`` seconds.
 
-        Later failures follow from the first, which is reported again.
+        Later failures follow from the first one, so the first report is returned again.
         """
         if self._first is not None:
             return self._first
@@ -98,7 +97,7 @@ class FailureReporter:
 
 
 class Watch:
-    """See ``FailureReporter.watch``. Texts are made when something fails."""
+    """See ``FailureReporter.watch``."""
 
     __slots__ = ("_bucket", "_num_params", "_reporter", "_since", "_what")
 
@@ -126,10 +125,11 @@ def _on_processes() -> bool:
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Close all of a gloo group's connections: whoever waits for this rank, or will, fails at once.
+    """Close all connections of a gloo group, so that every rank that waits for this one fails at once.
 
-    gloo has no call for it, but does so when a wait times out. So wait a millisecond for a message that nobody sends.
-    Where the connection to a rank is closed already that raises at once and closes no other: then try the next rank.
+    gloo has no function for this, but a wait that times out closes them: so wait a millisecond for a message that
+    nobody sends. If the connection to one rank is closed already, that wait raises at once and closes no other
+    connection: so try every rank.
     """
     if "gloo" not in _backends(group):
         return
@@ -141,11 +141,11 @@ def _close_connections(group: dist.ProcessGroup) -> None:
 
 
 def _backends(group: dist.ProcessGroup | None) -> str:
-    """Names by device, such as ``"cpu:gloo,cuda:nccl"``. ``get_backend`` knows none where torch chose them."""
+    """Backends by device, such as ``"cpu:gloo,cuda:nccl"``. ``get_backend`` has none where torch chose it."""
     return str(dist.get_backend_config(group))
 
 
 def _in_short(error: BaseException) -> str:
-    """The first sentence of an error, without the place in torch's source."""
+    """The first sentence of an error, without torch's file and line."""
     text = re.sub(r"^\[[^]]*\] ?", "", str(error).partition("\n")[0])
     return text.partition(". ")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Process groups that may be None, and collectives as handles that hold their tensors.
+"""``InFlight``: a collective as a handle that holds its tensors; and process groups that may be None.
 
 A process group of None means a world of one: every collective is the identity.
 """
@@ -27,10 +27,10 @@ __all__ = [
 
 
 class InFlight(NamedTuple):
-    """A collective under way. Its tensors stay alive because this refers to them, not through ``record_stream``."""
+    """A collective under way. This reference keeps its tensors alive; ``record_stream`` is not needed."""
 
     work: Any
-    """``torch.distributed.Work`` or ``_Stages``, or None where there was nothing to do."""
+    """``torch.distributed.Work`` or ``_Stages``; None in a world of one."""
     tensors: tuple[Tensor, ...]
 
     def wait(self) -> None:
@@ -40,9 +40,9 @@ class InFlight(NamedTuple):
 
 
 def in_stages(stages: Iterator[Any], tensors: tuple[Tensor, ...]) -> InFlight:
-    """Start collectives of which each needs the one before: ``stages`` yields each one's work and goes on after it.
+    """Start a chain of collectives. ``stages`` starts one, yields its work, and is resumed when that work is done.
 
-    The first is started now, the rest in ``wait``: at once on a CUDA stream, which is all that waits.
+    The first collective starts now, the others in ``wait``. On CUDA ``wait`` returns at once: only the stream waits.
     """
     first = next(stages, _OVER)
     return InFlight(None if first is _OVER else _Stages(first, stages), tensors)
@@ -52,7 +52,7 @@ _OVER = object()
 
 
 class _Stages:
-    """Looks like one ``Work``. A stage may have None for a work: it is done, and the next one follows."""
+    """A chain of collectives with the interface of one ``Work``. A stage that is done already yields None."""
 
     def __init__(self, work: Any, rest: Iterator[Any]) -> None:
         self._work = work
@@ -68,11 +68,11 @@ class _Stages:
 def group_or_default(
     group: dist.ProcessGroup | WorldOfOne | None, option: str = "process_group"
 ) -> dist.ProcessGroup | None:
-    """``group``; for None the default group. None for a world of one: asked for, or without ``torch.distributed``.
+    """``group``, or the default group for None. Returns None for ``WORLD_OF_ONE``, and where no group was initialised.
 
     Raises ``ValueError`` for None where there is no default group and a launcher has started several ranks.
 
-    option  what ``group`` is called where the user gave it
+    option  name of the argument by which the user gave ``group``, for the error
     """
     if isinstance(group, WorldOfOne):
         return None
@@ -90,13 +90,13 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 
 def device_types_of(group: dist.ProcessGroup) -> list[str]:
-    """The kinds of devices whose tensors the group takes; none where it takes all kinds."""
+    """Device types that the group has a backend for; an empty list where one backend serves all."""
     config = str(dist.get_backend_config(group))
     return [entry.split(":")[0] for entry in config.split(",") if ":" in entry]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that serves this kind of device: a group may have one for each."""
+    """Name of the group's backend for this type of device."""
     config = str(dist.get_backend_config(group))
     by_device = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
     return by_device.get(device.type, config)
@@ -108,9 +108,9 @@ def group_rank(group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None, *, on_stream: bool = False) -> InFlight:
-    """Fill ``flat`` [n] with every rank's shard [n / size], in place and asynchronously; mine already lies in it.
+    """Start an all-gather in place: ``flat`` [n] holds this rank's shard [n / size] and gets all others.
 
-    on_stream  CUDA: on the current stream, which is then a side stream of the caller's
+    on_stream  NCCL runs on the current CUDA stream, which is a side stream of the caller's
     """
     size = group_size(group)
     if group is None or size == 1:
@@ -120,7 +120,7 @@ def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None, *, on_strea
 
 
 def sum_over_group(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum a small tensor over the group, in place, ordered with the current stream; returns it."""
+    """All-reduce ``value`` in place, ordered with the current stream; returns ``value``."""
     if group is not None and group.size() > 1:
         with torch.no_grad():
             dist.all_reduce(value, group=group)

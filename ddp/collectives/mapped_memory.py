@@ -1,17 +1,16 @@
 """Memory that the ranks of an NCCL group map into each other's address space, so that copy engines can move it.
 
-NCCL's documentation calls it user buffer registration, as a symmetric window.
+NCCL's documentation: user buffer registration, symmetric windows.
 """
 
 import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..torch_internals import zero_cta_options
+from ..torch_internals import backend_on, zero_cta_options
 from .in_flight import backend_of
 from .rank_grid import RankGrid
 
@@ -19,32 +18,32 @@ __all__ = ["MappedPool", "check_copy_engines"]
 
 
 class MappedPool:
-    """A pool of such memory. What is allocated in it before ``share`` is mapped, and what is reused of it later.
+    """A pool of mapped memory. ``share`` maps all memory that was allocated in the pool before.
 
-    Ranks must allocate and free the same sizes in the same order, so that a tensor has one place on all of them. The
-    process keeps the memory until it ends: torch 2.11 aborts where a pool is freed with its group.
+    All ranks must allocate and free the same sizes in the same order, so that a tensor has the same offset on all
+    ranks. The process keeps the memory until it ends: torch 2.11 aborts where a pool is freed with its group.
 
-    group   whose ranks map it; collective over it
-    device  this rank's
+    group   the ranks that map the memory; the constructor is collective over them
+    device  this rank's device
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # a communicator is made by its first collective
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL makes the communicator now
         self._group = group
         self._device = device
-        self._backend: Any = group._get_backend(device)
+        self._backend = backend_on(group, device)
         self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
-        # Its destructor would run at exit, find the group gone and abort: this reference is never returned.
+        # The pool's destructor would run at exit, find the group gone, and abort. This reference keeps the pool alive.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """What this thread allocates in here comes from the pool."""
+        """In this block, this thread allocates from the pool."""
         with torch.cuda.use_mem_pool(self._pool, device=self._device):
             yield
 
     def share(self) -> None:
-        """Map what was allocated so far. Collective; the host waits."""
+        """Map the memory that was allocated so far. Collective; the host waits."""
         torch.cuda.synchronize(self._device)
         dist.barrier(group=self._group)
         self._backend.register_mem_pool(self._pool, symm=True)
@@ -53,7 +52,7 @@ class MappedPool:
 
 
 def check_copy_engines(grids: Iterable[RankGrid], device: torch.device, option: str) -> None:
-    """Raise ``ValueError`` where gathers cannot run on copy engines."""
+    """Raise ``ValueError`` where all-gathers cannot run on copy engines."""
     backends = {backend_of(group, device) for grid in grids for group in grid.axes}
     on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
     if not (on_nccl and zero_cta_options() is not None):

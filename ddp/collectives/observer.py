@@ -1,7 +1,4 @@
-"""Who is told what an iteration does: nobody, or a ``Timeline`` that records it.
-
-Forwards, backwards, reductions and gathers report to one observer. The code that reports is the same in both cases.
-"""
+"""``Observer``: forwards, backwards, reductions and gathers report to it. ``Timeline`` is the observer that records."""
 
 from collections.abc import Callable
 
@@ -11,22 +8,22 @@ __all__ = ["UNOBSERVED", "Observer"]
 
 
 class Observer:
-    """Is told, and does nothing with it."""
+    """Ignores all reports."""
 
     recording = False
-    """Whether it wants to know of backwards under wrappers that have no other reason to watch for them."""
+    """Whether ``backward_started`` must be called under wrappers that need no hook for it otherwise."""
 
     def forward_started(self) -> None:
-        """A forward of the wrapper begins; the outermost one counts."""
+        """A forward of the wrapper begins. Forwards may nest."""
 
     def forward_ended(self) -> None:
-        """That forward ended, or failed."""
+        """The innermost running forward ended, or raised."""
 
     def backward_started(self) -> None:
         """The outermost backward reached the wrapper's outputs."""
 
     def backward_ended(self, synced: bool) -> None:
-        """The outermost backward ended. synced: it was no ``no_sync`` microbatch."""
+        """The outermost backward ended. synced: it ran outside ``no_sync``."""
 
     def bucket_ready(self, bucket: str) -> None:
         """The last contribution to a bucket's gradients is in."""
@@ -34,15 +31,15 @@ class Observer:
     def launch(
         self, bucket: str, collective: str, nbytes: Callable[[], int], start: Callable[[], InFlight]
     ) -> InFlight:
-        """Launch a collective by ``start``; returns the handle to wait for.
+        """Launch a collective by calling ``start``; returns its handle.
 
-        collective  ``all_gather`` is a gather of parameters; any other one reduces gradients
-        nbytes      of the bucket's parameters or gradients
+        collective  its name: ``all_gather`` gathers parameters, every other collective reduces gradients
+        nbytes      returns the bytes of the bucket on the wire
         """
         return start()
 
     def wait(self, bucket: str, collective: str, order: Callable[[], None]) -> None:
-        """Order the current stream behind a collective by ``order``."""
+        """Order the current stream behind a collective by calling ``order``."""
         order()
 
 

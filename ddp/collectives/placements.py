@@ -1,8 +1,8 @@
-"""Where parameters, gradients and optimizer state are at rest: one table, from which the collectives follow.
+"""Which of parameters, gradients and optimizer state are sharded at rest: one table, from which collectives follow.
 
-A wrapper's ranks form a grid of two axes. Ranks of one *inner* group are an instance: they hold one copy between them
-wherever something is sharded. The *outer* axis joins the same place of every instance. Plain data parallelism and
-ZeRO-1 have one instance.
+A wrapper's ranks form a grid of two axes. The ranks of an *inner* group are an instance: together they hold one copy of
+everything that is sharded. An *outer* group joins the ranks at the same position of all instances. Plain data
+parallelism and ZeRO-1 have one instance.
 
 ==========  =====================================  =====================================  ============================
 row         inner: parameter, gradient, optimizer  outer: parameter, gradient, optimizer  collectives of one step
@@ -34,26 +34,27 @@ __all__ = ["PLACEMENTS", "AxisPlacement", "Placement", "Placements", "placements
 
 
 class Placement(enum.Enum):
-    """How a kind of tensor lies along one axis of ranks."""
+    """How a tensor lies along one axis of ranks."""
 
     WHOLE = "whole"
     """Every rank holds all of it."""
     SHARDED = "sharded"
-    """Every rank holds an equal part."""
+    """Every rank holds a shard; all shards have one length."""
 
 
 class AxisPlacement(NamedTuple):
-    """The three kinds of tensors along one axis. What is sharded makes what follows it sharded."""
+    """The three kinds of tensors along one axis. A sharded parameter implies a sharded gradient, and that a sharded
+    optimizer."""
 
     parameter: Placement
     gradient: Placement
-    """Of the buffer at rest; what the optimizer reads of it follows ``optimizer``."""
+    """The gradient buffer at rest. ``optimizer`` says which part of the buffer the optimizer reads."""
     optimizer: Placement
-    """Masters and moments."""
+    """Master weights and moments."""
 
     @property
     def scatters(self) -> bool:
-        """Gradients are reduce-scattered: each rank needs the sum of what its optimizer updates. Else all-reduced."""
+        """Whether gradients are reduce-scattered (each rank needs the sum of its shard only), and not all-reduced."""
         return self.optimizer is Placement.SHARDED
 
     def reduces_once(self, reduce_every_microbatch: bool | None) -> bool:
@@ -62,18 +63,18 @@ class AxisPlacement(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """Parameters are all-gathered after a step: each rank updated a part and holds the whole."""
+        """Whether parameters are all-gathered after a step: each rank updates its shard and holds whole parameters."""
         return self.optimizer is Placement.SHARDED and self.parameter is Placement.WHOLE
 
 
 class Placements(NamedTuple):
-    """Both axes."""
+    """One row of the table."""
 
     inner: AxisPlacement
     outer: AxisPlacement
 
     def check(self) -> None:
-        """Raise ``ValueError`` where a rank would update what it has no gradient of, or gather what nobody holds."""
+        """Raise ``ValueError`` for a combination that cannot work: an optimizer without the gradients that it reads."""
         for name, axis in zip(self._fields, self, strict=True):
             order = [kind is Placement.SHARDED for kind in axis]
             if order != sorted(order):
@@ -112,7 +113,7 @@ several."""
 
 
 def placements_of(config: DistributedDataParallelConfig) -> Placements:
-    """The row of a wrapper's config."""
+    """The row that a ``DistributedDataParallel``'s config means."""
     if not config.use_distributed_optimizer:
         return PLACEMENTS["ddp"]
     return PLACEMENTS["zero1" if config.num_distributed_optimizer_instances == 1 else "hybrid"]

@@ -1,7 +1,8 @@
-"""What became of the other ranks, as far as the store of the default group and the machine can tell.
+"""After a failure: what became of the other ranks, as far as the default group's store and this machine can tell.
 
-Every rank leaves in the store where its process runs. One that fails adds what it waited for, and waits a little for
-the others to do the same. Of those that do not, processes on this machine are asked for: they have ended, or run on.
+Every rank writes its host and process id to the store. A rank that fails adds what it waited for, and then waits
+``PATIENCE`` seconds for the other ranks to do the same. For a rank that adds nothing, this rank looks whether that
+process still runs, if both are on one machine.
 """
 
 import json
@@ -13,35 +14,35 @@ from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, and missing in its __all__
 
 __all__ = ["Process", "RankFates", "announce", "look_up"]
 
 PATIENCE = 3.0
-"""Seconds in which the other ranks may say that they failed as well."""
+"""Seconds that a failed rank waits for the reports of the other ranks."""
 _POLL = 0.02
 _KEYS = "maingrad/failures"
-_SHOWN = 8  # ranks that a line lists
+_SHOWN = 8  # most ranks in one line of a report
 
 
 def announce(store: Store, rank: int) -> None:
-    """Leave word of this rank's process."""
+    """Write this rank's process to the store."""
     store.set(f"{_KEYS}/process/{rank}", json.dumps(_own_process()))
 
 
 def look_up(store: Store, rank: int) -> "Process | None":
-    """The process of a rank that has announced itself."""
+    """The process that ``rank`` has announced; None where it has announced none."""
     text = _read(store, f"process/{rank}")
     return None if text is None else Process(*json.loads(text))
 
 
 class RankFates:
-    """The inquiry of a rank that waited for something in vain.
+    """The inquiry of a rank whose collective failed.
 
-    known   processes that were looked up before
+    waited_for  the collective
+    known       processes that were looked up before, by rank
 
-    gone    ranks whose process has ended without a word
-    silent  other ranks that have not said that they failed as well
+    After ``inquire``: ``gone`` are ranks whose process has ended without a report, ``silent`` other ranks without one.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class RankFates:
         self.silent = list(self._unheard)
 
     def inquire(self) -> None:
-        """Tell and ask; takes up to twice ``PATIENCE``."""
-        # In a thread, since a store whose host hangs keeps its clients waiting.
+        """Report this rank's failure and read the others' reports. Takes up to ``2 * PATIENCE`` seconds."""
+        # A thread, because a call to the store may hang.
         thread = Thread(target=self._run, name="maingrad-failure-report", daemon=True)
         thread.start()
         thread.join(2 * PATIENCE)
 
     def lines(self) -> list[str]:
-        """One line for each kind of fate."""
+        """The report: one line each for ranks that are gone, silent, or failed."""
         lines = []
         if self.gone:
             lines.append(f"gone: {_listed(self.gone, self._describe_gone)}")
@@ -89,7 +90,7 @@ class RankFates:
             self._ask()
             self._trouble = None
         except RuntimeError as error:
-            # Rank 0 serves the store where the launcher does not, and has ended most likely, or is about to.
+            # Where the launcher serves no store rank 0 does, and rank 0 has most likely ended, or is about to.
             self._trouble = str(error).partition("\n")[0]
             deadline = time.monotonic() + PATIENCE
             while not self.gone and self._processes and time.monotonic() < deadline:
@@ -101,7 +102,7 @@ class RankFates:
         self._store.set(f"{_KEYS}/waited_for/{self._rank}", self._waited_for)
         deadline = time.monotonic() + PATIENCE
         while True:
-            # In this order: a rank that tells and then ends is not gone without a word.
+            # Look for ended processes before reading reports: a rank that reports and then ends is not gone.
             ended = [rank for rank in self._unheard if self._has_ended(rank)]
             for rank in self._unheard:
                 what = _read(self._store, f"waited_for/{rank}")
@@ -113,7 +114,7 @@ class RankFates:
             if not self.silent or time.monotonic() > deadline:
                 break
             time.sleep(_POLL)
-        # Where rank 0 serves the store it stays until the others have read what it says.
+        # Rank 0 may serve the store, so it stays until the other ranks have read the reports.
         num_done = self._store.add(f"{_KEYS}/done", 1)
         while self._rank == 0 and num_done <= len(self._told) and time.monotonic() < deadline + 0.5:
             time.sleep(_POLL)
@@ -142,27 +143,27 @@ class RankFates:
 
 
 class Process(NamedTuple):
-    """A process. Only Linux tells of those that are not our children."""
+    """A rank's process. Only on Linux can this rank see whether it still runs."""
 
     host: str
     pid: int
     started: str
-    """Clock ticks since the machine's start: pids are used again."""
+    """When the process started, in clock ticks since boot: tells a process from a later one with the same pid."""
     machine: str
-    """This start of the machine, and the container whose pid it is; empty where nothing can be known."""
+    """Boot id and pid namespace: ``pid`` has a meaning only where both are equal. Empty outside of Linux."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this process can see it."""
+        """Whether this rank's process runs on the same machine and in the same pid namespace."""
         return self.machine != "" and self.machine == _machine()
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether the process has certainly ended."""
         if not self.is_here:
             return False
         state, started = _state(self.pid)
-        return state in ("Z", "X", "") or started != self.started  # a zombie, dead, or another process by now
+        return state in ("Z", "X", "") or started != self.started  # zombie, dead, or a later process with this pid
 
 
 def _read(store: Store, key: str) -> str | None:
@@ -184,7 +185,7 @@ def _machine() -> str:
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """Linux's letter for a process's state, and when it started; empty where there is none."""
+    """Linux's letter for the process's state, and its start in clock ticks; empty strings where there is no process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

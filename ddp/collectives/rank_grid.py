@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals import zero_cta_options
+from ..torch_internals import timeout_on, zero_cta_options
 from .in_flight import device_types_of, group_or_default, group_rank, group_size, sum_over_group
 from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
 
@@ -20,28 +20,29 @@ __all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", 
 
 
 class RankGrid(NamedTuple):
-    """Where this rank stands. A group of None is a world of one, or an axis of one."""
+    """This rank's groups. A group of None means an axis of one rank."""
 
     inner: dist.ProcessGroup | None
     outer: dist.ProcessGroup | None
     gather: dist.ProcessGroup | None
-    """The inner ranks again, where gathers must not queue behind reductions: collectives of one group are serial."""
+    """The inner ranks again, for all-gathers. It is a group of its own where all-gathers must not queue behind
+    reductions: collectives of one group run one after the other."""
     assumed: bool = False
-    """Nobody named ranks, and there was no process group: a world of one for as long as there is none."""
+    """The user named no ranks, and there was no process group: assumed to be a world of one."""
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the grid."""
         return group_size(self.inner) * group_size(self.outer)
 
     @property
     def inner_size(self) -> int:
-        """Ranks of an instance."""
+        """Number of ranks of an instance."""
         return group_size(self.inner)
 
     @property
     def inner_rank(self) -> int:
-        """Place in the instance: the index of this rank's shards."""
+        """Rank in the instance: the index of this rank's shards."""
         return group_rank(self.inner)
 
     @property
@@ -51,7 +52,7 @@ class RankGrid(NamedTuple):
 
     @property
     def outer_rank(self) -> int:
-        """Which instance this is."""
+        """Index of this rank's instance."""
         return group_rank(self.outer)
 
     @property
@@ -62,24 +63,24 @@ class RankGrid(NamedTuple):
                 yield group
 
     def check_still_alone(self, what: str, option: str = "process_group") -> None:
-        """Raise ``RuntimeError`` where this was taken for a world of one, and a process group was made since.
+        """Raise ``RuntimeError`` where a world of one was assumed, and a process group was initialised since.
 
-        what    has this grid
-        option  what its ranks are called where the user may name them
+        what    the owner of this grid, for the error
+        option  name of the owner's argument that names ranks
         """
         if self.assumed:
             check_no_late_group(what, option)
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum a small tensor over all ranks, in place: inside instances, then across."""
+        """All-reduce a small tensor over all ranks, in place: inside instances, then across."""
         for group in self.axes:
             sum_over_group(value, group)
         return value
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy the first rank's tensor to all others."""
-        whole = tensor.contiguous()  # NCCL takes no other
+        """Copy the first rank's tensor to all other ranks."""
+        whole = tensor.contiguous()  # NCCL needs contiguous memory
         for group in reversed(list(self.axes)):
             dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
         if whole is not tensor:
@@ -94,16 +95,17 @@ def make_grid(
     copy_engines: bool = False,
     option: str = "process_group",
 ) -> RankGrid:
-    """The grid over a process group (None: the default one), of a DeviceMesh: (inner), or (outer, inner); or of one.
+    """The grid of ``ranks``.
 
-    num_instances    cuts a process group into so many runs of consecutive ranks; a 2-D mesh says it by itself
-    separate_gather  give gathers a communicator of their own
-    copy_engines     one that uses the GPU's copy engines where it can
-    option           what ``ranks`` is called where the user gave it, for errors
+    ranks            a process group; None for the default group; a DeviceMesh (inner) or (outer, inner); WORLD_OF_ONE
+    num_instances    instances of consecutive ranks into which a process group is cut; a 2-D mesh has them already
+    separate_gather  make a separate communicator for all-gathers
+    copy_engines     that communicator uses the GPU's copy engines where it can
+    option           name of the argument by which the user gave ``ranks``, for errors
 
-    Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of more
-    dims, for ranks that this one is not among, where the ranks do not divide, and for None where there is no process
-    group and a launcher has started several ranks.
+    Collective over the group: every member calls it, with the same arguments. Raises ``ValueError`` for a mesh of three
+    or more dims, where this rank is not in ``ranks``, where ``num_instances`` does not divide the ranks, and for None
+    where there is no process group and a launcher has started several ranks.
     """
     check_member(ranks, option)
     if isinstance(ranks, DeviceMesh):
@@ -115,7 +117,7 @@ def make_grid(
 
 
 def with_separate_gather(grid: RankGrid, *, copy_engines: bool = False) -> RankGrid:
-    """The same grid with a communicator for gathers alone; collective over the inner group."""
+    """The same grid with a separate communicator for all-gathers. Collective over the inner group."""
     if grid.inner_size == 1:
         return grid
     assert grid.inner is not None, "a group of more than one rank"
@@ -133,9 +135,13 @@ def make_grids(
     separate_gather: bool,
     copy_engines: bool = False,
 ) -> dict[str, RankGrid]:
-    """The grid of each kind of parameters. Where nothing says which ranks share experts, it is all of them.
+    """The grid of each kind of parameters, ``dense`` and ``expert``.
 
-    Raises ``ValueError`` for ranks of experts that are not among the others, over which norms are summed.
+    expert_ranks  the ranks that hold the same experts; None: the same as ``ranks``
+    has_experts   the model has parameters or buffers of experts
+
+    Raises ``ValueError`` for ``expert_ranks`` without experts, and for expert ranks that are not among ``ranks``, over
+    which norms are summed.
     """
     if expert_ranks is not None and not has_experts:
         raise ValueError(
@@ -157,7 +163,7 @@ def make_grids(
 
 
 def all_groups(grids: Iterable[RankGrid]) -> list[dist.ProcessGroup]:
-    """Every group of more than one rank, once."""
+    """Every group of more than one rank, each once."""
     groups = {
         id(group): group for grid in grids for group in (grid.inner, grid.outer, grid.gather) if group is not None
     }
@@ -165,15 +171,15 @@ def all_groups(grids: Iterable[RankGrid]) -> list[dist.ProcessGroup]:
 
 
 def check_member(ranks: Any, option: str) -> None:
-    """Raise ``ValueError`` where this rank is not among ``ranks``, ``TypeError`` where these are no ranks at all.
+    """Raise ``ValueError`` where this rank is not in ``ranks``, ``TypeError`` for an object that names no ranks.
 
-    option  what ``ranks`` is called where the user gave it
+    option  name of the argument by which the user gave ``ranks``
     """
     if isinstance(ranks, DeviceMesh):
         member = ranks.get_coordinate() is not None
     elif ranks is None or isinstance(ranks, dist.ProcessGroup | WorldOfOne):
         member = True
-    elif ranks == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
+    elif ranks == dist.GroupMember.NON_GROUP_MEMBER:  # new_group's result on ranks outside of the group
         member = False
     else:
         raise TypeError(f"{option} is a ProcessGroup, a DeviceMesh, {WORLD_OF_ONE} or None; got {type(ranks).__name__}")
@@ -185,7 +191,7 @@ def check_member(ranks: Any, option: str) -> None:
 
 
 def _ranks_of(ranks: Ranks) -> list[int]:
-    """Global ranks."""
+    """The global ranks that ``ranks`` names."""
     if isinstance(ranks, DeviceMesh):
         return [int(rank) for rank in ranks.mesh.flatten().tolist()]
     group = group_or_default(ranks)
@@ -228,7 +234,7 @@ def _cut(
 
 
 def _group_of(ranks: list[int], *, like: dist.ProcessGroup, options: Any = None) -> dist.ProcessGroup:
-    """A new group, which its members alone make, with this group's backend and timeout, not the default group's."""
+    """A new group with the backend and the timeout of the group ``like``. Only its members call this."""
     group: dist.ProcessGroup = dist.new_group(
         ranks,
         backend=dist.get_backend_config(like),
@@ -240,10 +246,8 @@ def _group_of(ranks: list[int], *, like: dist.ProcessGroup, options: Any = None)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long its collectives may take; None where its backends do not say: their default."""
-    if type(group) is not dist.ProcessGroup:  # simulated: nothing takes time
+    """How long its collectives may take. None, which means the backend's default, where no backend says."""
+    if type(group) is not dist.ProcessGroup:  # simulated ranks have no timeout
         return None
-    options = [
-        getattr(group._get_backend(device), "options", None) for device in map(torch.device, device_types_of(group))
-    ]
-    return max((entry._timeout for entry in options if entry is not None), default=None)
+    timeouts = [timeout_on(group, torch.device(kind)) for kind in device_types_of(group)]
+    return max((timeout for timeout in timeouts if timeout is not None), default=None)

@@ -1,17 +1,16 @@
-"""How one bucket's gradients become the sum over all ranks: the forms, and the collectives that each is made of.
+"""How a bucket's gradients are summed over all ranks: the forms of reduction, and the collectives of each form.
 
 =============================  ==========================================================  ==========================
 form                           inside an instance                                          across instances
 =============================  ==========================================================  ==========================
 all-reduce                     all-reduce of the bucket                                    all-reduce of the bucket
 reduce-scatter                 reduce-scatter: each rank gets its shard's sum              all-reduce of the shard
-half on the wire               all-to-all of the bucket in bf16, each rank then sums the   all-reduce of the shard
-                               shards it got in fp32
+half on the wire               all-to-all of the bucket in bf16; each rank then sums the   all-reduce of the shard
+                               received shards in fp32
 reduce-scatter on both axes    reduce-scatter: each rank gets its shard's sum              reduce-scatter of the shard
 =============================  ==========================================================  ==========================
 
-Every rank's gradients are multiplied by ``factor`` before they are summed: by NCCL on the way, by the rank itself
-elsewhere.
+Gradients are multiplied by ``factor`` before they are summed: by NCCL inside the collective, or else by each rank.
 """
 
 import functools
@@ -34,12 +33,12 @@ __all__ = ["GradReduction", "make_reductions"]
 class GradReduction:
     """The reduction of every bucket of one kind of parameters.
 
-    grid              the ranks
-    placements        the row of the table that says what is scattered
-    factor            what each rank's gradients are multiplied by; 1: they are summed
-    wire_dtype        dtype on the wire, smaller than the accumulators'; None: their own
-    in_collective     NCCL multiplies; False: the rank does; None: NCCL where the group is one of NCCL's
-    device            that of the gradients
+    grid           the ranks
+    placements     the row of ``placements.py``'s table
+    factor         each rank's gradients are multiplied by it; 1 / ranks for an average, 1 for a sum
+    wire_dtype     dtype in which gradients are sent; None: the accumulators' dtype
+    in_collective  True: NCCL multiplies by ``factor``; False: each rank does; None: NCCL where all groups are NCCL's
+    device         of the gradients
     """
 
     def __init__(
@@ -66,24 +65,27 @@ class GradReduction:
 
     @property
     def name(self) -> str:
-        """Of the collective inside an instance, for labels and records."""
+        """Name of the collective inside an instance, for labels and records."""
         if not self.scatters:
             return "all_reduce"
         return "reduce_scatter" if self.wire_dtype is None else "all_to_all"
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks of the grid hold the same reduced gradients as this one, itself included."""
+        """Number of ranks, this one included, that hold the same reduced gradients as this rank."""
         across = 1 if self.scatters_across else self.grid.outer_size
         return across if self.scatters else across * self.grid.inner_size
 
     @property
     def num_collectives(self) -> int:
-        """Collectives of one bucket."""
+        """Number of collectives for one bucket."""
         return len(list(self.grid.axes))
 
     def owned_range(self, numel: int) -> tuple[int, int]:
-        """[start, end) of a bucket's elements whose sum this rank gets: its shard, or all of them."""
+        """[start, end) of the bucket's elements whose sum over all ranks this rank gets: its shard, or all elements.
+
+        numel  of the bucket
+        """
         start, end = self.range_inside(numel)
         if not self.scatters_across:
             return start, end
@@ -91,14 +93,14 @@ class GradReduction:
         return start + self.grid.outer_rank * size, start + (self.grid.outer_rank + 1) * size
 
     def range_inside(self, numel: int) -> tuple[int, int]:
-        """[start, end) of the elements whose sum over its instance this rank gets."""
+        """[start, end) of the elements whose sum over its instance this rank gets from ``inside``."""
         if not self.scatters:
             return 0, numel
         size = numel // self.grid.inner_size
         return self.grid.inner_rank * size, (self.grid.inner_rank + 1) * size
 
     def wire_nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of one bucket as it is sent."""
+        """Bytes of a bucket of ``numel`` accumulators of ``dtype`` in the dtype in which it is sent."""
         if self.wire_dtype is None:
             return numel * dtype.itemsize
         return numel * self.wire_dtype.itemsize * (2 if dtype.is_complex else 1)
@@ -108,9 +110,9 @@ class GradReduction:
         return in_stages(self._stages(grads), (grads,))
 
     def inside(self, grads: Tensor, into: Tensor | None = None) -> Generator[Any, None, Tensor]:
-        """The stages inside an instance; returns what holds the sum of ``grads[range_inside]`` then.
+        """The stages inside an instance. Returns a tensor that holds the sum of ``grads[range_inside]`` after them.
 
-        into  the memory for it, if a collective writes it; None: ``grads`` itself
+        into  memory that a reduce-scatter may write the result to; None: a view of ``grads``
         """
         inner = self.grid.inner
         on_the_wire = self.wire_dtype is not None and self.grid.inner_size > 1
@@ -124,7 +126,7 @@ class GradReduction:
                 yield from self._sum_shards(grads, mine)
             elif self.scatters:
                 assert inner is not None, "a group of more than one rank"
-                # With one collective for a bucket the launcher has one stream, and the next bucket's comes after it.
+                # The only collective of its bucket: the launcher has one stream then, and NCCL may run on it.
                 on_stream = grads.is_cuda and self.grid.outer_size == 1
                 yield start_reduce_scatter(mine, grads, self._op(inner), inner, on_stream=on_stream)
             else:
@@ -132,12 +134,14 @@ class GradReduction:
         return mine
 
     def across(self, mine: Tensor) -> Generator[Any, None, Tensor]:
-        """The stages across instances, in place, of what ``inside`` returned, or a sum of several; returns the part of
-        it that is this rank's."""
+        """The stages across instances, in place. Returns the part of ``mine`` that this rank owns after them.
+
+        mine  what ``inside`` returned, or the sum of several such results
+        """
         outer = self.grid.outer
         if self.grid.outer_size == 1:
             return mine
-        # Where there is no other axis, this one scales.
+        # ``inside`` has scaled already, unless the inner axis has one rank.
         op = self._op(outer) if self.grid.inner_size == 1 else dist.ReduceOp.SUM
         if not self.scatters_across:
             yield dist.all_reduce(mine, op=op, group=outer, async_op=True)
@@ -152,9 +156,9 @@ class GradReduction:
         yield from self.across(mine)
 
     def _sum_shards(self, grads: Tensor, mine: Tensor) -> Iterator[Any]:
-        """Send every rank its shard, scaled and rounded once to the wire's dtype; sum what came in fp32.
+        """Send every rank its shard, scaled and rounded once to ``wire_dtype``; sum the received shards in fp32.
 
-        Scratch: twice the bucket in the wire's dtype, until the bucket is reduced.
+        Scratch memory: twice the bucket in ``wire_dtype``, until the bucket is reduced.
         """
         if grads.is_complex():
             grads, mine = torch.view_as_real(grads).view(-1), torch.view_as_real(mine).view(-1)
@@ -165,7 +169,7 @@ class GradReduction:
         torch.sum(received.view(self.grid.inner_size, -1), dim=0, dtype=mine.dtype, out=mine)
 
     def _op(self, group: dist.ProcessGroup | None) -> Any:
-        """The sum, scaled on the way where the collective does that."""
+        """The sum, with the multiplication by ``factor`` where NCCL does it."""
         if not self.in_collective or self.factor == 1.0:
             return dist.ReduceOp.SUM
         assert group is not None, "a group of more than one rank"
@@ -180,7 +184,10 @@ def _scaled_sum(factor: float, num_ranks: int) -> Any:
 def make_reductions(
     config: DistributedDataParallelConfig, grids: Mapping[str, RankGrid], device: torch.device
 ) -> dict[str, GradReduction]:
-    """Of each kind of parameters. All are averaged over the dense ones' ranks, or summed where tokens divide later."""
+    """The reduction of each kind of parameters.
+
+    Gradients of both kinds are divided by the number of dense ranks, or only summed with ``calculate_per_token_loss``.
+    """
     factor = 1.0 if config.calculate_per_token_loss else 1.0 / grids["dense"].size
     return {
         kind: GradReduction(

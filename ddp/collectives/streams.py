@@ -1,6 +1,8 @@
-"""CUDA streams at the host cost that hooks can bear: torch makes an object each time, and looks up devices.
+"""The current CUDA stream, and blocks on another one, at less host time than ``torch.cuda``'s functions take.
 
-A stream's object is made once; what is asked for every time is its number.
+Each launch of a bucket and each gather asks for the current stream several times. ``torch.cuda.current_stream()``
+makes a new object at each call: about 2 us of host time. Here each stream's object is made once, and later calls find
+it by the stream's raw address. What ``OnStream`` alone saves over ``torch.cuda.stream`` was never measured.
 """
 
 from types import TracebackType
@@ -12,7 +14,7 @@ from ..torch_internals import current_raw_stream
 __all__ = ["OnStream", "current_stream"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
-"""By device and number, which is the address of a stream that torch never frees, or one that its owner keeps."""
+"""Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

@@ -1,7 +1,7 @@
-"""Recorded times of forwards, backwards and collectives: what really overlapped, not what was meant to.
+"""``Timeline``: recorded times of forwards, backwards, collectives and waits, which show what really overlapped.
 
-On a CPU the clock is the host's, and a collective ends when the thread that waits for it says so. On CUDA the marks are
-events on the communication and compute streams, resolved once at the end.
+On a CPU the clock is the host's, and a collective ends when a thread that waits for it returns. On CUDA times are
+events on the communication and compute streams; ``close`` turns all events into seconds at once.
 """
 
 import time
@@ -65,13 +65,13 @@ class GatherSpan(NamedTuple):
     collective: str
     """``all_gather``, or ``none`` in a world of one."""
     nbytes: int
-    """Of the whole bucket, all ranks' shards."""
+    """Bytes of the whole bucket: the shards of all ranks."""
     launched: float
     finished: float
 
 
 class WaitSpan(NamedTuple):
-    """A stretch in which the compute stream (CUDA) or the caller (CPU) stood still for a bucket's collective."""
+    """A wait of the compute stream (CUDA) or of the caller (CPU) for a bucket's collective."""
 
     bucket: str
     collective: str
@@ -80,7 +80,7 @@ class WaitSpan(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """A named stretch of the compute stream, such as a drain of delayed weight gradients."""
+    """A named stretch of time on the compute stream, such as a drain of delayed weight gradients."""
 
     name: str
     start: float
@@ -104,13 +104,13 @@ class Mark:
 
 
 class Timeline(Observer):
-    """Collects spans while ``DistributedDataParallel.record_timeline()`` is active; readable after it.
+    """Records spans inside ``DistributedDataParallel.record_timeline()``; read them after the block.
 
     forwards   one span for each forward
     backwards  one span for each backward
     buckets    one span for each reduction, in launch order
     gathers    one span for each gather of parameters, in launch order
-    waits      one span for each wait for a collective; what it hid is what ran and did not wait
+    waits      one span for each wait for a collective
     phases     one span for each ``phase`` block
     """
 
@@ -130,16 +130,16 @@ class Timeline(Observer):
         self._collectives: list[_Collective] = []
         self._waits: list[tuple[str, str, Mark, Mark]] = []
         self._phases: list[tuple[str, Mark, Mark]] = []
-        self._forward_starts: list[Mark] = []  # of the forwards that run now, one inside the other
+        self._forward_starts: list[Mark] = []  # of the running forwards, outermost first
         self._backward_start: Mark | None = None
-        self._ready: dict[str, Mark] = {}  # buckets whose gradients are in, and not launched yet
+        self._ready: dict[str, Mark] = {}  # by name of a bucket that is ready and not launched
         self._closed = False
-        # Waits for collectives in launch order, since gloo's work objects cannot say when they ended. Where collectives
-        # run on the ranks' own threads (simulated ranks) they end when somebody waits.
+        # gloo's work objects do not say when they ended: a thread waits for them in launch order. Collectives of
+        # simulated ranks run on the ranks' own threads, and end when somebody waits.
         self._watcher = ThreadPoolExecutor(max_workers=1) if collectives_have_threads else None
 
     def mark(self) -> Mark:
-        """Now."""
+        """The present time."""
         return Mark(self._device)
 
     def forward_started(self) -> None:
@@ -161,7 +161,7 @@ class Timeline(Observer):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record what runs in here as one span."""
+        """Record the block as one span."""
         start = self.mark()
         yield
         self._phases.append((name, start, self.mark()))
@@ -180,7 +180,7 @@ class Timeline(Observer):
         if alone:
             finished = partial(_given, launched)
         elif self._device.type == "cuda":
-            flight.work.wait()  # orders the communication stream, which is current here, not the host
+            flight.work.wait()  # the communication stream, which is current here, waits; the host does not
             finished = partial(_given, self.mark())
         else:
             work = _WaitedWork(flight.work, self.mark, self._watcher)
@@ -196,7 +196,7 @@ class Timeline(Observer):
             self._waits.append((bucket, collective, start, self.mark()))
 
     def close(self) -> None:
-        """Turn marks into seconds. A collective that is still under way is waited for; one that failed has no span."""
+        """Turn marks into seconds. Waits for collectives under way; a collective that failed gets no span."""
         self._closed = True
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -210,7 +210,7 @@ class Timeline(Observer):
         for one in self._collectives:
             try:
                 finished = since(one.finished())
-            except RuntimeError:  # raised for whoever needs the result; here it would stand in front of that error
+            except RuntimeError:  # the caller that needs the result gets this error; here it would hide that one
                 continue
             name, launched = "none" if one.alone else one.collective, since(one.launched)
             if one.collective == "all_gather":
@@ -228,7 +228,7 @@ class _Collective(NamedTuple):
     bucket: str
     collective: str
     alone: bool
-    """Nothing was launched: a world of one."""
+    """A world of one: nothing was launched."""
     nbytes: int
     ready: Mark
     launched: Mark
@@ -241,7 +241,7 @@ class _Observed(Protocol):
 
 @contextmanager
 def recorded_on(observed: _Observed, device: torch.device, grids: Iterable[RankGrid]) -> Iterator[Timeline]:
-    """Record what ``observed`` does for as long as the block runs; the timeline can be read after that."""
+    """Make a ``Timeline`` the observer of ``observed`` inside the block; read the timeline after the block."""
     on_gloo = any(backend_of(group, device) == "gloo" for grid in grids for group in grid.axes)
     timeline = Timeline(device, collectives_have_threads=on_gloo)
     observed.observer = timeline
@@ -257,7 +257,7 @@ def _given(mark: Mark) -> Mark:
 
 
 class _NotedWork:
-    """A work object that notes who waited for it, and how long."""
+    """A work object that records each wait for it."""
 
     def __init__(self, work: Any, bucket: str, collective: str, timeline: Timeline) -> None:
         self._work = work
@@ -270,7 +270,7 @@ class _NotedWork:
 
 
 class _WaitedWork:
-    """A work object that notes when it ended: in the watcher's thread, or in the first caller's."""
+    """A work object that records when it ended: in the watcher's thread, or in the thread that waits first."""
 
     def __init__(self, work: Any, mark: Callable[[], Mark], watcher: ThreadPoolExecutor | None) -> None:
         self._work = work

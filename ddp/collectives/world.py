@@ -1,4 +1,4 @@
-"""Which ranks there are where the user names none, and how to ask for this one alone."""
+"""``WORLD_OF_ONE``, and the ranks that are meant where the user names none."""
 
 import os
 from typing import Any, TypeAlias, final
@@ -24,16 +24,16 @@ class WorldOfOne:
 
 
 WORLD_OF_ONE: WorldOfOne = object.__new__(WorldOfOne)
-"""This process alone, whatever ranks there are beside it: goes wherever a process group or a mesh does."""
+"""This process alone, whatever other ranks there are. Accepted wherever a process group or a mesh is."""
 
 Ranks: TypeAlias = dist.ProcessGroup | DeviceMesh | WorldOfOne | None
-"""Ranks as a user names them. None: the default group, or a world of one where no other process was started."""
+"""Ranks as a user names them. None: the default group; without one, and without a launcher, a world of one."""
 
 
 def check_not_launched(option: str) -> None:
     """Without a process group: raise ``ValueError`` where a launcher has started several ranks.
 
-    option  what ranks are called where the user may name them
+    option  name of the argument that names ranks
     """
     num_ranks = _launched()
     if num_ranks > 1:
@@ -45,10 +45,10 @@ def check_not_launched(option: str) -> None:
 
 
 def check_no_late_group(what: str, option: str) -> None:
-    """Raise ``RuntimeError`` where there is a process group of several ranks by now.
+    """Raise ``RuntimeError`` where there is a process group of several ranks now.
 
-    what    was made without one, and is a world of one
-    option  as above
+    what    the object that was made without a process group, as a world of one
+    option  name of the argument that names ranks
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
@@ -59,12 +59,12 @@ def check_no_late_group(what: str, option: str) -> None:
 
 
 def own_rank() -> int:
-    """This process among all there are; 0 without a process group."""
+    """This process's rank in the default group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _launched() -> int:
-    """How many ranks torchrun, or a launcher like it, has started; 1 where it does not say."""
+    """Number of ranks that torchrun or another launcher has started, by ``WORLD_SIZE``; 1 where it is not set."""
     said: Any = os.environ.get("WORLD_SIZE", "1")
     try:
         return int(said)

@@ -1,4 +1,4 @@
-"""The weight gradient of one product, which waits for its turn."""
+"""``DelayedWgrad``: the weight gradient of one product, computed some time after backward; and who delays."""
 
 import itertools
 import threading
@@ -20,33 +20,19 @@ _sequence = itertools.count()
 
 
 class DelayedWgrad:
-    """``dy`` [T, N] and ``x`` [T, K] of one product, and how to write the gradients of the weights that it serves.
+    """The weight gradient ``dy^T x`` of one product, not computed yet: its operands, and how to write the result.
 
-    One weight, or the experts of a grouped product, whose operands are ``dy``, ``x`` and the experts' offsets. Weights
-    are held weakly, tensors until the product is done. It may run on another CUDA stream than the backward that made
-    it: the stream is looked up when it runs, and waits for the one on which the tensors were made.
+    The product has one weight, or it is a grouped product with one weight for each expert. Weights are held weakly.
+    Operands are held until the gradient is computed. ``run`` may be called on another CUDA stream than the stream of
+    the backward that made the operands; the running stream then waits for the producing stream.
 
-    write     called with this entry and the operands
-    operands  ``dy`` first
-    records   those of the weights that our provider has
-    backward  the graph task that it belongs to
-    weights   those it serves, as far as they are alive
+    write     called with this entry and the operands; writes the gradients
+    operands  ``dy`` [T, N] and ``x`` [T, K]; for a grouped product the experts' offsets [E + 1] too
+    records   our provider's records of the weights; none for weights of a foreign provider, or without provider
+    owner     the module, for errors
+    backward  number of the backward (``current_backward``) that made the operands
+    weights   returns the weights that are still alive
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_done",
-        "_operands",
-        "_producer",
-        "_records",
-        "_versions",
-        "_write",
-        "backward",
-        "bucket_index",
-        "pending",
-        "sequence",
-        "weights",
-    )
 
     def __init__(
         self,
@@ -66,12 +52,12 @@ class DelayedWgrad:
         self._done: torch.cuda.Event | None = None
         self.backward = backward
         self.pending = PendingWgrad(owner)
-        """Whose it is, and of which microbatch; each of the records has it."""
+        """The module and the microbatch of this gradient; every record in ``records`` lists it too."""
         self.bucket_index = min([record.bucket_index for record in records], default=0)
-        """Place in the launch order of the bucket that waits for it first."""
+        """Index of the first bucket, in launch order, that waits for this gradient."""
         self.weights = weights
         self.sequence = next(_sequence)
-        """Later entries have larger ones, whatever their queue: uses of one weight are added in this order."""
+        """Order of creation over all queues. The gradients of one weight are added in this order."""
         for record in records:
             record.pending.append(self.pending)
         if not records:
@@ -83,23 +69,26 @@ class DelayedWgrad:
         return self.pending.owner
 
     def serves(self, weight: Tensor) -> bool:
-        """Whether it is a gradient of this weight."""
+        """Whether this is a gradient of ``weight``."""
         return any(own is weight for own in self.weights())
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether every weight that it serves was freed: nobody can read the gradient."""
+        """Whether every weight was freed, so that nobody can read the gradient."""
         return self.weights is not tuple and not self.weights()
 
     def is_last_of(self, record: GradRecord) -> bool:
-        """Whether no other weight gradient of this microbatch is pending there."""
+        """Whether ``record`` lists no other pending weight gradient of the same microbatch."""
         return not any(
             other is not self.pending and other.microbatch == self.pending.microbatch for other in record.pending
         )
 
     @torch.no_grad()
     def run(self) -> None:
-        """Write the product, and tell the provider."""
+        """Write the gradients and tell the provider.
+
+        Raises ``RuntimeError`` when called twice, and where an operand was changed in place since backward.
+        """
         operands = self._operands
         if operands is None:
             raise RuntimeError(f"{self.pending.owner}: this delayed weight gradient was computed or dropped already")
@@ -117,7 +106,8 @@ class DelayedWgrad:
             assert current is not None and self._producer is not None, "both are streams, or both are None"
             current.wait_stream(self._producer)
             self._write(self, *operands)
-            # Freed now, this memory would go to the producer's next kernels: whoever holds the entry frees it later.
+            # Freed now, the operands' memory would go to the producing stream's next kernels while this stream still
+            # reads it. The queue keeps the entry until ``in_use`` is False.
             self._done = torch.cuda.Event()
             self._done.record(current)
         if not self._records:
@@ -126,14 +116,14 @@ class DelayedWgrad:
             record.delayed_wgrad_done(self.pending)
 
     def drop(self) -> None:
-        """Give the gradient up, in an iteration that is abandoned."""
+        """Give the gradient up, because its iteration is abandoned."""
         self._operands = None
         note_over(self)
         for record in self._records:
             record.pending.remove(self.pending)
 
     def lose(self) -> None:
-        """Nobody can compute it any more: what waits for it says so, and does not go on as if it had come."""
+        """The queue is gone and nobody will compute this gradient. A step that needs the gradient will raise."""
         self._operands = None
         self.pending.lost = True
         if not self._records:
@@ -141,36 +131,36 @@ class DelayedWgrad:
 
     @property
     def in_use(self) -> bool:
-        """Whether another stream still reads the tensors after ``run``."""
+        """Whether, after ``run``, another stream still reads the operands."""
         return self._done is not None and not self._done.query()
 
 
-# ---- Who delays, beside modules that always do: forwards in a ``delayed_wgrad`` block. ----
+# ---- Modules with delay_wgrad_compute always delay. All others delay in a ``delayed_wgrad`` block, kept here. ----
 
 
 class _DelayBlocks(threading.local):
-    """Of the thread that asks."""
+    """The ``delayed_wgrad`` blocks of one thread."""
 
     def __init__(self) -> None:
-        # Attributes of each thread's own: torch.compile guards no default that a class holds for all threads.
+        # Set here and not as class attributes: torch.compile does not guard class attributes.
         self.queue: Any = None
-        """That of the innermost block."""
+        """The innermost block's queue."""
         self.region: Any = None
-        """The checkpointed region in which that block was entered; None outside of regions."""
+        """The checkpointed region in which the innermost block was entered; None outside of regions."""
         self.num_entered = 0
-        """Blocks so far: whoever asks twice knows whether there was one in between."""
+        """Number of blocks entered so far; a caller that reads it twice knows whether a block came in between."""
 
 
 delay_blocks = _DelayBlocks()
 _around: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-"""Checkpointed regions whose first forward ran in a block: its queue."""
+"""The queue of each checkpointed region whose first forward ran in a block."""
 
 
 def queue_of_block() -> Any:
-    """Where a forward that runs now delays to: the queue of the innermost block around it, or None.
+    """The queue that a forward of this thread delays to now: the innermost block's, or None.
 
-    A recompute goes by the block around the region's first forward, and not by one around the backward: it must save
-    what that forward did. Blocks inside the region are entered again.
+    In a recompute the block around the region's first forward counts, and a block around the backward does not: the
+    recompute must save the same tensors as the first forward. A block inside the region is entered again and counts.
     """
     queue = delay_blocks.queue
     if torch.compiler.is_compiling() or (queue is None and not _around):
@@ -178,10 +168,10 @@ def queue_of_block() -> Any:
     checkpoint = current_checkpoint()
     if checkpoint is None:
         return queue
-    region, again = checkpoint
+    region, is_recompute = checkpoint
     if queue is not None and delay_blocks.region is region:
         return queue
-    if again:
+    if is_recompute:
         return _around.get(region)
     if queue is not None:
         _around[region] = queue
@@ -190,7 +180,7 @@ def queue_of_block() -> Any:
 
 @contextmanager
 def delaying_into(queue: Any) -> Iterator[None]:
-    """Forwards of this thread delay the weight gradients of all our modules into ``queue``."""
+    """In this block, forwards of this thread delay all weight gradients of our modules into ``queue``."""
     before = delay_blocks.queue, delay_blocks.region
     checkpoint = None if torch.compiler.is_compiling() else current_checkpoint()
     delay_blocks.queue, delay_blocks.region = queue, None if checkpoint is None else checkpoint[0]

@@ -1,4 +1,4 @@
-"""What the running backward wants of a weight's gradient: a fused one is a side effect, and not always wanted."""
+"""What the running backward does with a weight's gradient, and whether a write to ``main_grad`` is allowed."""
 
 import enum
 from typing import Any
@@ -11,37 +11,39 @@ __all__ = ["Demand", "delivers", "demand", "goes_on_to"]
 
 
 class Demand(enum.Enum):
-    """What the running backward wants of a weight's gradient."""
+    """What the running backward does with a weight's gradient."""
 
     ACCUMULATE = "backward(): deliver it to the parameter"
     NOTHING = "the gradient is not asked for: autograd.grad(loss, inputs), backward(inputs=...)"
-    RETURN = "autograd.grad(loss, weight), or a graph of the gradient: hand it to the caller, side effects forbidden"
+    RETURN = "autograd.grad(loss, weight), or create_graph=True: return it to the caller, without a side effect"
 
 
 def demand(weight_node: Any) -> Demand:
-    """Ask the engine what it will do with the weight's gradient; ``weight_node`` is ``ctx.next_functions[i][0]``.
+    """Ask the engine what it will do with a weight's gradient; ``weight_node`` is ``ctx.next_functions[i][0]``.
 
-    A fused weight gradient is a side effect, and only ``backward()`` may have it.
+    Only ``ACCUMULATE`` allows a write to ``main_grad``.
     """
     if torch.is_grad_enabled():
-        return Demand.RETURN  # create_graph=True: the gradient must be differentiable itself
+        return Demand.RETURN  # create_graph=True: the gradient itself must be differentiable
     try:
         wanted = will_execute(weight_node)
     except RuntimeError:
-        return Demand.RETURN  # the engine refuses the question exactly where autograd.grad captures this leaf
+        return Demand.RETURN  # the engine raises exactly where autograd.grad captures this leaf
     return Demand.ACCUMULATE if wanted else Demand.NOTHING
 
 
 def goes_on_to(node: Any) -> bool:
-    """Whether the running backward will execute this node; raises ``RuntimeError`` for a leaf that ``autograd.grad``
-    captures."""
+    """Whether the running backward will execute ``node``.
+
+    Raises ``RuntimeError`` for a leaf whose gradient ``autograd.grad`` returns.
+    """
     return will_execute(node)
 
 
 def delivers() -> bool:
     """Whether the running backward is a plain ``backward()``, which delivers gradients to all leaves that it reaches.
 
-    False in ``autograd.grad`` and ``backward(inputs=...)``, and in what is nested in them. That is the call's own, and
-    does not depend on the graph. In a hook on a tensor that such a call captures, and does not go past, it is True.
+    False in ``autograd.grad`` and ``backward(inputs=...)``, and in backwards nested in them, whatever the graph is.
+    Exception: True in a hook on a tensor at which ``autograd.grad`` ends because it returns that tensor's gradient.
     """
     return delivers_to_all()

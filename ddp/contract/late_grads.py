@@ -1,6 +1,7 @@
-"""Delayed weight gradients that go to ``.grad``, where no wrapper counts them: a step that would miss one is refused.
+"""Refuses an optimizer's step while a delayed weight gradient that goes to ``.grad`` is not computed yet.
 
-Computed after the step they would be added to the next iteration's, without a word.
+This is for parameters without a wrapper of ours; a wrapper's records count delayed gradients themselves. Without this
+check the step would lack the gradient, and the gradient would be added to the next iteration's.
 """
 
 import functools
@@ -16,13 +17,13 @@ __all__ = ["note_lost", "note_over", "note_waiting"]
 
 
 class Waiting(Protocol):
-    """A delayed weight gradient."""
+    """A delayed weight gradient (``DelayedWgrad``)."""
 
     weights: Callable[[], Sequence[Tensor]]
 
     @property
     def owner(self) -> str:
-        """Its module."""
+        """The module that delays."""
 
 
 class _Lost(NamedTuple):
@@ -30,24 +31,24 @@ class _Lost(NamedTuple):
     weights: Callable[[], Sequence[Tensor]]
 
 
-# torch's hook is for the whole process, and so are these.
+# Globals, because torch's step hook serves every optimizer of the process.
 _waiting: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _lost: list[_Lost] = []
 
 
 def note_waiting(entry: Waiting) -> None:
-    """Refuse steps over its weights until it is computed or given up."""
+    """Refuse steps over the entry's weights until ``note_over``."""
     _register_once()
     _waiting.add(entry)
 
 
 def note_over(entry: Waiting) -> None:
-    """It was computed, or given up."""
+    """The entry was computed, or given up."""
     _waiting.discard(entry)
 
 
 def note_lost(entry: Waiting) -> None:
-    """Its queue was let go: refuse the next step over its weights, which lacks it for good."""
+    """The entry's queue was freed: refuse the next step over its weights, which lacks this gradient for good."""
     _waiting.discard(entry)
     _lost.append(_Lost(entry.owner, entry.weights))
 

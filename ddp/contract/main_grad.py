@@ -1,18 +1,19 @@
-"""The contract between whoever owns gradient memory and whoever computes weight gradients.
+"""The contract between the provider, who owns gradient memory, and the consumer, who computes weight gradients.
 
-A *provider* (our wrappers, Megatron-core's, Megatron-FSDP's) gives each parameter a buffer, ``main_grad``. A *consumer*
-(our modules, Transformer Engine's, any ``nn.Module``) either lets autograd leave a gradient in ``.grad`` for the
-provider's hook, or writes ``main_grad`` itself and says so on the parameter. The attribute names are Megatron's and
-Transformer Engine's, so either side can be theirs; this file is the only one here that reads or writes them.
+A *provider* (our wrappers, Megatron-core's, Megatron-FSDP's) gives each parameter an accumulator, ``main_grad``. A
+*consumer* (our modules, Transformer Engine's, any ``nn.Module``) does one of two things: autograd leaves the gradient
+in ``.grad`` and the provider's hook moves it, or the consumer adds to ``main_grad`` itself and sets a flag on the
+parameter. The attribute names are Megatron's and Transformer Engine's, so either side can be theirs. No other file of
+this library reads or writes these attributes.
 
     provider                                          consumer
     attach() --- main_grad, grad_added_to_main_grad --> accumulator_of()       (backward, before any GEMM)
                                                         open_for_write()       (does this GEMM overwrite?)
-    absorb_grad() <------- flag, .grad ---------------- hand_over()            (after it: the flag, what is returned)
+    absorb_grad() <------- flag, .grad ---------------- hand_over()            (after the GEMM: flag, return value)
                   <------- .grad ---------------------- backward_dw()          (later, where a foreign module delays)
 
-``GradRecord`` is what our own provider knows of a parameter beyond the shared attributes. A foreign provider has none.
-The consumer's side is put together in ``wgrad_target.py``, and for modules in ``wgrad_module.py``.
+A ``GradRecord`` holds what our provider knows of a parameter beyond the shared attributes. A foreign provider has no
+records. ``target.py`` calls the consumer's functions in the right order; ``module.py`` is for modules.
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..torch_internals import has_tensor_hooks
 from .placeholder import placeholder
 from .record import GradRecord, PendingWgrad
 from .return_table import Returned, wgrad_outcome
@@ -52,14 +54,14 @@ __all__ = [
 _RECORD = "_maingrad_record"
 _OVERWRITTEN_IN = "_maingrad_overwritten_in"
 _former: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-"""Names that parameters had in wrappers that are gone, for errors. Parameters are given back plain, without a mark."""
+"""Names that parameters had in wrappers that are gone, for errors. The parameters themselves keep no mark."""
 
 
-# ---- Provider: the record of one parameter, attaching it, and the hook's truth table. ----
+# ---- Provider: attaching records to parameters, and the hook's truth table. ----
 
 
 def check_unattached(param: Tensor, name: str) -> None:
-    """Raise ``ValueError`` for a parameter that has an accumulator already: it belongs to another provider."""
+    """Raise ``ValueError`` for a parameter that has an accumulator already, from another provider."""
     if has_main_grad(param):
         raise ValueError(
             f"parameter '{name}' already has a main_grad: it belongs to another DistributedDataParallel or FSDP "
@@ -68,22 +70,22 @@ def check_unattached(param: Tensor, name: str) -> None:
 
 
 def attach(param: Tensor, record: GradRecord) -> None:
-    """Give ``param`` its accumulator; ``check_unattached`` comes first, for all of a model's parameters."""
+    """Give ``param`` its accumulator. Call ``check_unattached`` for all of a model's parameters before the first."""
     param.main_grad = record.view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     setattr(param, _RECORD, record)
     _former.pop(param, None)
     if record.shared:
-        # Another owner may return uninitialised placeholders; those must be zeros, since what autograd sums with
-        # them is a real gradient that the hook adds.
+        # Autograd sums the placeholder of one owning module with the real gradient of the other, and the hook adds
+        # the sum: placeholders must be zeros.
         param.zero_out_wgrad = True  # type: ignore[attr-defined]
 
 
 def attach_lazily(param: Tensor, record: GradRecord) -> None:
-    """The same for an accumulator that has memory only from its first write to its reduction (``record.make_room``).
+    """``attach`` for an accumulator that has memory only from its first write to its reduction (``record.make_room``).
 
-    ``get_main_grad`` is for modules that are not ours: what they are handed holds zeros, or what this round has summed
-    so far, since they may add to it any number of times.
+    Foreign modules call ``param.get_main_grad()`` and add to the result any number of times. So the accumulator they
+    get holds zeros, or the sum of this iteration so far.
     """
 
     def get_main_grad() -> Tensor:
@@ -94,13 +96,13 @@ def attach_lazily(param: Tensor, record: GradRecord) -> None:
     param.__fsdp_param__ = True  # type: ignore[attr-defined]
     param.get_main_grad = get_main_grad  # type: ignore[attr-defined]
     attach(param, record)
-    del param.main_grad  # type: ignore[attr-defined]  # nobody may write there unasked
+    del param.main_grad  # type: ignore[attr-defined]  # every write goes through get_main_grad or the record
 
 
 def detach(param: Tensor, gone: str | None = None) -> None:
-    """Take back everything that ``attach`` or ``attach_lazily`` gave.
+    """Remove every attribute that ``attach`` or ``attach_lazily`` set.
 
-    gone  the parameter's name in the user's wrapper, which is gone: for the error of a backward that comes too late
+    gone  the parameter's name in the wrapper, if the wrapper is gone: for the error of a backward that comes too late
     """
     if gone is not None:
         _former[param] = gone
@@ -109,26 +111,28 @@ def detach(param: Tensor, gone: str | None = None) -> None:
 
 
 def record_of(param: Tensor) -> GradRecord | None:
-    """Our provider's record of ``param``, or None where the provider is foreign or absent."""
+    """Our provider's record of ``param``. None under a foreign provider, and without one."""
     return getattr(param, _RECORD, None)
 
 
 def has_main_grad(param: Tensor) -> bool:
-    """Whether any provider has given ``param`` an accumulator (or promises one on demand)."""
+    """Whether any provider gave ``param`` an accumulator, or will allocate one in ``get_main_grad``."""
     return getattr(param, "main_grad", None) is not None or hasattr(param, "__fsdp_param__")
 
 
 def absorb_grad(param: Tensor, record: GradRecord) -> None:
-    """The post-accumulate-grad hook's truth table: move ``.grad`` into ``main_grad``, clear it, clear the flag.
+    """The truth table of the post-accumulate-grad hook: add ``.grad`` to ``main_grad``, clear ``.grad`` and the flag.
 
-    ====================  =====  ==================================================================================
+    ====================  =====  =================================================================================
     ``.grad``             flag   action
-    ====================  =====  ==================================================================================
-    real                  False  added (or copied, where it is the first write of an exclusively owned parameter)
+    ====================  =====  =================================================================================
+    a gradient            False  added; copied where it is the first write and ``first_write_overwrites``
     None                  any    nothing to add
-    real (tied use)       True   our module wrote and returned None, so that what is there is the other use's: added
-    placeholder           True   a foreign module wrote: dropped, unless ``zero_out_wgrad`` promises zeros: added
-    ====================  =====  ==================================================================================
+    a gradient            True   our module wrote and returned None: the gradient is of another use of a tied weight,
+                                 and is added
+    a placeholder         True   a foreign module wrote: dropped; under ``zero_out_wgrad`` (it holds zeros, and perhaps
+                                 a gradient of another use) added
+    ====================  =====  =================================================================================
     """
     grad = param.grad
     flag = getattr(param, "grad_added_to_main_grad", False)
@@ -158,12 +162,12 @@ def absorb_grad(param: Tensor, record: GradRecord) -> None:
 
 
 def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
-    """The post-accumulate-grad hook: ``absorb_grad``, or, where a module of others delays, what can be done already.
+    """The post-accumulate-grad hook: ``absorb_grad``, or part of it where a foreign module delays the gradient.
 
-    What such a module's backward has left in ``.grad`` may be the gradient (biases under fp8, and of activations), or
-    memory that its ``backward_dw`` has yet to fill and will assign (Transformer Engine's ``GroupedLinear``). Only
-    ``backward_dw`` tells them apart, by looking at ``.grad``: so ``.grad`` stays until then. What another owner of a
-    tied weight has added is taken at once, since ``backward_dw`` would assign over it; so is a placeholder.
+    After a foreign module's backward, ``.grad`` holds the gradient (biases under fp8, and biases of activations), or
+    memory that ``backward_dw`` will fill and assign (Transformer Engine's ``GroupedLinear``). Only ``backward_dw`` can
+    tell, by looking at ``.grad``; so ``.grad`` stays until then. Two things are absorbed at once: ``.grad`` of a tied
+    weight, because ``backward_dw`` would assign over the other owner's part, and a placeholder.
     """
     if record.foreign_delayer is None:
         absorb_grad(param, record)
@@ -175,9 +179,9 @@ def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
 
 
 def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> None:
-    """A module of others, ``owner``, has run its ``backward_dw`` for its oldest microbatch.
+    """The foreign module ``owner`` has run its ``backward_dw`` for its oldest microbatch.
 
-    Raises ``RuntimeError`` where backward has announced no such gradient: the bucket may have been reduced without it.
+    Raises ``RuntimeError`` where no backward has announced this gradient: its bucket may be reduced already.
     """
     mine = next((pending for pending in record.pending if pending.owner == owner), None)
     if mine is None:
@@ -189,17 +193,18 @@ def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> N
         )
     absorb_grad(param, record)
     if any(pending.part_in_grad for pending in record.pending if pending is not mine):
-        # Theirs have been added with this one's. Their backward_dw must not find None, or it assigns what it lacks.
+        # ``absorb_grad`` took the parts of later microbatches too. Their backward_dw must find a tensor to add to: for
+        # None it would assign its memory without these parts.
         param.grad = torch.zeros_like(param)
     record.delayed_wgrad_done(mine)
 
 
 def add_grad(param: Tensor, grad: Tensor) -> None:
-    """Add ``grad`` [shape of ``param``] to what this iteration has brought a wrapped parameter, as a backward would.
+    """Add ``grad`` [shape of ``param``] to this iteration's gradient of a wrapped parameter, as a backward would.
 
-    For gradients that autograd did not bring: projected ones (PCGrad), those of ``torch.autograd.grad``, noise. It is
-    this rank's, and is reduced with the rest. Call it before the iteration's last backward; where all gradients come
-    so, before ``finish_grad_sync()``.
+    For gradients that no ``backward()`` delivers: projected gradients (PCGrad), results of ``torch.autograd.grad``,
+    noise. ``grad`` is this rank's contribution, and is reduced with the others. Call it before the iteration's last
+    backward, or, in an iteration without a backward, before ``finish_grad_sync()``.
 
     Raises ``ValueError`` for a parameter that no ``DistributedDataParallel`` has wrapped, or another shape;
     ``RuntimeError`` once the parameter's bucket was launched.
@@ -225,7 +230,7 @@ def _check_foreign_write(record: GradRecord) -> None:
 
 
 def forget_failed_backward(param: Tensor) -> None:
-    """Reset what a backward left set because it failed before the hook, or its delayed part was given up."""
+    """Clear the flags of a backward that failed before the hook, or whose delayed gradients were given up."""
     if getattr(param, "grad_added_to_main_grad", False):
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     record = record_of(param)
@@ -233,16 +238,16 @@ def forget_failed_backward(param: Tensor) -> None:
         record.consumer_wrote = record.sum_in_grad = False
 
 
-# ---- Consumer: what a module asks of a weight and tells about it. ----
+# ---- Consumer: what a module reads from a weight, and what it sets there. ----
 
 
 def mark_delayed(param: Tensor) -> None:
-    """Say that this parameter's gradient is final only after ``backward_dw``: foreign providers ask when they wrap."""
+    """Mark a parameter whose gradient is final only after ``backward_dw``. Foreign providers read the mark at wrap."""
     param.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
 
 def is_delayed(param: Tensor) -> bool:
-    """Whether some module, ours or not, has marked this parameter's gradient as final only after ``backward_dw``."""
+    """Whether a module, ours or foreign, has marked this parameter by ``mark_delayed``."""
     return getattr(param, "skip_backward_post_hook", False)
 
 
@@ -260,18 +265,17 @@ def check_delayable(weights: Iterable[Tensor], owner: str) -> None:
 def is_fusable(weight: Tensor) -> bool:
     """Whether a module may write this weight's gradient itself.
 
-    A weight that is computed (``torch.nn.utils.parametrize``) is not a parameter: its gradient flows on to those it is
-    computed from, unless somebody gave it an accumulator of its own. Hooks that somebody registered on the weight
-    (``weight.register_hook``) want to see the gradient. The GEMM takes no complex conjugate, so that
-    complex weights stay with autograd.
+    False for a computed weight (``torch.nn.utils.parametrize``) without an accumulator: its gradient flows on to the
+    parameters it is computed from. False for a weight with hooks (``weight.register_hook``), which must get the
+    gradient. False for complex weights: the GEMM takes no conjugate.
     """
-    if not (weight.requires_grad and weight.is_floating_point()) or weight._backward_hooks:
+    if not (weight.requires_grad and weight.is_floating_point()) or has_tensor_hooks(weight):
         return False
     return weight.is_leaf or has_main_grad(weight)
 
 
 def check_provided(weight: Tensor, owner: str) -> None:
-    """Raise ``RuntimeError`` that names the module for a weight without ``main_grad``, or the promise of one."""
+    """Raise ``RuntimeError`` that names the module, for a weight without a provider."""
     if not has_main_grad(weight):
         raise _no_provider(weight, owner)
 
@@ -279,16 +283,15 @@ def check_provided(weight: Tensor, owner: str) -> None:
 def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> Tensor:
     """The checked ``main_grad`` of ``weight``; a lazy provider allocates it now.
 
-    It has the weight's shape, is fp32 or of its dtype, and contiguous; with ``rows_apart`` its columns are adjacent and
-    the other strides leave no two elements in one place. Raises ``RuntimeError`` that names the module, the shape and
-    the stride.
+    ``main_grad`` has the weight's shape, is fp32 or of the weight's dtype, and contiguous. With ``rows_apart`` adjacent
+    columns are enough, if no two elements share memory. Raises ``RuntimeError`` that names module, shape and stride.
     """
     record = record_of(weight)
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if record is not None and (main_grad is record.view or record.make_room is not None):
-        return record.view  # our own: checked when it was attached; a lazy one has memory when it is written
+        return record.view  # our own views always fit; a lazy one gets its memory in ``open_for_write``
     if hasattr(weight, "__fsdp_param__"):
-        main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # may allocate: only when it is written
+        main_grad = weight.get_main_grad()  # type: ignore[attr-defined]  # allocates, so not before the write
         weight.main_grad = main_grad  # type: ignore[attr-defined]
     if main_grad is None:
         raise _no_provider(weight, owner)
@@ -302,9 +305,9 @@ def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> T
 
 
 def open_for_write(weight: Tensor, record: GradRecord | None, backward: int) -> bool:
-    """To be called once before each write: whether it overwrites (beta = 0).
+    """Call once before each write. Returns whether that write overwrites (beta = 0) or adds (beta = 1).
 
-    Our own record knows; a foreign provider's ``overwrite_main_grad`` speaks of the first write of a backward only.
+    Our own record decides. A foreign provider's ``overwrite_main_grad`` holds for the first write of a backward only.
     """
     if record is not None:
         overwrite = record.open_for_write()
@@ -314,7 +317,7 @@ def open_for_write(weight: Tensor, record: GradRecord | None, backward: int) -> 
 
 
 def hand_over(weight: Tensor, record: GradRecord | None, *, delayed: bool, fused: bool) -> Tensor | None:
-    """In backward, when the gradient is written or queued: set the flag; returns what autograd must be handed."""
+    """Call in backward after the gradient was written or queued: sets the flag, returns what autograd gets."""
     has_flag = hasattr(weight, "grad_added_to_main_grad")
     outcome = wgrad_outcome(True, delayed, fused, has_flag, record is not None)
     if record is not None:
@@ -327,14 +330,14 @@ def hand_over(weight: Tensor, record: GradRecord | None, *, delayed: bool, fused
 
 
 def add_to_grad(weight: Tensor, gradient: Tensor, record: GradRecord | None) -> None:
-    """What autograd would have done with a delayed gradient that is not fused: add, never assign."""
+    """Add a delayed gradient that is not fused to ``.grad``, as autograd would have done. Never assign over one."""
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     if record is not None:
         record.sum_in_grad = True
 
 
 def hand_over_sum(weight: Tensor, record: GradRecord) -> None:
-    """The last delayed gradient of a microbatch is in, fused or not: what others have left in ``.grad`` goes on."""
+    """Absorb ``.grad``: the last delayed gradient of the microbatch, fused or not, was computed."""
     record.sum_in_grad = False
     absorb_grad(weight, record)
 
@@ -356,7 +359,7 @@ def _no_provider(weight: Tensor, owner: str) -> RuntimeError:
 
 
 def _first_write_of(backward: int, weight: Tensor) -> bool:
-    """A foreign provider's ``overwrite_main_grad`` speaks of the first write only: a tied weight's second use adds."""
+    """Whether ``weight`` was not written yet in this backward: the second use of a tied weight adds."""
     first = getattr(weight, _OVERWRITTEN_IN, None) != backward
     setattr(weight, _OVERWRITTEN_IN, backward)
     return first
@@ -377,7 +380,7 @@ def _check_accumulator(owner: str, weight: Tensor, main_grad: Tensor, rows_apart
 
 
 def _rows_fit(main_grad: Tensor) -> bool:
-    """Whether columns are adjacent and no two rows overlap."""
+    """Whether columns are adjacent and no two elements share memory."""
     if main_grad.is_contiguous():
         return True
     end = 1

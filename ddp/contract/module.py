@@ -1,4 +1,4 @@
-"""What a module has to say of its fused and its delayed weights, and how modules that are not ours are heard."""
+"""Mixins by which modules name their fused and delayed weights, and how providers hear of foreign ``backward_dw``."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,39 +16,39 @@ _SHARD = "_maingrad_shard"
 
 
 class FusedWgradModule:
-    """Mixin of modules that write weight gradients through a ``WgradTarget``."""
+    """Mixin of modules that deliver weight gradients through a ``WgradTarget``."""
 
     def fused_wgrad_weights(self) -> Iterable[str]:
-        """Names of the module's own parameters whose gradient this module never leaves to autograd."""
+        """Names of the module's own parameters whose gradient this module writes to ``main_grad``."""
         raise NotImplementedError(f"{type(self).__name__} must name its fused weights")
 
 
 class DelayedWgradModule(FusedWgradModule):
     """Mixin of leaf modules that can compute weight gradients after the main backward, in ``backward_dw``.
 
-    The verbs and the mark are Transformer Engine's and Megatron's: a foreign provider finds the mark when it wraps, and
-    registers a function that runs at the end of each ``backward_dw``.
+    Method names and mark are those of Transformer Engine and Megatron: a foreign provider reads the mark when it wraps,
+    and registers a function that runs at the end of each ``backward_dw``.
     """
 
     wgrad_queue: Any = None
-    """This module's own queue of delayed weight gradients; None: they are computed in backward."""
+    """This module's own queue of delayed weight gradients. None: weight gradients are computed in backward."""
 
     def delayed_wgrad_weights(self) -> Iterable[str]:
-        """Names of the module's own parameters whose gradient comes from ``backward_dw``."""
+        """Names of the module's own parameters whose gradient ``backward_dw`` computes."""
         raise NotImplementedError(f"{type(self).__name__} must name its delayed weights")
 
     def mark_delayed_weights(self) -> None:
-        """Tell foreign providers; to be called when the parameters are made, and again when they are made anew."""
+        """Set the mark for foreign providers. Call it whenever the parameters are made."""
         for name in self.delayed_wgrad_weights():
             mark_delayed(getattr(self, name))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        module = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's; from meta it makes new parameters
+        module = super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module's; to_empty makes new parameters
         self.mark_delayed_weights()
         return module
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]  # nn.Module's; copies lose the mark, and are nobody's yet
+        super().__setstate__(state)  # type: ignore[misc]  # nn.Module's; a copied parameter has no mark
         self.__dict__.pop("_after_backward_dw", None)
         self.mark_delayed_weights()
 
@@ -57,7 +57,7 @@ class DelayedWgradModule(FusedWgradModule):
         return self.wgrad_queue is not None and len(self.wgrad_queue) > 0
 
     def backward_dw(self) -> None:
-        """Compute the oldest microbatch's delayed weight gradients of this module; nothing where none is pending."""
+        """Compute this module's delayed weight gradients of the oldest microbatch. No-op where none is pending."""
         if not self.need_backward_dw():
             return
         self.wgrad_queue.drain_oldest_microbatch()
@@ -65,17 +65,17 @@ class DelayedWgradModule(FusedWgradModule):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, fn: Callable[[], None]) -> None:
-        """Have ``fn()`` called at the end of each ``backward_dw``."""
+        """Call ``fn()`` at the end of each ``backward_dw``."""
         self.__dict__.setdefault("_after_backward_dw", []).append(fn)
 
 
 def note_shard(whole: Tensor, shard: Tensor) -> None:
-    """Modules have ``shard`` registered in place of ``whole`` outside their forwards."""
+    """Remember that outside of forwards modules register ``shard`` in place of the parameter ``whole``."""
     setattr(whole, _SHARD, TensorWeakRef(shard))
 
 
 def forms_of(weight: Tensor) -> Iterator[Tensor]:
-    """What modules may have registered of a weight that a product was given: itself, and its shard."""
+    """The parameters that a module may have registered for a product's weight: ``weight``, and its shard."""
     yield weight
     reference = getattr(weight, _SHARD, None)
     shard = None if reference is None else reference()
@@ -84,10 +84,13 @@ def forms_of(weight: Tensor) -> Iterator[Tensor]:
 
 
 def listen_to_foreign_delays(param: Tensor, record: GradRecord, owners: Iterable[Any]) -> None:
-    """Have modules that are not ours, and delay ``param``, report each ``backward_dw`` to its record."""
+    """Have foreign modules that delay ``param`` report each ``backward_dw`` to ``record``.
+
+    owners  the modules that register ``param``
+    """
     if not is_delayed(param):
         return
-    # The foreign module keeps the function, and outlives the wrapper: it must not keep the buckets.
+    # A foreign module keeps the function and may outlive the wrapper: the function must not keep the buckets alive.
     weak_param, weak_record = TensorWeakRef(param), weakref.ref(record)
     for module in owners:
         register = getattr(module, "register_wgrad_accumulation_and_reduce_hooks", None)

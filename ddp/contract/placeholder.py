@@ -1,4 +1,4 @@
-"""Gradients that nobody reads, for foreign providers whose hooks run only where autograd delivers a tensor."""
+"""Placeholder gradients: foreign providers' hooks run only if autograd delivers a tensor, which nobody reads."""
 
 import torch
 from torch import Tensor
@@ -6,16 +6,16 @@ from torch import Tensor
 __all__ = ["placeholder"]
 
 _scratch: dict[tuple[torch.device, torch.dtype], tuple[Tensor, int]] = {}
-"""Zeros by (device, dtype), with the version at which they were last known to be zeros. The one process-global here:
-placeholders are never read, so that all of them can share the memory of the largest."""
+"""One scratch tensor for each (device, dtype), with its version when it was last known to hold zeros. All placeholders
+share it, as nobody reads them."""
 
 
 def placeholder(weight: Tensor) -> Tensor:
-    """Zeros of ``weight``'s shape, dtype and device that cost nothing: a view of one shared scratch tensor.
+    """Zeros of ``weight``'s shape, dtype and device: a view of one shared scratch tensor, without new memory.
 
-    Autograd takes a detached view over as ``.grad`` without a copy (it would clone a stride-0 expand). Zeros make mixed
-    use safe: placeholder + real gradient = real gradient. Somebody who wrote into an earlier placeholder changed the
-    scratch's version, and it is zeroed again.
+    Autograd uses a detached view as ``.grad`` without a copy; it would clone a stride-0 expand. Zeros make mixed use
+    safe: placeholder + gradient = gradient. A write into an earlier placeholder changes the scratch's version, and the
+    scratch is zeroed again.
     """
     key = (weight.device, weight.dtype)
     scratch, version = _scratch.get(key, (None, 0))

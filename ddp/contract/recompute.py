@@ -1,8 +1,8 @@
-"""Which region of ``torch.utils.checkpoint`` a forward runs in, and whether it is the recompute.
+"""Which region of ``torch.utils.checkpoint`` a forward runs in, and whether that forward is the recompute.
 
-Without reentrance a recompute serves nothing but its saved tensors: the first forward's backwards read them, one by one
-in the order in which that forward saved its own. torch compares shapes and dtypes. A module must therefore save what it
-saved the first time, whatever has changed around it since.
+Non-reentrant checkpointing uses only the saved tensors of a recompute: the backwards of the first forward read them in
+the order in which the first forward saved its own. So a module must save the same tensors in the recompute as in the
+first forward, whatever has changed in between. torch checks shapes and dtypes only.
 """
 
 from typing import Any
@@ -15,9 +15,10 @@ __all__ = ["current_checkpoint"]
 
 
 def current_checkpoint() -> tuple[Any, bool] | None:
-    """The innermost region of this thread's forward, and whether it is being recomputed; None outside of regions.
+    """The innermost region around this thread's forward, and whether the forward is its recompute. None outside.
 
-    A region is an object that lives as long as the graph of its forward. ``RuntimeError`` where torch does not show it.
+    A region is an object that lives as long as the graph of its first forward. Raises ``RuntimeError`` where this torch
+    version does not show the region.
     """
     try:
         return checkpointed_region()

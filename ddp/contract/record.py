@@ -1,4 +1,4 @@
-"""What our provider knows of one parameter beyond the attributes it shares with foreign consumers."""
+"""``GradRecord``: what our provider knows of one parameter beyond the attributes that all providers share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,105 +9,77 @@ __all__ = ["GradRecord", "PendingWgrad"]
 
 
 class PendingWgrad:
-    """One weight gradient that was queued and not computed yet."""
-
-    __slots__ = ("lost", "microbatch", "owner", "part_in_grad")
+    """One delayed weight gradient that is not computed yet."""
 
     def __init__(self, owner: str, microbatch: int = -1, *, part_in_grad: bool = False) -> None:
         self.owner = owner
-        """The module, for errors and records."""
+        """The module that delays, for errors."""
         self.microbatch = microbatch
-        """Given by the queue; -1 where the queue is a foreign module's."""
+        """Number of the microbatch, set by our queue; -1 for a foreign module's queue."""
         self.part_in_grad = part_in_grad
-        """A foreign module's backward has left something in ``.grad``, which its ``backward_dw`` will look at."""
+        """A foreign module's backward left a tensor in ``.grad``, which its ``backward_dw`` will read."""
         self.lost = False
-        """Its queue was let go, and nobody will compute it."""
+        """The queue was freed: nobody will compute this gradient."""
 
 
 class GradRecord:
     """What our provider knows of one parameter in the current iteration.
 
-    It holds no reference to the parameter: the parameter owns it.
+    The parameter owns the record; the record holds no reference to the parameter.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "awaits_delayed",
-        "bucket_index",
-        "closed",
-        "consumer_wrote",
-        "everyone",
-        "exposed",
-        "first_write_overwrites",
-        "foreign_delayer",
-        "make_room",
-        "name",
-        "num_fused_writes",
-        "num_hook_writes",
-        "on_delayed_wgrad",
-        "parts",
-        "passed",
-        "pending",
-        "ready",
-        "shared",
-        "sum_in_grad",
-        "updater",
-        "view",
-        "written",
-    )
 
     def __init__(
         self, name: str, view: Tensor, *, first_write_overwrites: bool, shared: bool, bucket_index: int = 0
     ) -> None:
         self.name = name
         self.bucket_index = bucket_index
-        """Place of its bucket in the launch order, which is the order in which a queue drains best."""
+        """Index of the parameter's bucket in launch order. A queue drains in this order too."""
         self.view = view
-        """The accumulator: shape of the parameter, a view of its bucket."""
+        """The accumulator ``main_grad``: the parameter's shape, a view of its bucket."""
         self.first_write_overwrites = first_write_overwrites
-        """Every owner is one of our modules, so that nobody adds behind our back: never zeroed, beta = 0 first."""
+        """Only our fused modules own the parameter. ``view`` is never zeroed then: the first write has beta = 0."""
         self.shared = shared
-        """More than one module owns it."""
-        self.everyone: Any = None
-        """The grid of all ranks, for an expert that only some of them hold."""
+        """More than one module registers the parameter (a tied weight)."""
+        self.all_ranks: Any = None
+        """For an expert that only some ranks hold: the ``RankGrid`` of all ranks. None for all other parameters."""
         self.updater: object | None = None
-        """Stands for the ``DistributedOptimizer`` that updates the parameter: the last that was built."""
+        """A token of the ``DistributedOptimizer`` that was built last over the parameter."""
         self.parts: Callable[[], Any] | None = None
         """Weak reference to the ``Parts`` of the ``DistributedDataParallel`` that reduces the gradient."""
         self.make_room: Callable[[], None] | None = None
-        """A lazy provider's: called before a first write, when ``view`` has no memory, or has it in a collective."""
+        """Set by a lazy provider (FSDP): gives ``view`` memory before the first write of an iteration."""
 
         # Delayed weight gradients.
         self.on_delayed_wgrad: Callable[[], None] | None = None
-        """Called after each; set by the provider."""
+        """Set by the provider: called after each delayed weight gradient."""
         self.foreign_delayer: str | None = None
-        """A module that is not ours delays this gradient and calls back after its ``backward_dw``."""
+        """Class name of the foreign module that delays this gradient and reports its ``backward_dw``."""
         self.pending: list[PendingWgrad] = []
-        """Weight gradients that were queued and not computed yet."""
+        """Delayed weight gradients that are not computed yet."""
         self.awaits_delayed = False
-        """All that is missing are the pending ones; reset by the bucket."""
+        """Only the pending gradients are missing. ``reset`` clears this."""
         self.sum_in_grad = False
-        """Some of a microbatch's were added to ``.grad`` and wait there for the others; a bucket may be reset then."""
+        """Unfused delayed gradients of a microbatch were added to ``.grad``; ``hand_over_sum`` will absorb them."""
 
-        # Per iteration; reset by the bucket.
+        # Per iteration: ``reset`` clears them.
         self.written = False
         """``view`` holds a contribution of this iteration."""
         self.closed: str | None = None
-        """Why nothing may be written any more (its bucket was launched or reduced); None while it may."""
+        """Why ``view`` is closed to writes: its bucket was launched or reduced. None while it is open."""
         self.ready = False
-        """The last contribution of the final microbatch is in."""
+        """The last contribution of this iteration is in ``view``."""
 
-        # Per backward; reset by the hook.
+        # Per backward: the hook clears them.
         self.consumer_wrote = False
-        """One of our modules wrote ``view`` in this backward, and therefore returned None."""
+        """One of our modules wrote ``view`` in this backward, and so returned None to autograd."""
         self.passed = False
-        """The hook ran, but nested in a recompute or for a shared parameter: ready when the outermost backward ends."""
+        """The hook ran and may run again: the parameter is ready when the outermost backward ends."""
 
-        # Observed over the record's life.
+        # Over the record's life.
         self.num_fused_writes = 0
         self.num_hook_writes = 0
         self.exposed = False
-        """``.grad`` is ``view``, handed out to a stock optimizer."""
+        """``expose_grads`` has put the gradient into ``.grad``."""
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -116,7 +88,10 @@ class GradRecord:
         )
 
     def open_for_write(self) -> bool:
-        """Check that a contribution may still come in; returns whether it overwrites (beta = 0)."""
+        """Call before each write to ``view``. Returns whether the write overwrites (beta = 0) or adds.
+
+        Raises ``RuntimeError`` where the bucket was launched already.
+        """
         if self.make_room is not None and (self.closed is not None or not self.written):
             self.make_room()
         if self.closed is not None:
@@ -126,17 +101,17 @@ class GradRecord:
         return overwrite
 
     def delayed_wgrad_done(self, pending: PendingWgrad) -> None:
-        """One of the pending weight gradients was computed."""
+        """``pending`` was computed."""
         self.pending.remove(pending)
         if self.on_delayed_wgrad is not None:
             self.on_delayed_wgrad()
 
     def forget_lost(self) -> None:
-        """The iteration is given up: nobody waits for what cannot come."""
+        """The iteration is given up: remove pending gradients that nobody can compute."""
         self.pending = [pending for pending in self.pending if not pending.lost]
 
     def zero_unwritten(self) -> None:
-        """Give a parameter that was not used in this iteration the gradient zero."""
+        """Zero ``view`` where no gradient was written in this iteration: an unused parameter."""
         if self.first_write_overwrites and not self.written:
             self.view.zero_()
 

@@ -1,4 +1,4 @@
-"""What a weight-gradient step returns to autograd: one pure function, for every module and every row of the table."""
+"""What a fused backward returns to autograd for a weight: one pure function for every module."""
 
 import enum
 import functools
@@ -35,15 +35,15 @@ class WgradOutcome(NamedTuple):
 def wgrad_outcome(
     needs_grad: bool, delayed: bool, has_main_grad: bool, has_flag: bool, provider_is_ours: bool
 ) -> WgradOutcome:
-    """The return table: what to hand to autograd, when to write ``main_grad`` and whether to set the flag.
+    """The return table: what autograd gets, when ``main_grad`` is written, and whether the flag is set.
 
     needs_grad        the weight is not frozen
-    delayed           its weight gradient runs in ``backward_dw``, after the main backward
-    has_main_grad     the gradient goes into ``main_grad`` (fused); otherwise autograd or ``backward_dw`` delivers it
-    has_flag          ``grad_added_to_main_grad`` exists: a provider whose hook must run
-    provider_is_ours  our provider's hooks fire on None as well, so that no placeholder is needed
+    delayed           ``backward_dw`` computes the weight gradient, after the main backward
+    has_main_grad     the gradient goes into ``main_grad`` (fused). Otherwise autograd or ``backward_dw`` delivers it
+    has_flag          ``grad_added_to_main_grad`` exists: the provider's hook must run
+    provider_is_ours  our provider's hook runs for None too, so no placeholder is needed
 
-    A flag that a delayed weight sets in backward already says "``.grad`` is a placeholder", not "the write is done".
+    The flag means "``.grad`` is a placeholder". A delayed weight's flag is set in backward, before the write.
     """
     if not needs_grad:
         return WgradOutcome(Returned.NONE, Written.NO, sets_flag=False)

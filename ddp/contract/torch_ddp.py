@@ -1,8 +1,10 @@
-"""``torch.nn.parallel.DistributedDataParallel`` around parameters that are reduced here, and over late gradients.
+"""Refuses ``torch.nn.parallel.DistributedDataParallel`` (torch's wrapper) where it would do harm.
 
-It broadcasts the first rank's parameters, shards too, when it is made, and reduces ``.grad`` within backward, where our
-gradients are not. Whoever owns parameters has torch's wrapper refused where it collects them, and, should it have got
-past that, in the first forward inside of it.
+Around parameters that this library reduces: torch's constructor copies the first rank's parameters, shards too, to all
+ranks, and its backward reduces ``.grad``, where our gradients are not. The owner of the parameters refuses in
+``named_parameters``, which torch's constructor calls; a wrapper that got past it is refused in the first forward.
+
+Around modules that delay weight gradients: torch reduces ``.grad`` in backward, before the delayed gradient is there.
 """
 
 import gc
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..torch_internals import current_backward
+from ..torch_internals import NO_BACKWARD, active_torch_ddp, current_backward, params_of_torch_ddp
 
 __all__ = [
     "check_none_inside",
@@ -31,20 +33,20 @@ __all__ = [
 
 _MODULE = TorchDDP.__module__
 _NUM_FRAMES = 3
-"""Of torch's constructor around a call: a method of it, a comprehension (before Python 3.12)."""
+"""Frames of torch's constructor between a call and ``self``: a method, and before Python 3.12 a comprehension."""
 
 
 def in_torch_ddp() -> bool:
-    """Whether a forward inside of it is running; torch's compiler asks the same."""
-    return TorchDDP._active_ddp_module is not None
+    """Whether a forward of a torch wrapper runs now."""
+    return active_torch_ddp() is not None
 
 
 def check_not_collected(params: Iterable[Tensor], what: str, num_callers: int = 1) -> None:
-    """To be called by ``named_parameters``: raise ``ValueError`` where it is torch's constructor that asks.
+    """Called by ``named_parameters``: raise ``ValueError`` where torch's constructor is the caller.
 
-    params       those that are reduced already; what torch's wrapper was told to ignore is none of its business
-    what         they belong to
-    num_callers  ``named_parameters`` is so many calls away
+    params       the parameters that are reduced already; parameters that torch's wrapper ignores do no harm
+    what         their owner, for the error
+    num_callers  number of calls between ``named_parameters`` and this function
     """
     if torch.compiler.is_compiling():
         return
@@ -56,14 +58,14 @@ def check_not_collected(params: Iterable[Tensor], what: str, num_callers: int = 
 
 
 def check_not_inside(params: Iterable[Tensor], what: str) -> None:
-    """To be called in forward: raise ``RuntimeError`` inside a torch wrapper that reduces one of ``params``."""
-    wrapper = TorchDDP._active_ddp_module
+    """Called in forward: raise ``RuntimeError`` inside a torch wrapper that reduces one of ``params``."""
+    wrapper = active_torch_ddp()
     if wrapper is not None and _takes_one_of(wrapper, params):
         raise RuntimeError(_why(what))
 
 
 def check_none_inside(module: nn.Module) -> None:
-    """Raise ``ValueError`` for a model that is, or has in it, a torch wrapper."""
+    """Raise ``ValueError`` for a model that is, or contains, a torch wrapper."""
     for name, inside in module.named_modules():
         if isinstance(inside, TorchDDP):
             place = f"module '{name}'" if name else "the module"
@@ -74,32 +76,34 @@ def check_none_inside(module: nn.Module) -> None:
 
 
 def is_taken(param: Tensor) -> bool:
-    """Whether some torch wrapper reduces it. Looks at every object of the process: for errors."""
-    return any(issubclass(type(found), TorchDDP) and _takes_one_of(found, [param]) for found in gc.get_objects())
+    """Whether a torch wrapper reduces ``param``. Looks at every object of the process: for error messages only."""
+    # A wrapper without parameters is one whose constructor has failed.
+    wrappers = (found for found in gc.get_objects() if issubclass(type(found), TorchDDP))
+    return any(_are_among(params_of_torch_ddp(wrapper) or (), [param]) for wrapper in wrappers)
 
 
 def refuse_delay(owner: str, weight: Tensor) -> None:
     """Raise ``RuntimeError`` inside a torch wrapper that reduces ``weight``, whose gradient is delayed."""
-    wrapper = TorchDDP._active_ddp_module
+    wrapper = active_torch_ddp()
     if wrapper is not None and _takes_one_of(wrapper, [weight]):
         raise _late(owner)
 
 
 _without_grad: "weakref.WeakKeyDictionary[object, weakref.ref[TorchDDP]]" = weakref.WeakKeyDictionary()
-"""Modules that delay and have run inside a torch wrapper without grad mode, as reentrant recompute begins. The forward
-that counts runs in backward, inside of no wrapper."""
+"""Modules that delay, and whose last forward inside a torch wrapper ran without grad mode. Reentrant checkpointing runs
+its first forward so; the recompute runs in backward, where no wrapper's forward is active."""
 
 
 def note_without_grad(module: object) -> None:
-    """To be called by a module that delays, in a forward without grad mode."""
-    wrapper = TorchDDP._active_ddp_module
+    """Called by a module that delays, in a forward without grad mode."""
+    wrapper = active_torch_ddp()
     if wrapper is not None and not torch.compiler.is_compiling():
         _without_grad[module] = weakref.ref(wrapper)
 
 
 def refuse_delay_in_recompute(module: object, owner: Callable[[], str]) -> None:
-    """To be called by a module that delays, in a forward with grad mode: ``refuse_delay`` where it is a recompute."""
-    if _without_grad and current_backward() != -1:
+    """Called by a module that delays, in a forward with grad mode: ``refuse_delay`` for a reentrant recompute."""
+    if _without_grad and current_backward() != NO_BACKWARD:
         wrapper = _without_grad.get(module)
         if wrapper is not None and wrapper() is not None:
             raise _late(owner())
@@ -124,9 +128,13 @@ def _wrapper_of(frame: FrameType | None) -> TorchDDP | None:
 
 
 def _takes_one_of(wrapper: TorchDDP, params: Iterable[Tensor]) -> bool:
-    taken = vars(wrapper).get("_module_parameters")
-    if taken is None:  # it is collecting them: from the outermost module
+    taken = params_of_torch_ddp(wrapper)
+    if taken is None:  # the constructor still collects them, from the outermost module
         return True
+    return _are_among(taken, params)
+
+
+def _are_among(taken: Iterable[Tensor], params: Iterable[Tensor]) -> bool:
     known = set(map(id, taken))
     return any(id(param) in known for param in params)
 

@@ -1,22 +1,21 @@
 """Weights that ``torch.distributed.fsdp.fully_shard`` (FSDP2) has gathered, and what their gradients are added to.
 
-It hands a module plain parameters for the time of its forward and backward, takes what autograd left in their ``.grad``
-when backward has passed the module's inputs, and frees them. Under ``set_requires_gradient_sync(False)`` it keeps what
-it took: in ``.grad``, or in the dtype of the reduction beside it. That is an accumulator, and a fused product can add
-to it. Whatever is added after that moment would wait there for the next iteration.
-
-torch says nowhere in public which parameter is whose, hence the names with underscores, which are those of torch 2.11
-and 2.13; nothing of FSDP2 is imported here.
+FSDP2 gives a module plain parameters for its forward and backward. When backward has passed the module's inputs, FSDP2
+takes the parameters' ``.grad`` and frees the parameters. Under ``set_requires_gradient_sync(False)`` FSDP2 keeps the
+gradient until the next microbatch, in ``.grad`` or in a tensor of ``reduce_dtype``. That tensor is an accumulator, and
+a fused weight gradient is added to it. A gradient that is added after FSDP2 took ``.grad`` would wait for the next
+iteration; so weight gradients cannot be delayed here.
 """
 
 import sys
 import weakref
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..torch_internals import accumulated_by_fsdp2, gathered_by_fsdp2
 
 __all__ = ["TorchShards", "is_asking", "is_sharded_by_torch"]
 
@@ -24,43 +23,41 @@ _MARK = "_maingrad_torch_shards"
 
 
 class TorchShards:
-    """What FSDP2 knows of one gathered weight. Held weakly, as the weight is: FSDP2 owns both."""
-
-    __slots__ = ("_param",)
+    """FSDP2's record of one gathered weight, held weakly: FSDP2 owns record and weight."""
 
     def __init__(self, param: Any) -> None:
         self._param = weakref.ref(param)
 
     @classmethod
     def of(cls, weight: Tensor) -> "TorchShards | None":
-        """That of ``weight``; None where FSDP2 did not make it.
+        """The record of ``weight``; None where FSDP2 did not make that weight.
 
-        A search over all sharded models, which marks every weight gathered so far: once per unit, not per weight.
+        The search goes over all sharded models and marks every weight that is gathered now. So one search serves a
+        whole unit.
         """
         if not hasattr(weight, _MARK):
-            for param in _sharded_params():
-                gathered = getattr(param, "_unsharded_param", None)
-                if gathered is not None and not hasattr(gathered, _MARK):
+            for param, gathered in gathered_by_fsdp2():
+                if not hasattr(gathered, _MARK):
                     setattr(gathered, _MARK, cls(param))
         found: TorchShards | None = getattr(weight, _MARK, None)
         return found
 
     def accumulator(self, weight: Tensor) -> Tensor | None:
-        """What this backward's gradient of ``weight`` may be added to: contiguous, of its shape, fp32 or of its dtype.
+        """The tensor that this backward's gradient is added to: contiguous, ``weight``'s shape, fp32 or its dtype.
 
-        None where there is nothing yet, as in the first microbatch and in every one that is reduced on its own, or
-        where FSDP2 sums in another dtype: then autograd is to deliver the gradient.
+        None, and then autograd delivers the gradient: in the first microbatch, where each microbatch is reduced on its
+        own, and where FSDP2 sums in another dtype.
         """
-        found = getattr(self._param(), "unsharded_accumulated_grad", None)
+        found = accumulated_by_fsdp2(self._param())
         if found is None:
             found = weight.grad
-        # The gradient of a weight that is a DTensor itself (tensor parallelism) is one too.
+        # Under tensor parallelism the weight and its gradient are DTensors, which no GEMM here writes.
         fits = type(found) is Tensor and found.dtype in (torch.float32, weight.dtype) and found.is_contiguous()
         return found if fits else None
 
     @staticmethod
     def refuse_delay(owner: str) -> RuntimeError:
-        """Why the gradient of such a weight cannot be delayed."""
+        """The error for a weight gradient that is delayed under FSDP2."""
         return RuntimeError(
             f"{owner}: a delayed weight gradient under torch.distributed.fsdp.fully_shard, which reduces gradients in "
             f"backward: what backward_dw() or drain() adds later would be reduced in the next iteration, or never; "
@@ -70,25 +67,13 @@ class TorchShards:
 
 
 def is_sharded_by_torch(param: Tensor) -> bool:
-    """Whether this is a DTensor, or what FSDP2 has gathered of one: for errors."""
+    """Whether ``param`` is a DTensor, or a weight that FSDP2 has gathered from one. For error messages."""
     return hasattr(param, "to_local") or TorchShards.of(param) is not None
 
 
 def is_asking() -> bool:
-    """Whether its code is among the callers: for errors."""
+    """Whether a function of ``torch.distributed.fsdp`` is among the callers. For error messages."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
         frame = frame.f_back
     return frame is not None
-
-
-def _sharded_params() -> Iterator[Any]:
-    """FSDP2's record of every parameter that it shards in this process."""
-    registry = sys.modules.get("torch.distributed._composable_state")  # torch loads it before FSDP2
-    for reference in list(getattr(registry, "_module_state_mapping", {}).values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # older versions have one for each module
-            groups = [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            yield from getattr(group, "fsdp_params", ())

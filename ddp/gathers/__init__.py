@@ -1,4 +1,4 @@
-"""All-gathers of updated parameters that run under the next forward, and everybody who has to wait for them.
+"""All-gathers of updated parameters that run under the next forward, and every reader that must wait for them.
 
-Imports ``collectives``. Knows parameters and modules, and neither buckets nor gradients.
+Imports ``collectives``. Knows parameters and modules, but no buckets and no gradients.
 """

@@ -1,8 +1,8 @@
-"""Gathers and ``torch.compile``: compiled code is guarded by its parameters' class, so they are whole before it runs.
+"""Gathers and ``torch.compile``: a compiled module waits for the gathers of its parameters before its code runs.
 
-A module that was compiled, by ``module.compile()`` or ``torch.compile(module)``, waits for gathers of all parameters
-below it, and then calls its compiled code. The others go on under it. ``torch.compile`` over the wrapper itself waits
-for all of them first.
+Compiled code has guards on the class of each parameter, and the class is another one while a parameter waits. So a
+module that was compiled, by ``module.compile()`` or ``torch.compile(module)``, first waits for the gathers of all
+parameters below it. Gathers of other parameters go on. ``torch.compile`` over the wrapper waits for all gathers.
 """
 
 import weakref
@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from .param_gather import ParamGather
-from .waiting_modules import modules_below, registered_params
+from .waiting_modules import registered_params
 
 __all__ = ["wait_before_compiled_code"]
 
@@ -20,7 +20,7 @@ _WAITS = "_maingrad_waits"
 
 
 def wait_before_compiled_code(modules: Iterable[nn.Module], gathers: Sequence[ParamGather]) -> None:
-    """Have every compiled one of ``modules`` wait for its gathers; a quick no-op where that is seen to already."""
+    """Have every compiled module among ``modules`` wait for its gathers. No-op for modules that do so already."""
     for module in modules:
         compiled = module.__dict__.get("_compiled_call_impl")
         if compiled is not None:
@@ -33,8 +33,8 @@ def wait_before_compiled_code(modules: Iterable[nn.Module], gathers: Sequence[Pa
 
 
 def _waiter(module: nn.Module, gathers: Sequence[ParamGather]) -> Callable[[], None]:
-    """Waits for the gathers that hold parameters of ``module``. It keeps none of them alive."""
-    params = {id(param) for each in modules_below(module) for param in registered_params(each).values()}
+    """A function that waits for the gathers of ``module``'s parameters. It keeps no gather alive."""
+    params = {id(param) for each in module.modules() for param in registered_params(each).values()}
     mine = [weakref.ref(gather) for gather in gathers if gather.holds(params)]
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Has everybody wait who reads what a step has left under way."""
+"""Makes every read of a parameter wait for its gather: by the parameter's class, and by the modules that hold it."""
 
 import weakref
 from collections.abc import Sequence
@@ -9,25 +9,24 @@ from torch import nn
 
 from .param_gather import ParamGather
 from .reader_threads import ReaderThreads
-from .waiting_modules import have_module_wait, kept_params, modules_below, registered_params
+from .waiting_modules import have_module_wait, kept_params, registered_params
 
 __all__ = ["Keeper", "find_keepers", "guard_reads"]
 
 
 class Keeper(NamedTuple):
-    """A module that keeps parameters in attributes of its own, without registering them: in a list of its children's,
-    say."""
+    """A module that keeps parameters in plain attributes without registering them: ``self.weights = [...]``."""
 
     module: "weakref.ref[nn.Module]"
     gathers: tuple[ParamGather, ...]
-    """Of these parameters."""
+    """The gathers of the kept parameters."""
 
 
 def find_keepers(root: nn.Module, gathers: Sequence[ParamGather]) -> list[Keeper]:
-    """Those in ``root``, as their attributes are now."""
+    """The keepers in ``root``, by the present attributes of its modules."""
     gather_of = {id(param): gather for gather in gathers for param in gather.live_params()}
     keepers = []
-    for module in modules_below(root):
+    for module in root.modules():
         kept = {id(gather_of[id(param)]) for param in kept_params(module) if id(param) in gather_of}
         if kept:
             keepers.append(Keeper(weakref.ref(module), tuple(each for each in gathers if id(each) in kept)))
@@ -37,9 +36,12 @@ def find_keepers(root: nn.Module, gathers: Sequence[ParamGather]) -> list[Keeper
 def guard_reads(
     modules: Sequence[nn.Module], gathers: Sequence[ParamGather], keepers: Sequence[Keeper], threads: ReaderThreads
 ) -> None:
-    """From here on whoever reads a parameter waits for its gather, if that is under way.
+    """From here on, every read of a parameter whose gather is under way waits for that gather.
 
-    modules  all of the model's, as they are now: who registers a parameter may have changed
+    modules  all modules of the model now: the modules that register a parameter may have changed since wrapping
+    gathers  all gathers of the model
+    keepers  from ``find_keepers``
+    threads  the threads that read the model
     """
     scripted = {
         id(param)
@@ -47,7 +49,7 @@ def guard_reads(
         if isinstance(module, torch.jit.ScriptModule)
         for param in registered_params(module).values()
     }
-    if scripted:  # TorchScript reads parameters in C++, and gives them away in several other ways
+    if scripted:  # TorchScript reads parameters in C++, where nothing here is asked: wait for these gathers now
         for gather in gathers:
             if gather.holds(scripted):
                 gather.arrive()

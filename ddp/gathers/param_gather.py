@@ -1,9 +1,9 @@
-"""All-gathers of updated parameters that run under whatever comes next.
+"""``ParamGather``: the all-gather of one bucket's updated parameters, which runs while the program goes on.
 
-Gathers are issued in the reverse of the order in which backward fills the buckets, which is the forward's. Nothing is
-assumed about that order: while a gather is in flight, its parameters (``waiting_params.py``) and the modules that
-register them (``waiting_modules.py``) wait for it by themselves. A bucket costs one such wait a step; then all of its
-parameters and modules are plain again.
+Gathers are issued in the order in which the next forward is expected to use the buckets: the reverse of the order in
+which backward fills them. A forward in another order is right too: while a gather is in flight, its parameters
+(``waiting_params.py``) and the modules that register them (``waiting_modules.py``) wait for it. The first wait of a
+step makes all parameters and modules of the bucket plain again.
 """
 
 import sys
@@ -34,20 +34,20 @@ class _Flight(NamedTuple):
 
     collective: InFlight
     home: torch.cuda.Stream | None
-    """CUDA: the stream that it was issued from."""
+    """CUDA: the stream that was current when the gather was issued."""
     observer: Observer
-    """Recording since it was launched."""
+    """The observer at launch, which is told of the wait too."""
 
 
 class ParamGather:
     """The all-gather of one bucket of parameters.
 
     name      of the bucket
-    flat      [n] the parameters, of which this rank's shard is up to date before ``start``
-    params    those whose storage lies in ``flat``
+    flat      [n] memory of all parameters of the bucket; this rank's shard in it is up to date before ``start``
+    params    the parameters whose storage lies in ``flat``
     grid      the ranks
-    failures  reports a gather that fails; its parameters raise for ever then
-    threads   those that read the model; one object for all of its gathers that are guarded
+    failures  reports a gather that fails; reading its parameters raises from then on
+    threads   the threads that read the model; one object for all guarded gathers of a model
     """
 
     def __init__(
@@ -61,22 +61,21 @@ class ParamGather:
     ) -> None:
         self.name = name
         self.flat = flat
-        self._params = [TensorWeakRef(param) for param in params]  # which refer to this while they wait
+        self._params = [TensorWeakRef(param) for param in params]  # weak: waiting parameters refer to this
         self._grid = grid
         self._failures = failures
         self.threads = threads or ReaderThreads()
         self.threads.gathers.add(self)
         self._flight: _Flight | None = None
         self.guards = False
-        """Parameters and modules wait for it, or are still asked whether they have to."""
-        self._has_guarded = False
-        self._traced = (
-            False  # code that reads these parameters was compiled while they waited: its guards want plain ones
-        )
+        """Parameters have the waiting class now."""
+        self._has_guarded = False  # parameters have had the waiting class at some time
+        # Code that reads these parameters was compiled while they waited. It has guards on plain parameters.
+        self._traced = False
         self.modules: list[weakref.ref[nn.Module]] = []
-        """Those among them."""
-        self._event: torch.cuda.Event | None = None  # the last one's end
-        self._streams: set[int] = set()  # which are behind it
+        """Modules that wait for this gather now."""
+        self._event: torch.cuda.Event | None = None  # the end of the latest gather
+        self._streams: set[int] = set()  # raw addresses of streams that wait for _event already
 
     def start(
         self,
@@ -86,10 +85,10 @@ class ParamGather:
         fill: Callable[[], None] | None = None,
         ordered: bool = False,
     ) -> None:
-        """Issue it on ``stream`` (CUDA), which waits for the current one.
+        """Issue the gather on ``stream``, which waits for the current stream first; ``stream`` is None on CPU.
 
-        fill     puts this rank's shard into ``flat`` first, on ``stream``
-        ordered  the caller has made ``stream`` wait for what it must
+        fill     writes this rank's shard into ``flat`` before the gather, on ``stream``
+        ordered  ``stream`` need not wait for the current stream: the caller has ordered it
         """
         if stream is None:
             if fill is not None:
@@ -111,20 +110,20 @@ class ParamGather:
         self._flight = _Flight(collective, home, observer)
 
     def __del__(self) -> None:
-        # Let go while it runs: freed memory returns to the stream it came from, which must not overtake the gather.
+        # Freed while the gather runs: the memory goes back to the stream it came from, which must wait for the gather.
         flight = vars(self).get("_flight")
         if flight is not None and flight.home is not None and not sys.is_finalizing():
             flight.home.wait_event(self._event)
 
     @property
     def under_way(self) -> bool:
-        """Started, and nobody has waited for it."""
+        """Started, and nobody has waited for its end."""
         return self._flight is not None
 
     def guard(self) -> bool:
-        """Have every parameter wait at its first use from now on. The caller holds the threads' lock.
+        """Have every parameter wait at its first use. The caller holds the threads' lock.
 
-        False where somebody has to wait for it now.
+        Returns False where parameters cannot wait, so that the caller must wait for the gather now.
         """
         if self._flight is None or self._flight.collective.work is None:
             return True
@@ -136,15 +135,15 @@ class ParamGather:
         return True
 
     def keep_on(self) -> None:
-        """Parameters that ever waited are asked whether they have to. The caller holds the threads' lock."""
+        """Give parameters that waited before the waiting class again. The caller holds the threads' lock."""
         params = list(self.live_params())
         if self._has_guarded and all(map(can_wait, set(map(type, params)))):
             self._have_wait(params)
 
     def arrive(self) -> None:
-        """Order the current stream (CUDA) or this thread (CPU) behind the gather; nothing waits for it any more.
+        """Order the current stream (CUDA) or this thread (CPU) behind the gather, and make parameters plain again.
 
-        Any number of threads may call it at a time. None returns before the gather has arrived for it.
+        Several threads may call this at once; each returns when the gather is complete for that thread.
         """
         if self.guards:
             self.threads.note()
@@ -152,7 +151,7 @@ class ParamGather:
         while (flight := self._flight) is not None:
             self._wait_for(flight)
             with self.threads.lock:
-                if self._flight is flight:  # and not the next one, while this thread has waited
+                if self._flight is flight:  # another thread may have issued the next gather meanwhile
                     self._flight = None
         if self._event is not None and not torch.cuda.is_current_stream_capturing():
             self._order_stream(self._event)
@@ -160,7 +159,7 @@ class ParamGather:
             self._take_off()
 
     def settle(self) -> None:
-        """``arrive``, and make parameters and modules plain even where other threads read them."""
+        """``arrive``, and make parameters and modules plain even while other threads read them."""
         self.arrive()
         if self.guards:
             self._take_off(at_once=True)
@@ -178,11 +177,11 @@ class ParamGather:
         assert self._event is not None, "recorded when the gather was issued"
         current = current_stream(self.flat.device)
         flight.observer.wait(self.name, "all_gather", partial(self._order_stream, self._event))
-        if current != flight.home:  # used on a side stream first; from here on the main one may use it unasked
+        if current != flight.home:  # plain parameters ask no stream to wait, so the main stream waits too
             flight.home.wait_event(self._event)
 
     def _order_stream(self, event: torch.cuda.Event) -> None:
-        """Once for each stream: one that no longer finds the parameters waiting was not behind the gather for that."""
+        """Have the current stream wait for ``event``, once for each stream."""
         raw = current_raw_stream(self.flat.device.index)
         if raw not in self._streams:
             current_stream(self.flat.device).wait_event(event)
@@ -202,11 +201,14 @@ class ParamGather:
                     let_module_go(module)
 
     def holds(self, params: set[int]) -> bool:
-        """Whether one of these, by ``id``, waits for it."""
+        """Whether this gather has one of these parameters.
+
+        params  their ``id``
+        """
         return any(id(param) in params for param in self.live_params())
 
     def live_params(self) -> Iterator[Tensor]:
-        """Those of its parameters that somebody still has."""
+        """The parameters that are still alive."""
         for reference in self._params:
             param = reference()
             if param is not None:

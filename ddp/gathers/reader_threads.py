@@ -1,10 +1,10 @@
 """Which threads read a model's parameters while gathers are under way.
 
-torch looks at a parameter's class twice in each of its functions that are written in Python: first whether somebody is
-to be asked, then who. A class that another thread takes off between the two looks makes torch raise ``TypeError``. So
-the class that makes parameters wait is taken off by the thread that steps alone, and only while no other thread reads.
-Any other one is known from its first look on, and counts for as long as it lives; meanwhile the class stays on, and
-torch asks before each function that is given a parameter, which takes about two microseconds.
+torch's Python functions look at a parameter's class twice: first for whether a ``__torch_function__`` exists, then for
+calling it. If another thread resets the class between the two looks, torch raises ``TypeError``. So only the thread
+that calls ``step`` (the home thread) resets the waiting class, and only while no other reading thread is alive. A
+reading thread is known from its first look. While one lives the waiting class stays, and each torch function over a
+parameter costs about 2 us more.
 """
 
 import threading
@@ -12,7 +12,7 @@ import weakref
 from typing import Protocol
 from weakref import WeakSet
 
-from ..torch_internals import current_backward
+from ..torch_internals import NO_BACKWARD, current_backward
 
 __all__ = ["ReaderThreads"]
 
@@ -22,22 +22,22 @@ class _Guarded(Protocol):
 
 
 class ReaderThreads:
-    """The thread that steps, and others that came to read what its steps left under way."""
+    """The home thread, which calls ``step``, and the other threads that have read parameters in flight."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Of what is put on and taken off. Nobody waits for a collective while holding it. A finalizer may come to read
-        at any time, hence reentrant."""
+        """Held while waiting classes are set and reset, never while waiting for a collective. Reentrant, because a
+        finalizer may read a parameter at any time."""
         self.gathers: WeakSet[_Guarded] = WeakSet()
-        """All of the model's, for the moment when another thread comes."""
+        """All gathers of the model: a new reading thread has them ``keep_on``."""
         self.classes: dict[type, type] = {}
-        """The class that makes parameters of each class wait, and tells of each thread that looks."""
-        self._home = weakref.ref(threading.current_thread())  # a thread refers to what it runs
+        """The waiting class for each class of parameters."""
+        self._home = weakref.ref(threading.current_thread())  # weak: a thread's target may refer to the model
         self._home_ident = threading.get_ident()
         self._others: WeakSet[threading.Thread] = WeakSet()
 
     def come_home(self) -> None:
-        """This thread steps."""
+        """This thread calls ``step``: it is the home thread from now on."""
         thread, left = threading.current_thread(), self._home()
         if thread is left:
             return
@@ -48,8 +48,8 @@ class ReaderThreads:
             self._home, self._home_ident = weakref.ref(thread), threading.get_ident()
 
     def note(self) -> None:
-        """This thread reads. Threads of autograd's are passed over: the thread that steps waits for those."""
-        if threading.get_ident() == self._home_ident or current_backward() != -1:
+        """This thread reads a parameter. Autograd's threads do not count, since ``backward()`` waits for them."""
+        if threading.get_ident() == self._home_ident or current_backward() != NO_BACKWARD:
             return
         home = self._home()
         if home is None or not home.is_alive():
@@ -60,11 +60,10 @@ class ReaderThreads:
             if thread not in self._others:
                 self._others.add(thread)
                 for gather in self.gathers:
-                    gather.keep_on()  # it may have looked once at what has been taken off since
+                    gather.keep_on()  # this thread may stand between its two looks at a class that was reset since
 
     def alone(self) -> bool:
-        """Whether this is the thread that steps, and no other one that has come to read is alive. For who holds the
-        lock."""
+        """Whether this is the home thread and no other reading thread is alive. The caller holds the lock."""
         if threading.get_ident() != self._home_ident:
             return False
         return not (self._others and any(thread.is_alive() for thread in self._others))

@@ -1,15 +1,13 @@
-"""Modules that wait when somebody takes a parameter from them whose gather is in flight.
+"""Modules that wait when a program takes a parameter from them whose gather is in flight.
 
-An extension in C++ that is given a parameter asks no ``__torch_function__``, nor does ``autograd.Function.apply``. But
-somebody took the parameter from a module before. So while a gather is in flight, the modules that register its
-parameters
+A C++ extension calls no ``__torch_function__`` of a parameter, nor does ``autograd.Function.apply``. But the program
+took the parameter from a module before. So while a gather is in flight, each module that registers its parameters gets
 
-- keep them in a dict whose readings wait. ``nn.Module`` looks every ``module.weight`` up there, whoever asks, and
-  ``module.parameters()`` goes through it.
-- have a forward pre-hook that waits, for what they keep elsewhere as well (``self.weights = [...]``). torch's own do
-  without: they give parameters to torch's functions alone, and some look whether anybody has hooked them.
+- a dict ``_parameters`` whose reads wait. ``module.weight`` and ``module.parameters()`` read that dict.
+- a forward pre-hook that waits, for parameters that the module keeps elsewhere too (``self.weights = [...]``). torch's
+  own modules get no hook: they give parameters only to torch's functions, and some change their ways if hooked.
 
-When the gather has arrived both are taken back, and the module is what it was.
+After the gather both are removed.
 """
 
 import copy
@@ -21,26 +19,14 @@ from torch import Tensor, nn
 
 from .waiting_params import Gather, gathers_of, waited_for
 
-__all__ = ["have_module_wait", "kept_params", "let_module_go", "modules_below", "registered_params"]
+__all__ = ["have_module_wait", "kept_params", "let_module_go", "registered_params"]
 
 _HOOK = "maingrad gather"
-"""Key among a module's hooks, whose own are numbers."""
-
-
-def modules_below(root: nn.Module) -> list[nn.Module]:
-    """``root`` and all modules in it, each once. ``root.modules()`` takes several times as long."""
-    found: dict[int, nn.Module] = {}
-    stack = [root]
-    while stack:
-        module = stack.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            stack.extend(child for child in module._modules.values() if child is not None)
-    return list(found.values())
+"""Key of the hook in ``_forward_pre_hooks``; torch's own keys are numbers."""
 
 
 def registered_params(module: nn.Module) -> Mapping[str, Tensor | None]:
-    """The parameters that ``module`` itself registers, waiting for none."""
+    """The parameters that ``module`` itself registers, by name. This read waits for no gather."""
     params: Any = module._parameters
     if isinstance(params, _WaitingParameters):
         return params.plain
@@ -48,9 +34,9 @@ def registered_params(module: nn.Module) -> Mapping[str, Tensor | None]:
 
 
 def have_module_wait(module: nn.Module, kept: Sequence[Gather] = ()) -> list[Any]:
-    """Have ``module`` wait for the gathers in flight of its parameters, and for ``kept``; returns all of them.
+    """Have ``module`` wait for the gathers of its registered parameters, and for ``kept``; returns all these gathers.
 
-    kept  those of parameters that it keeps without registering them
+    kept  gathers of parameters that ``module`` keeps without registering them
     """
     own = module.__dict__
     params = own.get("_parameters")
@@ -74,7 +60,7 @@ def have_module_wait(module: nn.Module, kept: Sequence[Gather] = ()) -> list[Any
 
 
 def let_module_go(module: nn.Module) -> None:
-    """Make ``module`` what it was, unless it waits for other gathers, too."""
+    """Remove dict and hook from ``module``, unless it waits for another gather too."""
     own = module.__dict__
     params = own.get("_parameters")
     if isinstance(params, _WaitingParameters):
@@ -85,7 +71,7 @@ def let_module_go(module: nn.Module) -> None:
 
 
 def kept_params(module: nn.Module) -> Iterator[Tensor]:
-    """Tensors in attributes of ``module``, and in lists, tuples and dicts there, that are registered nowhere in it."""
+    """Tensors in ``module``'s plain attributes, and in containers there, that ``module`` does not register."""
     cls: Any = type(module)
     if _is_of_torch(cls):
         return
@@ -105,9 +91,9 @@ def kept_params(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _asks_through_torch(own: dict[str, Any], cls: Any) -> bool:
-    """Whether the forward of a module with these attributes gives parameters to torch's functions alone."""
+    """Whether the forward of a module with attributes ``own`` gives parameters only to torch's functions."""
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
-        return False  # a user's function runs with it
+        return False  # a user's function runs too
     return _is_of_torch(cls)
 
 
@@ -123,26 +109,26 @@ def _wait_before_forward(module: nn.Module, _: Any) -> None:
 
 
 class _WaitingParameters(dict[str, Any]):
-    """A module's dict of parameters while some of their gathers are in flight: what is read has arrived.
+    """A module's ``_parameters`` while gathers of them are in flight: each read waits for what it returns.
 
-    Its contents are those of ``plain``, for what reads dicts in C.
+    The contents equal those of ``plain``, for code that reads dicts in C.
     """
 
     __slots__ = ("kept", "plain")
 
     plain: dict[str, Any]
-    """The module's own dict, which sees every change."""
+    """The module's own dict, which gets every change."""
     kept: Sequence[Gather]
-    """Of parameters that the module keeps elsewhere."""
+    """Gathers of parameters that the module keeps without registering them."""
 
     def wait(self) -> None:
-        """For all of them."""
+        """Wait for the gathers of all parameters."""
         for param in list(self.plain.values()):
             waited_for(param)
         for gather in self.kept:
             gather.arrive()
 
-    # What is read waits: one parameter by its name, all of them where all are read.
+    # Reads: a read by name waits for one parameter, a read of all for all.
 
     def __getitem__(self, name: str) -> Any:
         return waited_for(super().__getitem__(name))
@@ -159,7 +145,7 @@ class _WaitingParameters(dict[str, Any]):
         return super().items()
 
     def __iter__(self) -> Iterator[str]:
-        return super().__iter__()  # a method in Python keeps dict(self) and {**self} from copying past __getitem__
+        return super().__iter__()  # with a Python __iter__, dict(self) and {**self} go through __getitem__
 
     def copy(self) -> dict[str, Any]:
         self.wait()
@@ -180,7 +166,7 @@ class _WaitingParameters(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.copy(),)
 
-    # What is written goes to both.
+    # Writes go to both dicts.
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.plain[name] = value

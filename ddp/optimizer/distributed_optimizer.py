@@ -18,7 +18,6 @@ from ..gathers.compiled_modules import wait_before_compiled_code
 from ..gathers.guard import find_keepers, guard_reads
 from ..gathers.param_gather import ParamGather
 from ..gathers.reader_threads import ReaderThreads
-from ..gathers.waiting_modules import modules_below
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -365,7 +364,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.model.ddp_config.overlap_param_gather:
             self.finish_param_sync()
             return
-        modules = modules_below(self.model.module)
+        modules = list(self.model.module.modules())
         wait_before_compiled_code(modules, self._gathers)
         guard_reads(modules, self._gathers, self._keepers, self._threads)
 

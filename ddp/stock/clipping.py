@@ -1,13 +1,13 @@
-"""What keeps ``torch.nn.utils.clip_grad_norm_`` and its kin from silently clipping nothing.
+"""Refuses ``torch.nn.utils.clip_grad_norm_`` and similar functions where they would clip nothing.
 
-They take parameters and skip those whose ``.grad`` is None, as that of ours is until ``expose_grads()``: the norm would
-be 0, and the step unclipped. And where experts have ranks of their own, the norm would be another on each rank.
+These functions skip parameters whose ``.grad`` is None. Ours is None until ``expose_grads()``, so the norm would be 0.
+Where experts have ranks of their own, each rank would compute another norm.
 
-torch has no hook for them, and programs import them by name, many before this library: another function in their place
-would not be called. But each is a shell that looks up the function that does the work in its closure, at every call.
-The check goes in there, once for the process.
+torch has no hook for clipping. Programs import the functions by name, often before this library, so a replaced function
+would not be called. But each function is a wrapper that reads the working function from its closure at every call. The
+check is put into that closure, once for the process.
 
-``get_total_norm`` takes gradients: where there are none, it cannot know of whom.
+``get_total_norm`` takes gradients and not parameters, so it cannot be checked.
 """
 
 import functools
@@ -27,11 +27,11 @@ __all__ = ["guard_stock_clipping"]
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "_clip_grads_with_norm_")
 
 _guarding: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Wrappers and sharded units that are alive. torch's functions are the process's, and so is this."""
+"""Wrappers and sharded units that are alive. Global, as torch's functions are."""
 
 
 def guard_stock_clipping(wrapper: object) -> None:
-    """Refuse to clip gradients that were not exposed, for as long as ``wrapper`` lives."""
+    """Refuse to clip gradients that were not exposed, while ``wrapper`` lives."""
     _guard_once()
     _guarding.add(wrapper)
 
@@ -50,7 +50,7 @@ def _guard_once() -> None:
 
 
 def _with_check_inside(shell: Any) -> Any:
-    """The same object, with the check in its closure; None where it is no such shell."""
+    """``shell`` itself, with the check in its closure; None where its closure has another form."""
     if getattr(getattr(shell, "__code__", None), "co_freevars", ()) != ("func",):
         return None
     (cell,) = shell.__closure__
@@ -64,7 +64,7 @@ def _with_check(clip: Callable[..., Any]) -> Callable[..., Any]:
         if _guarding:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             _check(given, clip.__name__.lstrip("_"))
-            parameters = given or parameters  # torch warns of an empty generator, which this one is by now
+            parameters = given or parameters  # the list above has used a generator up; torch warns of an empty one
         return clip(parameters, *args, **kwargs)
 
     return check_and_clip
@@ -80,7 +80,7 @@ def _check(parameters: Iterable[Tensor], name: str) -> None:
         record = record_of(parameter)
         if record is not None and not record.exposed:
             _refuse_unexposed(record, name)
-        if record is not None and record.everyone is not None and name == "clip_grad_norm_":
+        if record is not None and record.all_ranks is not None and name == "clip_grad_norm_":
             raise RuntimeError(
                 f"clip_grad_norm_: parameter '{record.name}' is an expert that other ranks do not hold, so that each "
                 f"rank would clip by another norm; call maingrad.ddp.clip_grad_norm(model, max_norm) in its place, "

@@ -1,9 +1,9 @@
-"""What a ``DistributedOptimizer`` has in its ``param_groups``: flat shards that know when somebody writes to them.
+"""``MasterParameter``: the flat shards in a ``DistributedOptimizer``'s ``param_groups``; writes to them are noticed.
 
-Parameters follow masters in a step, by a gather that all ranks take part in. What is written to masters in between, by
-a program that goes over ``optimizer.param_groups`` (Lookahead, noise, a decay by hand), is seen by this rank alone: the
-next forward refuses. Versions tell: each master has its own, which gathers and this library's own writes to the flat
-tensor behind it do not raise.
+A step updates masters, and a gather over all ranks copies them to the parameters. If a program writes to a master
+between steps (Lookahead, noise, a decay by hand), no gather follows, so the next forward raises. Each master has a
+version counter of its own, which rises with such writes. Gathers and this library write to the flat tensor behind the
+master, which has another counter.
 """
 
 from collections import defaultdict
@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 
 from ..contract.main_grad import record_of
+from ..torch_internals import let_optimizers_take, make_subclass
 
 __all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
 
 
 class MasterParameter(nn.Parameter):
-    """This rank's elements of one or more parameters, as one long tensor: ``make_master`` makes one.
+    """This rank's elements [n] of one or more parameters; made by ``make_master``.
 
-    ``data`` has this tensor's version counter, and setting it writes the values: the buckets have the memory.
+    ``data`` shares the version counter. Setting ``data`` copies values, since the buckets own the memory.
     """
 
     @property
     def data(self) -> Tensor:
-        """A plain tensor of the same memory and version counter."""
+        """A plain tensor with the same memory and version counter."""
         return self.detach()
 
     @data.setter
@@ -37,18 +37,16 @@ class MasterParameter(nn.Parameter):
 
 
 def make_master(flat_view: Tensor) -> MasterParameter:
-    """The master that is ``flat_view``: it shares the memory and has a version counter of its own."""
-    master: MasterParameter = Tensor._make_subclass(MasterParameter, flat_view.data, True)
+    """A master that shares the memory of ``flat_view`` [n] and has a version counter of its own."""
+    master: MasterParameter = make_subclass(MasterParameter, flat_view.data, True)
     return master
 
 
-# torch's optimizers take their multi-tensor forms by default for the classes in this list alone.
-if MasterParameter not in torch_optimizer._foreach_supported_types:
-    torch_optimizer._foreach_supported_types.append(MasterParameter)
+let_optimizers_take(MasterParameter)
 
 
 class StateByMaster(defaultdict[Any, Any]):
-    """``optimizer.state``: torch's, for masters alone; another key raises ``KeyError`` that says where its state is."""
+    """``optimizer.state``, with masters as keys. The ``KeyError`` for another key says where its state is."""
 
     def __init__(self, masters: Iterable[Tensor], state: Mapping[Any, Any]) -> None:
         super().__init__(dict, state)
@@ -65,7 +63,7 @@ class StateByMaster(defaultdict[Any, Any]):
         )
 
     def replace(self, state: Mapping[Any, Any]) -> None:
-        """Hold what somebody has assigned to ``optimizer.state``; raises ``KeyError`` for keys that are no masters."""
+        """Take over a value assigned to ``optimizer.state``. Raises ``KeyError`` for keys that are no masters."""
         for key in state:
             if key not in self._masters:
                 self.__missing__(key)
@@ -74,21 +72,21 @@ class StateByMaster(defaultdict[Any, Any]):
 
 
 class WatchedMasters(dict[Any, str]):
-    """An optimizer's masters, each with its bucket's name, and whether parameters have followed what was written."""
+    """An optimizer's masters, each with its bucket's name; and whether one was written since parameters followed."""
 
     follow_late = True
-    """Parameters do not show by themselves what is written: they are gathered, or have another dtype."""
+    """Parameters follow masters in a step only. False where parameter and master are the same memory."""
 
     def __init__(self, masters: Mapping[MasterParameter, str]) -> None:
         super().__init__(masters)
         self.note()
 
     def note(self) -> None:
-        """Parameters are as the masters are now."""
+        """Note that parameters equal the masters now."""
         self._versions = [master._version for master in self]
 
     def check(self) -> None:
-        """Raise ``RuntimeError`` where somebody has written to a master that parameters have not followed."""
+        """Raise ``RuntimeError`` where a master was written after ``note``."""
         if not self.follow_late:
             return
         for (master, bucket), version in zip(self.items(), self._versions, strict=True):
@@ -101,7 +99,7 @@ class WatchedMasters(dict[Any, str]):
                 )
 
     def check_gradless(self) -> None:
-        """Raise ``RuntimeError`` where somebody has put a gradient into a master's ``.grad``, which nobody reads."""
+        """Raise ``RuntimeError`` where a master has a ``.grad``, which nobody would read."""
         if any(master.grad is not None for master in self):
             raise RuntimeError(
                 "optimizer.step(): a gradient was put into .grad of a tensor of optimizer.param_groups, and would be "
@@ -111,7 +109,7 @@ class WatchedMasters(dict[Any, str]):
 
 
 def late_grad(name: str) -> RuntimeError:
-    """The error of who puts a gradient into a parameter's ``.grad``, which this optimizer does not read."""
+    """The error for a gradient in a parameter's ``.grad``, which this optimizer does not read."""
     return RuntimeError(
         f"optimizer.step(): somebody has put a gradient into .grad of parameter '{name}', where it would be lost; call "
         f"maingrad.ddp.add_grad(param, grad) in its place, before the last backward"

@@ -1,7 +1,7 @@
-"""What a stock optimizer sees of a gradient, and what keeps it from silently doing nothing.
+"""Stock optimizers (those of ``torch.optim``): gradients are exposed to them as ``.grad``, or their step is refused.
 
-Gradients live in ``main_grad``, so that ``.grad`` is None and ``torch.optim.AdamW(model.parameters()).step()`` would be
-a no-op without a word. A hook that torch runs before every optimizer's step looks for that.
+Gradients live in ``main_grad``, and ``.grad`` is None. So ``torch.optim.AdamW(model.parameters()).step()`` would do
+nothing, without an error. A hook that torch runs before every optimizer's step raises in this case.
 """
 
 import functools
@@ -22,16 +22,16 @@ __all__ = ["after_closure", "clear_exposed_grad", "expose_grad", "guard_stock_op
 
 
 def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
-    """Hand the reduced gradient to a stock optimizer as ``.grad``: the accumulator itself where ``dtype`` is its own.
+    """Set ``.grad`` to the reduced gradient in ``dtype``: the accumulator's memory where dtype and strides fit.
 
-    A dtype unlike the parameter's goes through ``Tensor.grad_dtype``, which is how autograd is told to allow it.
+    For a dtype other than the parameter's, ``Tensor.grad_dtype`` tells autograd to allow it.
     """
     param.grad = None
     if dtype is not param.dtype:
         param.grad_dtype = dtype
-    # Fused optimizers walk parameter and gradient in the order of memory: .grad has the parameter's strides.
+    # Fused optimizers go through parameter and gradient in memory order, so both must have the same strides.
     same = record.view.dtype is dtype and record.view.stride() == param.stride()
-    # A tensor of its own: .grad.data = ... by somebody would take the accumulator's memory from it.
+    # detach(): a user's ``.grad.data = ...`` must not replace the memory of record.view.
     param.grad = (
         record.view.detach() if same else torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(record.view)
     )
@@ -39,7 +39,7 @@ def expose_grad(param: Tensor, record: GradRecord, dtype: torch.dtype) -> None:
 
 
 def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
-    """Take ``.grad`` back before the next backward would accumulate into it."""
+    """Undo ``expose_grad``: the next backward must not accumulate into the exposed tensor."""
     if record.exposed:
         param.grad = None
         if param.grad_dtype is not param.dtype:
@@ -48,14 +48,13 @@ def clear_exposed_grad(param: Tensor, record: GradRecord) -> None:
 
 
 _guarding: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Wrappers that are alive. The hook is torch's for the whole process, and so is this."""
+"""Wrappers that are alive. Global, as torch's hook is."""
 
 
 def guard_stock_optimizers(wrapper: object) -> None:
-    """Refuse steps over parameters whose gradient was not exposed, for as long as ``wrapper`` lives.
+    """Refuse steps over parameters whose gradient was not exposed, while ``wrapper`` lives.
 
-    One hook serves all wrappers and is never removed: a wrapper may die while torch goes through the hooks of another
-    optimizer's step, which a removal would break.
+    One hook serves all wrappers and is never removed: a wrapper may be freed while torch iterates over the hooks.
     """
     _register_once()
     _guarding.add(wrapper)
@@ -71,7 +70,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return None
     ours = _records_of(optimizer)
     if ours and "zero_grad" not in vars(optimizer):
-        _check_zero_grad(optimizer)
+        _guard_zero_grad(optimizer)
     if ours:
         prepare_skippable_step(optimizer)
     check = functools.partial(_check_exposed, optimizer, ours)
@@ -84,9 +83,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 def after_closure(
     args: Any, kwargs: Any, then: Callable[[], None], first: Callable[[], None] | None = None
 ) -> tuple[Any, Any] | None:
-    """The arguments of a step with a closure that calls ``first``, itself and ``then``; None where it has none.
+    """The arguments of a step whose closure calls ``first`` before and ``then`` after itself; None without closure.
 
-    args  of ``step``, the optimizer first
+    args, kwargs  of ``step``; the optimizer comes first
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
@@ -120,10 +119,10 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
             )
 
 
-def _check_zero_grad(optimizer: Optimizer) -> None:
-    """From its first step on, have this optimizer refuse to discard gradients that it cannot reach.
+def _guard_zero_grad(optimizer: Optimizer) -> None:
+    """From its first step on, make this optimizer's ``zero_grad`` raise in the middle of an iteration.
 
-    torch has no hook for it: ``zero_grad`` is replaced on the instance, as learning-rate schedulers replace ``step``.
+    torch has no hook for ``zero_grad``. It is replaced on the instance, as learning-rate schedulers replace ``step``.
     """
     here = weakref.ref(optimizer)
 

@@ -1,18 +1,18 @@
-"""SGD's momentum under steps that the device may skip.
+"""SGD's momentum under a loss scaler, where the device may skip the first step.
 
-Under a loss scaler fused kernels read on the device whether to skip; the host never knows. torch's SGD makes its
-momentum in the first step, without values: ``empty_like``, which the kernel then writes, or does not. A first step that
-overflows would leave whatever was in that memory, and the next one would take it for momentum.
+With a scaler, a fused kernel reads ``found_inf`` on the device and skips its update; the host does not know. torch's
+SGD allocates the momentum buffer in its first step by ``empty_like``, for the kernel to write. If the device skips that
+step, the buffer keeps uninitialised memory, and the next step takes that for momentum.
 
-Here momentum begins as zeros, so that the first step that is taken finds ``m 0 + g = g``, whichever it is. Dampening
-asks for more: it spares the first gradient (``m 0 + (1 - d) g`` is not ``g``). While no step is known to be taken,
-both are queued, the one that is the first and the one that is not, and the device skips one of them, or both::
+Here the buffer ``b`` starts as zeros, so the first step that is not skipped computes ``momentum * 0 + g = g``. With
+dampening ``d`` that is not enough: torch's first step sets ``b = g``, and later ones ``b = momentum * b + (1 - d) g``.
+So until one step is known to be taken, both steps are launched, and the device skips at least one of them::
 
-    fresh       1 on the device until a step was taken
-    first one   skipped where found_inf, or not fresh
-    other one   skipped where found_inf, or fresh
+    fresh         1 on the device until a step was taken
+    first step    skipped where found_inf, or not fresh
+    later step    skipped where found_inf, or fresh
 
-Other fused classes make their state as zeros, and take back the step that they counted.
+Other fused optimizers of torch start their state as zeros, and undo their step count.
 """
 
 from typing import NamedTuple
@@ -30,21 +30,21 @@ _DOUBT = "_maingrad_first_step"
 
 
 class _Doubt(NamedTuple):
-    """Whether a step was taken since some of the momentum was made; kept on the optimizer."""
+    """It is not known whether a step was taken since these momentum buffers were made. Kept on the optimizer."""
 
     made: dict[Tensor, Tensor]
-    """Momentum by parameter, that of groups with dampening."""
+    """Momentum buffers by parameter, of groups with dampening."""
     fresh: Tensor
     """0-dim: 1 while no step was taken."""
     settled_by: RemovableHandle
-    """A state dict needs to know."""
+    """The hook that settles the doubt before a state dict is made."""
 
 
 @torch.no_grad()
 def prepare_skippable_step(optimizer: Optimizer) -> None:
-    """Call it right before the step of an optimizer that may have a scaler's ``found_inf``; the host reads nothing.
+    """Call right before each step of an optimizer. The host reads nothing from the device.
 
-    It does read, once, where such steps are followed by one that is not fused or has no scaler.
+    Exception: one read where a step without scaler, or not fused, follows steps with one.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -54,7 +54,7 @@ def prepare_skippable_step(optimizer: Optimizer) -> None:
         return
     begun = _without_momentum(optimizer)
     if any(dampened for dampened in begun.values()):
-        settle_first_step(optimizer)  # an older doubt, of other groups
+        settle_first_step(optimizer)  # an older doubt about other groups
         begun = _without_momentum(optimizer)
     for param in begun:
         optimizer.state[param][_MOMENTUM] = torch.zeros_like(param, requires_grad=False)
@@ -70,7 +70,7 @@ def prepare_skippable_step(optimizer: Optimizer) -> None:
 
 
 def settle_first_step(optimizer: Optimizer) -> None:
-    """Ask the device whether a step was taken, where that is in doubt: without one there is no momentum yet."""
+    """Read from the device whether a step was taken, where that is in doubt. If none was, delete the momentum."""
     doubt = _doubt_of(optimizer)
     _forget(optimizer)
     if doubt is not None and doubt.fresh.item():
@@ -79,14 +79,14 @@ def settle_first_step(optimizer: Optimizer) -> None:
 
 
 def _forget(optimizer: Optimizer) -> None:
-    """Somebody has written other momentum."""
+    """Remove the doubt and its hook."""
     doubt: _Doubt | None = vars(optimizer).pop(_DOUBT, None)
     if doubt is not None:
         doubt.settled_by.remove()
 
 
 def _doubt_of(optimizer: Optimizer) -> _Doubt | None:
-    """None, too, where the momentum in question was replaced, by ``load_state_dict`` say."""
+    """The optimizer's doubt; None without one, and where ``load_state_dict`` has replaced the momentum."""
     doubt: _Doubt | None = vars(optimizer).get(_DOUBT)
     if doubt is not None and any(optimizer.state[param].get(_MOMENTUM) is not own for param, own in doubt.made.items()):
         _forget(optimizer)
@@ -95,9 +95,9 @@ def _doubt_of(optimizer: Optimizer) -> _Doubt | None:
 
 
 def _without_momentum(optimizer: Optimizer) -> dict[Tensor, bool]:
-    """Parameters of groups that have none where they need it, and whether dampening spares their first gradient.
+    """Parameters of groups that need momentum and have none, and whether the group has dampening.
 
-    Where some of a group have it torch raises, as there is no saying which step is the first.
+    torch raises for groups of which only some parameters have momentum.
     """
     found: dict[Tensor, bool] = {}
     for group in optimizer.param_groups:
@@ -109,7 +109,7 @@ def _without_momentum(optimizer: Optimizer) -> dict[Tensor, bool]:
 
 
 def _take_first_step(optimizer: Optimizer, made: dict[Tensor, Tensor], skips: Tensor) -> None:
-    """The step as it is where ``made`` holds zeros; ``skips``: 1 on the device where it is not."""
+    """Launch the step that is right if the buffers in ``made`` hold zeros. The device skips it where ``skips`` is 1."""
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if param.grad is not None]
         sgd(

@@ -1,4 +1,4 @@
-"""``DistributedDataParallel``: hooks, iterations and checks around a user's model.
+"""``DistributedDataParallel``: the user's methods, and what is set up and checked around a model.
 
 Imports ``buckets`` and the folders below it.
 """

@@ -1,4 +1,4 @@
-"""Gives parameters their accumulators and hooks, clears what iterations leave on them, and takes all of it back."""
+"""Gives parameters their accumulators and hooks, clears iteration state on them, and removes all of it at the end."""
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ __all__ = ["attach_params", "detach_params", "discard_grads"]
 
 
 class _Attached(NamedTuple):
-    """What one parameter was given, and who registers it. Weak: a model that is let go is freed at once."""
+    """What one parameter was given, and the modules that register it. Weak: a dropped model is freed at once."""
 
     param: TensorWeakRef
     record: GradRecord
@@ -34,14 +34,14 @@ class _Attached(NamedTuple):
 def attach_params(
     wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, grids: Mapping[str, RankGrid]
 ) -> "weakref.finalize[Any, Any]":
-    """Give every parameter its accumulator and its hook, for as long as ``wrapper`` lives.
+    """Give every parameter its accumulator and its hook, while ``wrapper`` lives.
 
-    grids  of several ranks: a model whose wrapper was let go may not train on
+    grids  the ranks: among several ranks a model whose wrapper was freed refuses to train
 
-    Returns what takes all back when the wrapper dies, and before that by ``detach_params``. Raises ``ValueError`` for a
-    parameter that belongs to another provider, before the first is touched.
+    Returns the finalizer of ``wrapper``, which takes everything back; ``detach_params`` runs it earlier. Raises
+    ``ValueError`` for a parameter of another provider, before it changes any parameter.
     """
-    # Back edges (hook -> readiness) are weak: a model that is let go frees its memory without the collector.
+    # References from hooks back to the wrapper are weak: a dropped model frees its memory without the collector.
     attached: list[_Attached] = []
     for entry in wired:
         check_unattached(entry.owned.param, entry.record.name)
@@ -51,7 +51,7 @@ def attach_params(
         attach(param, record)
         hook = param.register_post_accumulate_grad_hook(readiness.grad_hook(entry.bucket, record))
         readiness.expect_delayed(entry)
-        references = tuple([weakref.ref(module) for module, _ in owners])
+        references = tuple(weakref.ref(module) for module, _ in owners)
         attached.append(_Attached(TensorWeakRef(param), record, hook, references))
     note_own_ranks(wired, grids)
     guard_stock_optimizers(wrapper)
@@ -62,16 +62,15 @@ def attach_params(
 
 
 def detach_params(end: "weakref.finalize[Any, Any]") -> None:
-    """Take all back now, at the user's wish; ``end`` is what ``attach_params`` has returned."""
+    """Take everything back now, for ``unwrap``; ``end`` is the result of ``attach_params``."""
     pending = end.detach()
     if pending is not None:
         _take_back(*pending[2], dropped=False)
 
 
 def discard_grads(wired: Iterable[WiredParam]) -> None:
-    """Clear what an iteration left on parameters: the flag of a backward that failed, ``.grad`` that was exposed or put
-    there by hand."""
-    with DisableTorchFunctionSubclass():  # no value is read: nobody needs to wait for a gather
+    """Clear what an iteration left on parameters: flags of a backward that failed, and ``.grad``."""
+    with DisableTorchFunctionSubclass():  # no values are read, so no gather is waited for
         for entry in wired:
             forget_failed_backward(entry.owned.param)
             clear_exposed_grad(entry.owned.param, entry.record)

@@ -1,4 +1,4 @@
-"""Finds the order in which backward reaches a model's parameters, for models that register them in another one."""
+"""``recorded_backward_order``: the order in which backward reaches parameters, if not the reverse of registration."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,14 +21,14 @@ def recorded_backward_order(
     loss_of: Callable[[nn.Module], torch.Tensor],
     process_group: dist.ProcessGroup | WorldOfOne | None = None,
 ) -> list[str]:
-    """Run one forward and backward of the plain ``module``; returns its trainable parameters as they are reached.
+    """Run one forward and backward of the plain ``module``; returns names of parameters in the order of backward.
 
     loss_of        called with ``module``, returns a scalar loss; one small microbatch is enough
-    process_group  ranks that must agree: all of them get rank 0's order. None: the default group, if there is one;
+    process_group  all these ranks get the first rank's order. None: the default group, if there is one;
                    ``WORLD_OF_ONE``: this process alone
 
-    Parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state are left
-    as they were; buffers that a forward updates (batch norm's running statistics) are not.
+    Trainable parameters that the loss does not use come last. Parameters, their ``.grad`` and the default random state
+    do not change; buffers that a forward updates (batch norm's running statistics) do.
     """
     group = group_or_default(process_group)
     owned = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
@@ -45,14 +45,14 @@ def recorded_backward_order(
 
 @contextmanager
 def _noting_order(owned: Sequence[OwnedParam], reached: dict[str, None]) -> Iterator[None]:
-    """Note each parameter's name when its gradient arrives, and throw the gradient away."""
+    """Add each parameter's name to ``reached`` when its gradient arrives, and discard the gradient."""
     for entry in owned:
         check_unattached(entry.param, entry.name)
     kept = [entry.param.grad for entry in owned]
     handles = []
     try:
         for entry in owned:
-            # Fused modules need somewhere to write; what they write is not read.
+            # Fused modules need an accumulator; nobody reads it.
             scratch = torch.empty_like(entry.param, requires_grad=False)
             attach(entry.param, GradRecord(entry.name, scratch, first_write_overwrites=True, shared=False))
 

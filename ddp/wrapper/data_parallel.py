@@ -1,8 +1,9 @@
 """``DistributedDataParallel``: gradient buckets under any model, reduced while backward still runs.
 
-Follow a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook below moves it
-there (``main_grad.py``); in the final microbatch the hook marks the parameter ready (``bucket.py``); a full bucket
-whose turn has come is launched (``launcher.py``, ``collectives.py``); ``finish_grad_sync`` waits for all of them.
+The way of a gradient: a module's backward writes ``main_grad``, or autograd leaves ``.grad`` and the hook
+(``buckets/readiness.py``) moves it there (``contract/main_grad.py``). In the final microbatch the hook marks the
+parameter ready (``buckets/bucket.py``). A ready bucket is launched in its turn (``buckets/launcher.py``,
+``collectives/reduction.py``). ``finish_grad_sync`` waits for all buckets. docs/architecture.md tells all of it.
 """
 
 import copy
@@ -53,11 +54,11 @@ _OURS = "a model in maingrad.ddp.DistributedDataParallel"
 
 
 class DistributedDataParallel(AroundModule):
-    """Data parallelism over contiguous gradient buckets, with Megatron-core's verbs.
+    """Data parallelism over contiguous gradient buckets, with Megatron-core's method names.
 
-    ``main_grad`` of every trainable parameter is a view of a bucket. Gradients of any number of microbatches accumulate
-    there; those under ``no_sync`` stay local, and in the last one each bucket's collective is launched as soon as its
-    gradients are complete (``overlap_grad_reduce``). One iteration is::
+    ``main_grad`` of every trainable parameter is a view of a bucket, in which the gradients of all microbatches are
+    summed. Backwards under ``no_sync`` only add. In the last microbatch each bucket's collective is launched as soon as
+    the bucket's gradients are complete (``overlap_grad_reduce``). One iteration is::
 
         with model.no_sync():
             for microbatch in microbatches[:-1]: (loss(model, microbatch) / n).backward()
@@ -66,21 +67,21 @@ class DistributedDataParallel(AroundModule):
         optimizer.step()
         model.zero_grad_buffer()
 
-    module                the model, on its final device and in its final dtype; frozen parameters stay plain
+    module                the model, on its final device and in its final dtype; frozen parameters get no accumulator
     config                see ``DistributedDataParallelConfig``
-    process_group         ranks to reduce over: a group, or a DeviceMesh of one dim, or of two: (outer, inner), shards
-                          inside, replicas across; ``WORLD_OF_ONE``: this process alone. None: the default group, or a
-                          world of one where no launcher has started several ranks
-    expert_process_group  the same for experts' parameters and buffers, frozen ones too, which Megatron-core marks
-                          ``param.allreduce = False``: the ranks that hold the same experts, ``WORLD_OF_ONE`` where each
-                          has its own. None: those of ``process_group``, which must hold the same then
-    backward_order        names of the trainable parameters as backward reaches them, where that is not the reverse of
-                          their registration: ``recorded_backward_order`` finds out
+    process_group         ranks to reduce over: a group; a DeviceMesh of one dim; a DeviceMesh of two dims (outer,
+                          inner) with shards inside, replicas across; ``WORLD_OF_ONE``: this process alone. None: the
+                          default group, or a world of one where no launcher has started several ranks
+    expert_process_group  the ranks that hold the same experts: ``WORLD_OF_ONE`` where each rank has its own. Experts
+                          are parameters and buffers with Megatron-core's mark ``param.allreduce = False``, frozen ones
+                          too. None: the ranks of ``process_group``, which must hold the same experts then
+    backward_order        names of the trainable parameters in the order of backward, where that is not the reverse of
+                          registration: ``recorded_backward_order`` finds it
     init_sync             copy the first rank's parameters and buffers to all ranks, as PyTorch's DDP does
 
-    Gradients are averaged over the ranks of ``process_group``, those of experts too: an expert has seen the tokens of
-    all of them. With ``calculate_per_token_loss`` they are summed, and divided by all ranks' tokens.
-    What else the module has (``config``, say; ours is ``ddp_config``) is reached through it: ``AroundModule``.
+    Gradients are averaged over the ranks of ``process_group``. Those of experts are too: an expert gets tokens of all
+    these ranks. With ``calculate_per_token_loss`` gradients are summed, and divided by the tokens of all ranks.
+    Attributes that the wrapper lacks are the module's: see ``AroundModule``. ``ddp_config`` is the wrapper's own.
 
     Raises ``ValueError`` at construction for settings that cannot take effect, where the model differs between ranks,
     and where a launcher has started several ranks and there is no process group.
@@ -112,23 +113,23 @@ class DistributedDataParallel(AroundModule):
                 separate_gather=config.overlap_param_gather,
                 copy_engines=config.copy_engine_param_gather,
             )
-        """The ranks that each kind of parameters, dense and expert, is reduced over."""
+        """The ranks over which each kind of parameters, dense and expert, is reduced."""
         self.failures.groups = all_groups(self.grids.values())
 
-        # What there is to reduce, and where it will lie.
+        # The plan: which gradients there are, and where each will lie.
         planned = plan_on_each_rank(module, trainable, config, self.grids, backward_order, self.failures)
         self.device, self.plan = planned
         with self.failures.watch("the comparison of models between ranks"):
             check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
             check_whose_experts(module, trainable, self.grids["dense"], expert_process_group, init_sync=init_sync)
-            self.failures.look_around()
+            self.failures.remember_rank_0()
 
         # Storage, and the collectives over it.
         buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
         self.buckets: tuple[Bucket, ...] = tuple(buckets)
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
         self._zeroed_views = [record.view for record in self.records if not record.first_write_overwrites]
-        # Nobody writes padding, but what multiplies whole buckets by NaN (clipping) would leave it there for ever.
+        # Padding must be zeroed too: clipping multiplies whole buckets, and a NaN would stay in the padding forever.
         self._zeroed_views += [view for bucket in self.buckets for view in bucket.padding_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
@@ -142,7 +143,7 @@ class DistributedDataParallel(AroundModule):
 
         # State of the iteration.
         self.iteration = 0
-        """How many have begun: ``zero_grad_buffer`` begins one."""
+        """Number of iterations begun; ``zero_grad_buffer`` begins one."""
         self._checked = False  # True once this iteration's first forward has checked the wiring
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
@@ -153,7 +154,7 @@ class DistributedDataParallel(AroundModule):
         if init_sync:
             self.broadcast_params()
 
-    # ---- The user's verbs. ----
+    # ---- Methods of one iteration, in the order in which a program calls them. ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -166,7 +167,7 @@ class DistributedDataParallel(AroundModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in here only accumulate: every microbatch of an iteration but the last."""
+        """Backwards in this block only accumulate. For every microbatch of an iteration but the last."""
         before, self.readiness.sync = self.readiness.sync, False
         try:
             yield
@@ -179,30 +180,30 @@ class DistributedDataParallel(AroundModule):
         return self.readiness.sync
 
     def start_grad_sync(self) -> None:
-        """Launch every bucket that was not launched yet, in the plan's order; returns at once.
+        """Launch every bucket that is not launched yet, in the plan's order; returns at once.
 
-        Raises ``RuntimeError`` while delayed weight gradients are pending: they would come after the reduction; and
-        where somebody has put a gradient into ``.grad`` by hand: it would be missing from the reduction.
+        Raises ``RuntimeError`` while delayed weight gradients are pending, and where a program has put a gradient into
+        ``.grad`` by hand: the reduction would lack both.
         """
         self._check_in_use("start_grad_sync()")
         if is_frozen(self._wired):
             self._wired[0].check()
-        self.check_before_forward()  # where the forward was a method of the module's own
+        self.check_before_forward()  # for programs that call a method of the module instead of the wrapper
         check_nothing_pending(self.records, "start_grad_sync()")
-        self._launched = True  # also where the next check fails: zero_grad_buffer has something to clear then
+        self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
         self._launcher.launch_rest()
 
     @torch.no_grad()
     def finish_grad_sync(self, num_tokens: Tensor | int | None = None) -> None:
-        """Launch what is missing and wait: then ``main_grad`` holds the reduced gradients.
+        """``start_grad_sync``, and wait: then ``main_grad`` holds the reduced gradients.
 
-        num_tokens  with ``calculate_per_token_loss``: the tokens of this rank in this iteration, a number or a tensor
-                    of one element on the model's device, which the host does not read. Ranks may differ, in their
-                    numbers of microbatches too
+        num_tokens  with ``calculate_per_token_loss``: this rank's tokens in this iteration, a number or a tensor of one
+                    element on the model's device, which the host does not read. Ranks may have different numbers of
+                    tokens and of microbatches
 
         Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
-        ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds something.
+        ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds NaN or Inf.
         """
         check_num_tokens(num_tokens, wanted=self.ddp_config.calculate_per_token_loss)
         if self._finished:
@@ -222,14 +223,14 @@ class DistributedDataParallel(AroundModule):
 
     @property
     def is_clear(self) -> bool:
-        """Whether this iteration has left nothing in any bucket so far."""
+        """Whether no bucket holds a gradient of this iteration so far."""
         return not self._launched and all(bucket.is_clear for bucket in self.buckets)
 
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
-        """After ``start_grad_sync``: wait for some of them; with the last one ``finish_grad_sync`` is done.
+        """After ``start_grad_sync``: wait for some buckets. After the last bucket, ``finish_grad_sync`` is done.
 
-        ``DistributedOptimizer.step`` updates what has arrived while the rest is under way. Of no use to what needs all
-        gradients at once (``ddp_config.can_wait_by_bucket``).
+        ``DistributedOptimizer.step`` updates one bucket's parameters while other reductions run. Only where
+        ``ddp_config.can_wait_by_bucket``.
         """
         for bucket in buckets:
             self._launcher.wait_for(bucket)
@@ -237,13 +238,13 @@ class DistributedDataParallel(AroundModule):
 
     @property
     def is_reduced(self) -> bool:
-        """Whether ``finish_grad_sync`` is done with this iteration."""
+        """Whether all gradients of this iteration are reduced."""
         return self._finished
 
     def zero_grad_buffer(self) -> None:
-        """Start a new iteration: no gradient is in any bucket.
+        """Start a new iteration: discard all gradients.
 
-        Memory that only our modules write is not cleared (their first GEMM overwrites it); the rest is zeroed.
+        Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
         """
         if self.is_clear:
             return
@@ -260,7 +261,7 @@ class DistributedDataParallel(AroundModule):
         self.iteration += 1
 
     def abandon_iteration(self) -> None:
-        """``zero_grad_buffer`` after a backward that failed; on all ranks: what one has launched is reduced first."""
+        """``zero_grad_buffer`` after a backward that failed. Collective: launched buckets are reduced first."""
         check_nothing_pending(self.records, "abandon_iteration()")
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
@@ -268,7 +269,7 @@ class DistributedDataParallel(AroundModule):
         self.zero_grad_buffer()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients where they are."""
+        """``zero_grad_buffer``: clearing ``.grad`` alone would leave the gradients in ``main_grad``."""
         self.zero_grad_buffer()
 
     def scale_gradients(self, factor: float | Tensor) -> None:
@@ -277,15 +278,17 @@ class DistributedDataParallel(AroundModule):
         torch._foreach_mul_([bucket.grad_data for bucket in self.buckets], factor)
 
     def broadcast_params(self) -> None:
-        """Copy the first rank's parameters and buffers to all others, experts among those that have the same."""
+        """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
         with self.failures.watch("the broadcast of parameters and buffers"):
             broadcast_model(self.module, self.grids)
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
-        """Hand the gradients to stock optimizers and ``clip_grad_norm_`` as ``.grad``, after ``finish_grad_sync``.
+        """Set ``.grad`` to the reduced gradients, for stock optimizers and ``clip_grad_norm_``.
 
-        dtype  dtype of ``.grad``; None: each parameter's own, which every optimizer takes. Where it is ``main_grad``'s
-               dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) ``.grad`` is ``main_grad``, without a copy
+        dtype  dtype of ``.grad``; None: each parameter's dtype, which every optimizer takes. Where this is
+               ``main_grad``'s dtype (fp32 parameters, or ``torch.float32`` under bf16 ones) nothing is copied
+
+        Raises ``RuntimeError`` before ``finish_grad_sync``, and where gradients are sharded.
         """
         self.check_reduced("expose_grads()")
         check_whole(self.ddp_config)
@@ -294,27 +297,29 @@ class DistributedDataParallel(AroundModule):
 
     @contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
-        """Record when forwards and backwards ran, when each bucket was ready, launched and finished, and when its
-        parameters were gathered; read it after the block."""
+        """Record the times of forwards, backwards, reductions and gathers in this block. Read them after the block."""
         with recorded_on(self._launcher, self.device, self.grids.values()) as timeline:
             yield timeline
 
     def check_started(self, caller: str) -> None:
-        """Raise unless ``start_grad_sync`` has launched what was left: the iteration's backwards are over."""
+        """Raise ``RuntimeError`` before ``start_grad_sync``: the iteration may have more backwards."""
         if not self._launched:
             raise RuntimeError(f"{caller} before finish_grad_sync() or start_grad_sync(): nothing is reduced yet")
 
     def check_reduced(self, caller: str) -> None:
-        """Raise unless every bucket of this iteration is reduced."""
+        """Raise ``RuntimeError`` unless every bucket of this iteration is reduced."""
         if not self._finished:
             raise RuntimeError(f"{caller} before finish_grad_sync(): this iteration's gradients are not reduced yet")
 
     def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
-        """[start, end) of the bucket's elements that this rank reduces and updates: its shard, or all of them."""
+        """[start, end) of the bucket's elements whose sum this rank gets: its shard, or all elements."""
         return self.reductions[layout.group].owned_range(layout.numel)
 
     def reduced_grads(self, kind: str | None = None) -> list[Tensor]:
-        """The part of each bucket that this rank may read after ``finish_grad_sync``; of all, or of one kind."""
+        """``owned_range`` of each bucket, as views that hold reduced gradients after ``finish_grad_sync``.
+
+        kind  ``dense`` or ``expert``; None: both
+        """
         return [
             bucket.grad_data[slice(*self.owned_range(bucket.layout))]
             for bucket in self.buckets
@@ -323,11 +328,12 @@ class DistributedDataParallel(AroundModule):
 
     @property
     def observer(self) -> Observer:
-        """Who is told what this iteration does."""
+        """The observer that forwards, backwards, reductions and gathers report to."""
         return self._launcher.observer
 
     def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
-        """Have compiled forwards wait for ``gathers``, and all refuse parameters that are behind their ``masters``."""
+        """Called by ``DistributedOptimizer``: compiled forwards wait for ``gathers``, and every forward checks
+        ``masters``."""
         self._gathers, self._masters = gathers, weakref.ref(masters)
 
     @property
@@ -336,10 +342,10 @@ class DistributedDataParallel(AroundModule):
         return self._wired
 
     def unwrap(self) -> nn.Module:
-        """Give the plain module back. Gradients of an iteration that has begun are lost.
+        """Give the plain module back. Gradients of the running iteration are lost.
 
-        A module whose wrapper is let go without it refuses to train among several ranks, which would part unnoticed.
-        Raises ``RuntimeError`` while buckets are under way, or delayed weight gradients pending.
+        Without ``unwrap``, a module whose wrapper was freed refuses to train among several ranks.
+        Raises ``RuntimeError`` while buckets are being reduced, or delayed weight gradients are pending.
         """
         self.zero_grad_buffer()
         self._finish_gathers()
@@ -347,7 +353,7 @@ class DistributedDataParallel(AroundModule):
         return self.module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As any module's. Raises ``ValueError`` where torch's own wrapper asks."""
+        """``nn.Module.named_parameters``. Raises ``ValueError`` where torch's own wrapper is the caller."""
         check_not_collected((wired.owned.param for wired in self._wired), _OURS)
         return super().named_parameters(*args, **kwargs)
 
@@ -359,7 +365,7 @@ class DistributedDataParallel(AroundModule):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            self._finish_gathers()  # compiled code is guarded by what parameters are when nothing is under way
+            self._finish_gathers()  # compiled code has guards on plain parameters
         elif self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
         if not torch.is_grad_enabled() or is_frozen(self._wired):
@@ -376,7 +382,7 @@ class DistributedDataParallel(AroundModule):
 
     @torch.compiler.disable
     def check_before_forward(self) -> None:
-        """What the iteration's first forward checks."""
+        """The checks of an iteration's first forward."""
         if self._checked:
             return
         self._check_in_use("forward")

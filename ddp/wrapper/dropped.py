@@ -1,7 +1,7 @@
-"""A wrapper that is let go while its model trains on: nothing reduces gradients any more, and nobody would notice.
+"""A wrapper that was freed while its model trains on: no gradient would be reduced, and each rank would train alone.
 
-What the wrapper had given the parameters is taken back when it dies. In a world of several ranks they keep a mark then,
-and the modules that own them refuse to train, until the model is wrapped again. ``unwrap`` leaves neither.
+When a wrapper is freed its parameters become plain. Among several ranks they also get a mark, and the modules that
+register them refuse to train until the model is wrapped again. ``unwrap`` leaves no mark.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ _MARK = "_maingrad_dropped"
 
 
 class _Mark:
-    """On a parameter: its name in the wrapped model. A copy of the parameter is nobody's, and has none."""
+    """The mark on a parameter, with its name in the wrapped model. A copy of the parameter has no mark."""
 
     __slots__ = ("name",)
 
@@ -31,7 +31,7 @@ class _Mark:
 
 
 def mark_dropped(param: Tensor, name: str, owners: Iterable[nn.Module]) -> None:
-    """The wrapper of this trainable parameter was let go; ``owners`` register it."""
+    """Mark a trainable parameter whose wrapper was freed; ``owners`` are the modules that register it."""
     setattr(param, _MARK, _Mark(name))
     for owner in owners:
         if _refuse_to_train not in owner._forward_pre_hooks.values():
@@ -39,18 +39,18 @@ def mark_dropped(param: Tensor, name: str, owners: Iterable[nn.Module]) -> None:
 
 
 def forget_dropped(param: Tensor, owners: Iterable[nn.Module] = ()) -> None:
-    """Somebody reduces its gradient again."""
+    """Remove the mark: a wrapper reduces the gradient again."""
     param.__dict__.pop(_MARK, None)
     for owner in owners:
         _remove_hook(owner)
 
 
 def _refuse_to_train(module: nn.Module, args: Any) -> None:
-    """A forward pre-hook. A function of this file, so that modules that have it can be copied and pickled."""
+    """The forward pre-hook. A module-level function, so that modules with it can be copied and pickled."""
     if not torch.is_grad_enabled():
         return
     marks = {name: mark for name, param in module._parameters.items() if (mark := _mark_of(param)) is not None}
-    if not marks:  # wrapped another way since, or a copy
+    if not marks:  # wrapped again since, or a copy
         _remove_hook(module)
         return
     if in_torch_ddp() or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

@@ -1,4 +1,4 @@
-"""What ranks start from: the first rank's parameters and buffers, experts by the ranks that hold the same ones."""
+"""Equal starts: all ranks get the first rank's parameters and buffers; experts among ranks that hold the same."""
 
 from collections.abc import Iterable, Mapping
 
@@ -13,25 +13,25 @@ __all__ = ["broadcast_model", "check_same_experts", "check_whose_experts", "has_
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a parameter or buffer in it has Megatron-core's mark of experts, trained or not."""
+    """Whether a parameter or buffer of ``module`` has Megatron-core's mark of experts, ``allreduce = False``."""
     return any(kind_of(tensor) == "expert" for _, tensor in _tensors_of(module))
 
 
 @torch.no_grad()
 def broadcast_model(module: nn.Module, grids: Mapping[str, RankGrid]) -> None:
-    """Copy the first rank's parameters and buffers to all others, experts among those that have the same."""
+    """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
     for _, tensor in _tensors_of(module):
         grids[kind_of(tensor)].broadcast(tensor.detach())
-        torch.autograd.graph.increment_version(tensor)  # collectives do not, and masters are refreshed by it
+        torch.autograd.graph.increment_version(tensor)  # collectives do not raise it, and masters follow it
 
 
 def check_whose_experts(
     module: nn.Module, trainable: Iterable[OwnedParam], grid: RankGrid, expert_ranks: Ranks, *, init_sync: bool
 ) -> None:
-    """Raise ``ValueError`` where experts differ between the ranks that would be taken to hold the same.
+    """Raise ``ValueError`` where ``expert_ranks`` is None, and experts differ between ranks nevertheless.
 
-    Those of the trainable parameters would get the average of their gradients, and with ``init_sync`` all of them the
-    first rank's values. Nothing is compared where somebody said which ranks hold the same. Collective over the grid.
+    Without the check, trainable experts would get averaged gradients, and with ``init_sync`` all experts the first
+    rank's values. With ``expert_ranks`` nothing is compared. Collective over the grid.
     """
     if expert_ranks is None:
         tensors = _tensors_of(module) if init_sync else [(entry.name, entry.param) for entry in trainable]
@@ -45,12 +45,12 @@ def check_whose_experts(
 
 @torch.no_grad()
 def check_same_experts(tensors: Iterable[tuple[str, Tensor | None]], grid: RankGrid, remedy: str) -> None:
-    """Raise ``ValueError`` on all ranks unless they hold the same experts, bit for bit.
+    """Raise ``ValueError`` on all ranks unless all hold the same experts, bit for bit.
 
-    tensors  by name; what is no expert's is left out
-    remedy   how to say which ranks do
+    tensors  with their names; those of no expert are left out
+    remedy   for the error: how the user says which ranks hold the same experts
 
-    Collective over the grid; one tensor at a time is copied.
+    Collective over the grid. Copies one tensor at a time.
     """
     experts = [(name, tensor) for name, tensor in tensors if tensor is not None and kind_of(tensor) == "expert"]
     if grid.size == 1 or not experts:

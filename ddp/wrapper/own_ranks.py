@@ -1,9 +1,9 @@
 """Experts that are reduced over ranks of their own, under a stock optimizer.
 
-Each rank holds other experts then, so that a norm of one rank's gradients, or the search for Inf in them, differs
-between ranks. All must clip by one norm and skip the same steps, or dense parameters, which all hold alike, grow apart.
-A scaler's answer is made one for all ranks; ``clip_grad_norm_`` is refused (``stock_clipping.py``), since ours computes
-that norm.
+Ranks hold different experts, so a norm over one rank's gradients differs between ranks, and so does the search for Inf.
+But all ranks must clip by one norm and skip the same steps, or their dense parameters drift apart. Here the answer of
+``torch.amp.GradScaler`` is summed over all ranks. ``clip_grad_norm_`` is refused (``stock/clipping.py``):
+``maingrad.ddp.clip_grad_norm`` computes the norm over all ranks.
 """
 
 import functools
@@ -21,37 +21,37 @@ __all__ = ["note_own_ranks"]
 
 
 def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -> None:
-    """Tell the records of experts that not all ranks hold them."""
-    everyone = grids["dense"]
+    """Set ``all_ranks`` in the records of experts that not all ranks hold."""
+    all_ranks = grids["dense"]
     for entry in wired:
-        if grids[entry.bucket.layout.group].size < everyone.size:
-            entry.record.everyone = everyone
+        if grids[entry.bucket.layout.group].size < all_ranks.size:
+            entry.record.all_ranks = all_ranks
             _have_scalers_agree()
 
 
 @functools.cache
 def _have_scalers_agree() -> None:
-    """``torch.amp.GradScaler`` asks each rank for itself, through a method that subclasses may have extended: the
-    answer of the base class is summed, once for the process."""
+    """Have ``torch.amp.GradScaler`` sum its answer over ranks. Done once for the process, in the base class's method,
+    since subclasses may extend it."""
     unscale = torch.amp.GradScaler._unscale_grads_
 
     @functools.wraps(unscale)
     def unscale_and_agree(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         found: dict[torch.device, Tensor] = unscale(self, optimizer, *args, **kwargs)
-        everyone = _everyone(param for group in optimizer.param_groups for param in group["params"])
-        if everyone is not None:
+        all_ranks = _all_ranks_of(param for group in optimizer.param_groups for param in group["params"])
+        if all_ranks is not None:
             for answer in found.values():
-                everyone.sum(answer)
-                answer.clamp_(max=1.0)  # fused optimizers ask whether it is 1
+                all_ranks.sum(answer)
+                answer.clamp_(max=1.0)  # fused optimizers compare it with 1
         return found
 
     torch.amp.GradScaler._unscale_grads_ = unscale_and_agree  # type: ignore[method-assign]
 
 
-def _everyone(params: Iterable[Tensor]) -> RankGrid | None:
+def _all_ranks_of(params: Iterable[Tensor]) -> RankGrid | None:
     for param in params:
         record = record_of(param)
-        if record is not None and record.exposed and record.everyone is not None:
-            grid: RankGrid = record.everyone
+        if record is not None and record.exposed and record.all_ranks is not None:
+            grid: RankGrid = record.all_ranks
             return grid
     return None

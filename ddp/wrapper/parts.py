@@ -1,14 +1,15 @@
-"""Parts of a model that take turns in one iteration: a rank's stages of a pipeline, the chunks of a schedule.
+"""Parts of a model with backwards of their own: a rank's pipeline stages, the chunks of a schedule.
 
-A bucket is reduced when the last gradient of each of its parameters is in. Where a model has one backward for each
-microbatch, the first one outside of ``no_sync`` is the last. Parts have a last backward each, at different times, and a
-parameter of several parts (a tied embedding) is complete with the last part that has it. Who runs parts says so::
+A bucket is reduced when each of its parameters has its last gradient. A model without parts gets it from the first
+backward outside ``no_sync``. Each part has its own last backward, at another time than other parts; a parameter of
+several parts (a tied embedding) is complete with the last of these parts. The code that runs parts calls::
 
-    begin      each part that takes part in this step, before the first backward
-    backward   around each of its backwards; ``final``: around the last
-    end        its delayed weight gradients are computed too
+    begin      for each part of this step, before the first backward
+    backward   around each backward of a part; with ``final`` around the part's last
+    end        after the part's last backward and its last delayed weight gradient
 
-Whoever reduces gradients has one ``Parts``; ``parts_of`` finds them, around a part and inside of it.
+Each wrapper, and each model of sharded parameters, has one ``Parts``. ``parts_of`` finds those around and inside of
+given modules.
 """
 
 import weakref
@@ -30,9 +31,9 @@ __all__ = ["BucketParts", "Parts", "parts_of"]
 
 
 class Parts(ABC):
-    """The parts that one wrapper, or one model of sharded parameters, reduces the gradients of.
+    """The parts whose gradients one wrapper, or one model of sharded parameters, reduces.
 
-    A part is any object that can be referred to weakly: nothing here keeps it alive.
+    A part is any object that allows weak references. ``Parts`` keeps no part alive.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,8 @@ class Parts(ABC):
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def begin(self, part: object, params: Iterable[nn.Parameter]) -> None:
-        """``part``, which has these parameters, takes part in this step."""
-        if part in self._begun or not self._open:  # a new step, whatever the one before has come to
+        """``part``, with parameters ``params``, has backwards in this step."""
+        if part in self._begun or not self._open:  # a new step, even if the one before failed
             self._begun.clear()
             self._open.clear()
         self._begun.add(part)
@@ -49,19 +50,22 @@ class Parts(ABC):
 
     @abstractmethod
     def backward(self, part: object, *, final: bool) -> AbstractContextManager[None]:
-        """Around a backward of ``part``. Reductions are launched in it if it is ``final``: the part's last, on a rank
-        on which nobody else launches, since replicas must launch in one order."""
+        """A ``with`` block around a backward of ``part``.
+
+        final  the part's last backward. Reductions are launched in it. Only where no other part on this rank launches
+               at that time, since all replicas must launch in one order
+        """
 
     @abstractmethod
     def end(self, part: object) -> None:
-        """The last gradient of ``part`` is in: what no other part adds to is reduced from here on."""
+        """``part`` has its last gradient: launch reductions of parameters that no other open part has."""
 
     def leave(self, part: object) -> None:
-        """``part`` has failed: nobody waits for it."""
+        """``part`` has failed: other parts' parameters no longer wait for it."""
         self._open.discard(part)
 
     def abandon(self, part: object) -> None:
-        """``part`` gives up the iteration; with the last of the step's parts its gradients are thrown away."""
+        """``part`` gives up the iteration. When all parts of the step have, the gradients are discarded."""
         self._begun.discard(part)
         if not self._begun:
             self._open.clear()
@@ -69,35 +73,35 @@ class Parts(ABC):
 
     @property
     def num_begun(self) -> int:
-        """Parts of the latest step."""
+        """Number of parts of the latest step."""
         return len(self._begun)
 
     @property
     @abstractmethod
     def host(self) -> nn.Module:
-        """Whose parts they are: it must live as long as they run."""
+        """The wrapper or model that has the parts. The caller keeps it alive while parts run."""
 
     @property
     @abstractmethod
     def iteration(self) -> int:
-        """How many have begun; 0 where nobody counts."""
+        """Number of iterations begun; 0 for a host that does not count."""
 
     @property
     @abstractmethod
     def is_clear(self) -> bool:
-        """Whether this iteration has left no gradient so far that the next backward would add to."""
+        """Whether no gradient of this iteration is in memory that the next backward would add to."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing is reduced."""
+        """A block in which no gradient is reduced."""
 
     @abstractmethod
     def _abandon(self) -> None:
-        """Throw this iteration's gradients away."""
+        """Discard this iteration's gradients."""
 
 
 class BucketParts(Parts):
-    """Those of a ``DistributedDataParallel``, around all of them or inside one."""
+    """The parts of a ``DistributedDataParallel``. The wrapper may be around all parts, or inside of one."""
 
     def __init__(self, wrapper: "DistributedDataParallel") -> None:
         super().__init__()
@@ -111,18 +115,18 @@ class BucketParts(Parts):
     def host(self) -> "DistributedDataParallel":
         """The wrapper."""
         wrapper = self._wrapper()
-        assert wrapper is not None, "whoever runs parts keeps their hosts"
+        assert wrapper is not None, "the caller keeps the host alive"
         return wrapper
 
     def begin(self, part: object, params: Iterable[nn.Parameter]) -> None:
-        """See ``Parts``; and what the wrapper's own forward would check, which need not be called."""
+        """See ``Parts``. Also runs the checks of the wrapper's forward, which a part may bypass."""
         super().begin(part, params)
         self.host.check_before_forward()
         self._of[part] = {id(param): self._wired[id(param)] for param in params if id(param) in self._wired}
 
     @contextmanager
     def backward(self, part: object, *, final: bool) -> Iterator[None]:
-        """See ``Parts``. In the last backward what this part completes is launched as it comes."""
+        """See ``Parts``. The last backward launches buckets as this part completes them."""
         readiness = self.host.readiness
         before = readiness.sync, readiness.completes
         if final:
@@ -132,12 +136,12 @@ class BucketParts(Parts):
         try:
             yield
             if final and readiness.sync:
-                readiness.complete_passed()  # modules that run by themselves tell nobody when backward ends
+                readiness.complete_passed()  # a part's modules may run without the wrapper's forward and its hooks
         finally:
             readiness.sync, readiness.completes = before
 
     def end(self, part: object) -> None:
-        """See ``Parts``: buckets are launched in the plan's order, each with the last part that has some of it."""
+        """See ``Parts``. Buckets are launched in the plan's order, each after the last part with a parameter in it."""
         complete = self._completed_by(part)
         self._open.discard(part)
         wrapper = self.host
@@ -165,14 +169,16 @@ class BucketParts(Parts):
         self.host.abandon_iteration()
 
     def _completed_by(self, part: object) -> "list[WiredParam]":
-        """What of ``part`` no other part has that may still add to it."""
+        """The parameters of ``part`` that no other open part has."""
         others = {key for other in self._open if other is not part for key in self._of[other]}
         return [wired for key, wired in self._of[part].items() if key not in others]
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[Parts]:
-    """Of everybody who reduces gradients of these modules' parameters. Collective the first time where some are
-    sharded: their outermost unit becomes the root."""
+    """The ``Parts`` of every wrapper and sharded model that reduces gradients of these modules' parameters.
+
+    With sharded parameters the first call is collective: the outermost unit becomes the root.
+    """
     found: dict[Parts, None] = {}
     for module in modules:
         for inner in module.modules():

@@ -1,4 +1,4 @@
-"""Losses that are sums over tokens: gradients are divided by the tokens of all ranks, which the host does not read."""
+"""``calculate_per_token_loss``: gradients are divided by the number of tokens of all ranks, on the device."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["check_num_tokens", "divide_by_tokens"]
 
 
 def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
-    """Raise for a number where none is wanted, for none where one is, and for a tensor of several."""
+    """Raise ``TypeError`` where ``num_tokens`` is missing or not ``wanted``, ``ValueError`` for several elements."""
     if (num_tokens is not None) != wanted:
         raise TypeError(
             "finish_grad_sync(num_tokens) goes with DistributedDataParallelConfig(calculate_per_token_loss=True), "
@@ -22,8 +22,8 @@ def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
 
 
 def divide_by_tokens(grads: list[Tensor], num_tokens: Tensor | int, grid: RankGrid, device: torch.device) -> None:
-    """Divide by the sum of all ranks' numbers. Collective."""
+    """Divide ``grads`` in place by the sum of ``num_tokens`` over all ranks. Collective over the grid."""
     total = torch.as_tensor(num_tokens, dtype=torch.float32, device=device).reshape(()).clone()
     grid.sum(total)
-    total.masked_fill_(total == 0, 1.0)  # no tokens: gradients are zeros
+    total.masked_fill_(total == 0, 1.0)  # without tokens all gradients are zeros
     torch._foreach_div_(grads, total)

@@ -1,4 +1,4 @@
-"""What a model, its configuration and its ranks must be before anything is allocated; ``ValueError`` otherwise."""
+"""Checks of a model, its configuration and its ranks before anything is allocated; each raises ``ValueError``."""
 
 import dataclasses
 import os
@@ -30,7 +30,7 @@ def check_setup(
     config: DistributedDataParallelConfig,
     grids: Iterable[RankGrid],
 ) -> torch.device:
-    """The one device of all trainable parameters of ``module``; raises for settings that cannot work there."""
+    """The device of all trainable parameters of ``module``. Raises ``ValueError`` for settings that cannot work."""
     check_none_inside(module)
     if not trainable:
         raise ValueError("the model has no parameter that requires a gradient: there is nothing to reduce")
@@ -82,7 +82,7 @@ def plan_on_each_rank(
     backward_order: Sequence[str] | None,
     failures: FailureReporter,
 ) -> tuple[torch.device, GradPlan]:
-    """The device of ``check_setup``, and ``plan_model`` for these ranks. What fails on one rank is raised on all."""
+    """The device from ``check_setup`` and the plan from ``plan_model``. An error on one rank is raised on all ranks."""
 
     def plan() -> tuple[torch.device, GradPlan]:
         degrees = {kind: grid.inner_size if config.use_distributed_optimizer else 1 for kind, grid in grids.items()}
@@ -93,12 +93,11 @@ def plan_on_each_rank(
 
 
 def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broadcast: nn.Module | None) -> None:
-    """Compare plans across ranks; every rank raises ``ValueError`` with the first parameter that differs.
+    """Compare plans between ranks. Every rank raises ``ValueError`` with the first parameter that differs.
 
-    broadcast  a module whose frozen parameters and buffers are about to be overwritten by the first rank's, and must
-               fit them
+    broadcast  the module whose frozen parameters and buffers ``init_sync`` will overwrite: they are compared too
 
-    Each kind of parameters is compared over its own ranks: inside the instances, then across.
+    Each kind of parameters is compared over its own ranks: inside instances, then across.
     """
     kinds = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
     for own in kinds:
@@ -110,7 +109,7 @@ def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broad
 
 
 def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks) -> None:
-    """Compare configs before a collective depends on them; every rank raises ``ValueError`` with what differs."""
+    """Compare configs between ranks. Every rank raises ``ValueError`` with the first field that differs."""
     check_member(ranks, "process_group")
     if isinstance(ranks, DeviceMesh):
         groups = [ranks.get_group(axis) for axis in range(ranks.ndim)]
@@ -138,7 +137,7 @@ def _describe_buckets(plan: GradPlan, kind: str) -> Iterator[str]:
 
 
 def _describe_rest(module: nn.Module | None, kind: str) -> Iterator[str]:
-    """What the plan does not know of."""
+    """Frozen parameters and buffers, which are in no plan."""
     if module is None:
         return
     for name, param in module.named_parameters():

@@ -97,7 +97,7 @@ class Root:
         elif following is not None:
             self.gathers.gather(following)
         self.gathers.arrive(unit)
-        around = tuple([running.unit for running in self._running])
+        around = tuple(running.unit for running in self._running)
         hooks = BackwardHooks(UnitForward(unit, around), self._trace_of(task))
         # A recompute sees what is frozen now, as it does without units.
         hooks.forward.trains = not (self._frozen if task == -1 else self._is_frozen())

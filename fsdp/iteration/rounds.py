@@ -357,7 +357,7 @@ def _rounds_of(unit: Unit) -> list[_GradSet]:
     """The unit's buckets in one round, and the buckets of delayed gradients in another, which is sent later."""
     found: list[_GradSet] = []
     for delayed in (False, True):
-        buckets = tuple([bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed])
+        buckets = tuple(bucket for bucket in unit.buckets if bucket.trainable and bucket.delayed is delayed)
         if buckets:
             grad_set = _GradSet(Round(unit.label, reduces_once=buckets[0].reduces_once, delayed=delayed), buckets)
             for bucket in buckets:

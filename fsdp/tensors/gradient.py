@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...ddp.torch_internals import DisableTorchFunctionSubclass, disabled_torch_function, let_foreach_take, tree_leaves
+from ...ddp.torch_internals import (
+    DisableTorchFunctionSubclass,
+    disabled_torch_function,
+    let_foreach_take,
+    make_subclass,
+    tree_leaves,
+)
 from .grad_reads import HANDLING, NORMS, Handling, refuse
 from .over_ranks import whole
 from .shard_info import ShardInfo, local_shape
@@ -212,7 +218,7 @@ def _marked(func: Any, found: Any, like: "ShardedGrad") -> Any:
         if found.numel() != like.shard.numel:
             refuse(like, f"{_name_of(func)} that makes {tuple(found.shape)} of {tuple(like.shape)}")
         shares = found.untyped_storage()._cdata == like.untyped_storage()._cdata
-    marked: ShardedGrad = Tensor._make_subclass(type(like) if shares else ShardedGrad, found, False)
+    marked: ShardedGrad = make_subclass(type(like) if shares else ShardedGrad, found, False)
     marked.shard = like.shard
     if shares:
         marked.sums = like.sums
@@ -220,7 +226,7 @@ def _marked(func: Any, found: Any, like: "ShardedGrad") -> Any:
 
 
 def _as_shard(local: Tensor, info: ShardInfo) -> ShardedGrad:
-    grad: ShardedGrad = Tensor._make_subclass(ShardedGrad, local, False)
+    grad: ShardedGrad = make_subclass(ShardedGrad, local, False)
     grad.shard = info
     return grad
 
@@ -274,7 +280,7 @@ def make_placeholder_grads(params: "Sequence[ShardedParameter]") -> list[Placeho
     zero = torch.zeros((), dtype=params[0].dtype, device=params[0].device)
     zeros: list[PlaceholderGrad] = []
     for param in params:
-        grad: PlaceholderGrad = Tensor._make_subclass(PlaceholderGrad, zero.expand(local_shape(param.shard)), False)
+        grad: PlaceholderGrad = make_subclass(PlaceholderGrad, zero.expand(local_shape(param.shard)), False)
         grad.shard = param.shard
         zeros.append(grad)
     return zeros

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...ddp.contract.torch_fsdp import is_asking
-from ...ddp.torch_internals import disabled_torch_function, grad_of_tensor, tree_leaves
+from ...ddp.torch_internals import (
+    disabled_torch_function,
+    grad_of_tensor,
+    let_optimizers_take,
+    make_subclass,
+    tree_leaves,
+)
 from .gradient import adopt_grad
 from .shard_info import ShardInfo, local_shape
 
@@ -139,7 +144,7 @@ def make_sharded(flat_view: Tensor, info: ShardInfo, requires_grad: bool) -> Sha
     """A sharded parameter in the memory of ``flat_view`` [end - start], with the same version counter."""
     if flat_view.shape != (info.numel,):
         raise ValueError(f"a shard of {info} is one dim of {info.numel}, got {tuple(flat_view.shape)}")
-    param: ShardedParameter = Tensor._make_subclass(ShardedParameter, flat_view.view(local_shape(info)), requires_grad)
+    param: ShardedParameter = make_subclass(ShardedParameter, flat_view.view(local_shape(info)), requires_grad)
     param.shard = info
     return param
 
@@ -148,9 +153,7 @@ def _place_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-# torch's optimizers choose their multi-tensor form by default only for the classes in this list.
-if ShardedParameter not in torch_optimizer._foreach_supported_types:
-    torch_optimizer._foreach_supported_types.append(ShardedParameter)
+let_optimizers_take(ShardedParameter)
 
 
 def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -68,7 +68,7 @@ class ShardedPair(NamedTuple):
     def owned(self) -> OwnedParam:
         """The parameter before sharding, with those modules that are alive."""
         found = [(reference(), local) for reference, local in self.places]
-        owners = tuple([(module, local) for module, local in found if module is not None])
+        owners = tuple((module, local) for module, local in found if module is not None)
         return OwnedParam(self.name, self.before, owners)
 
 
@@ -123,7 +123,7 @@ class ShardedBucket:
                 ShardedPair(
                     entry.name,
                     entry.param,
-                    tuple([(weakref.ref(module), local) for module, local in entry.owners]),
+                    tuple((weakref.ref(module), local) for module, local in entry.owners),
                     _sharded(self.shard, mine, slot, entry, reduction, unit),
                     _whole(self.gathered.data, slot, entry),
                 )

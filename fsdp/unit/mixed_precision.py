@@ -52,7 +52,7 @@ class MixedPrecisionPolicy:
 
 def cast_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """``cast_floating`` of a forward's arguments. Tensors and numbers skip the walk over a tree, for speed."""
-    cast = tuple([arg if isinstance(arg, _PLAIN) else cast_floating(arg, dtype) for arg in args])
+    cast = tuple(arg if isinstance(arg, _PLAIN) else cast_floating(arg, dtype) for arg in args)
     return cast, cast_floating(kwargs, dtype) if kwargs else kwargs
 
 

@@ -108,7 +108,7 @@ def _check_patterns(owned: Sequence[OwnedParam], atoms: ShardAtoms) -> None:
 
 def _alone(layout: BucketLayout) -> BucketLayout:
     """The layout moved to the start of a buffer of its own."""
-    slots = tuple([dataclasses.replace(slot, start=slot.start - layout.start) for slot in layout.slots])
+    slots = tuple(dataclasses.replace(slot, start=slot.start - layout.start) for slot in layout.slots)
     return dataclasses.replace(layout, start=0, end=layout.numel, slots=slots)
 
 

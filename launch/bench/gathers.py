@@ -23,7 +23,6 @@ from ...ddp.collectives.rank_grid import make_grids
 from ...ddp.gathers.guard import guard_reads
 from ...ddp.gathers.param_gather import ParamGather
 from ...ddp.gathers.reader_threads import ReaderThreads
-from ...ddp.gathers.waiting_modules import modules_below
 from ..report.table import Column
 from ..simulation.simulate import simulate
 
@@ -97,7 +96,7 @@ def _measure(
     x = torch.ones(16, _WIDTH, device=device)
 
     def guard() -> None:
-        guard_reads(modules_below(chain), gathers, (), threads)
+        guard_reads(list(chain.modules()), gathers, (), threads)
 
     times: dict[str, list[float]] = {"bare_us": [], "idle_us": [], "guard_us": [], "in_flight_us": []}
     with torch.no_grad():

@@ -111,7 +111,10 @@ class LinearModule(DelayedWgradModule):
         return fused_linear(input, weights, bias, self._use(weights, queue, transposed, only_save))
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:
-        """The same object as in the last forward, where nothing has changed: making one costs as much as a product."""
+        """The same object as in the last forward, where nothing has changed.
+
+        A new one in each forward would cost a tiny layer (64 x 64, 16 rows) 3 % of its forward and backward.
+        """
         if queue is not None:
             refuse_delay_in_recompute(self, self.describe)
         uses: dict[tuple[int, bool], LinearUse | None] = self.__dict__.setdefault("_uses", {})

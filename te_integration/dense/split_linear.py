@@ -45,7 +45,7 @@ class SplitLinear(LinearModule):
             weights: tuple[Tensor, ...] = (self.weight,)
             bias: Tensor | None = self.bias
         else:
-            weights = tuple([getattr(self, name) for name in self.weight_names])
+            weights = tuple(getattr(self, name) for name in self.weight_names)
             parts = [getattr(self, name) for name in self.bias_names]
             bias = None if parts[0] is None else torch.cat(parts)
         return self.multiply(input, weights, None if self.return_bias else bias, self.queue_now()), bias

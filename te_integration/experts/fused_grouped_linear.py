@@ -241,7 +241,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
             return (_gradients_with_graph if torch.is_grad_enabled() else _gradients)(ctx, grads[0], wanted)
 
 
-# Function.apply in Python serves torch.func's transforms, which are refused; its C++ base does all there is to do.
+# The C++ function below Function.apply: see ``fused_linear.py``. torch.func's transforms are refused.
 _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 

@@ -34,7 +34,7 @@ class ExpertLayer(NamedTuple):
         """The layer of ``num_gemms`` experts whose parameters start with ``prefix``."""
 
         def names(whole: str, packed: bool) -> tuple[str, ...]:
-            return (whole,) if packed else tuple([f"{whole}{expert}" for expert in range(num_gemms)])
+            return (whole,) if packed else tuple(f"{whole}{expert}" for expert in range(num_gemms))
 
         weights, biases = names(f"{prefix}weight", packed_weight), names(f"{prefix}bias", packed_bias)
         return cls(prefix, weights, biases, packed_weight, packed_bias)
@@ -73,7 +73,7 @@ class GroupedModule(LinearModule, nn.Module):
         """Those of them that there are: a layer has all of its biases, or none."""
         own = self._parameters  # getattr costs a microsecond for each; what is not there is computed (parametrize)
         found = [own[name] if name in own else getattr(self, name) for name in names]
-        return tuple([each for each in found if each is not None])
+        return tuple(each for each in found if each is not None)
 
     def multiply_rows(
         self,

@@ -1,11 +1,18 @@
-"""torch's private names that the wrappers rest on: where a torch does not have them, the test says which one broke."""
+"""torch's private names that the wrappers use: where a torch version lacks one, the test says which one."""
 
 import re
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import torch_internals as internals
@@ -126,3 +133,134 @@ def test_hooks_of_a_checkpoint_with_other_names_are_said() -> None:
         pytest.raises(RuntimeError, match=re.escape(f"torch {torch.__version__} does not show which checkpointed")),
     ):
         current_checkpoint()
+
+
+def test_a_backward_says_whether_it_delivers_to_all_leaves() -> None:
+    x = torch.ones(2, requires_grad=True)
+    seen: list[bool] = []
+    y = x.sin()
+    y.register_hook(lambda grad: seen.append(internals.delivers_to_all()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward(inputs=[x], retain_graph=True)
+    torch.autograd.grad(y.sum(), [x])
+    assert seen == [True, False, False], f"{TORCH}: _is_checkpoint_valid"
+
+
+def test_hooks_of_a_tensor_are_seen() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not internals.has_tensor_hooks(x) and not internals.is_hooked(x)
+    late = x.register_post_accumulate_grad_hook(lambda param: None)
+    assert not internals.has_tensor_hooks(x)
+    assert internals.is_hooked(x), f"{TORCH}: _post_accumulate_grad_hooks"
+    late.remove()
+    early = x.register_hook(lambda grad: None)
+    assert internals.has_tensor_hooks(x) and internals.is_hooked(x), f"{TORCH}: _backward_hooks"
+    early.remove()
+    assert not internals.is_hooked(x)
+
+
+class MarkedParameter(nn.Parameter):
+    """A class of parameters, as masters and shards are."""
+
+
+def test_a_subclass_shares_memory_and_optimizers_take_it() -> None:
+    flat = torch.ones(4)
+    param = internals.make_subclass(MarkedParameter, flat, True)
+    assert type(param) is MarkedParameter and param.is_leaf and param.requires_grad, f"{TORCH}: _make_subclass"
+    assert param.data_ptr() == flat.data_ptr(), f"{TORCH}: _make_subclass"
+    assert internals.make_subclass(MarkedParameter, flat.data, True)._version == 0, f"{TORCH}: _make_subclass, data"
+    known = torch_optimizer._foreach_supported_types
+    before = list(known)
+    try:
+        internals.let_optimizers_take(MarkedParameter)
+        internals.let_optimizers_take(MarkedParameter)
+        assert known == [*before, MarkedParameter], f"{TORCH}: torch.optim.optimizer._foreach_supported_types"
+    finally:
+        known[:] = before
+
+
+def test_the_gradient_of_a_tensor_is_a_descriptor() -> None:
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    assert internals.grad_of_tensor.__get__(x).tolist() == [1, 1], f"{TORCH}: TensorBase.grad"
+
+
+@pytest.fixture
+def default_group() -> Iterator[dist.ProcessGroup]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_gives_away_its_store_its_backend_and_its_timeout(default_group: dist.ProcessGroup) -> None:
+    internals.default_store().set("maingrad", "here")
+    assert internals.default_store().get("maingrad") == b"here", f"{TORCH}: _get_default_store"
+    cpu = torch.device("cpu")
+    assert type(internals.backend_on(default_group, cpu)).__name__ == "ProcessGroupGloo", f"{TORCH}: _get_backend"
+    assert internals.timeout_on(default_group, cpu) == timedelta(seconds=77), f"{TORCH}: options._timeout"
+
+
+def test_an_all_gather_and_a_reduce_scatter_are_started_below_the_public_functions(
+    default_group: dist.ProcessGroup,
+) -> None:
+    output = torch.zeros(2)
+    internals.start_all_gather(output, torch.ones(2), default_group).wait()
+    assert output.tolist() == [1, 1], f"{TORCH}: all_gather_single, _allgather_base"
+    internals.start_reduce_scatter(output, torch.full((2,), 3.0), dist.ReduceOp.SUM, default_group).wait()
+    assert output.tolist() == [3, 3], f"{TORCH}: reduce_scatter_single, _reduce_scatter_base"
+
+
+class Watched(nn.Linear):
+    """Notes which of torch's wrappers runs around its forward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.around = internals.active_torch_ddp()
+        return super().forward(input)
+
+
+def test_torch_ddp_shows_what_it_reduces_and_that_it_runs(default_group: dist.ProcessGroup) -> None:
+    inside = Watched(2, 2)
+    wrapper = TorchDDP(inside)
+    params = internals.params_of_torch_ddp(wrapper)
+    assert params is not None and set(map(id, params)) == set(map(id, inside.parameters())), (
+        f"{TORCH}: DDP's parameters"
+    )
+    assert internals.active_torch_ddp() is None
+    wrapper(torch.ones(1, 2))
+    assert inside.around is wrapper, f"{TORCH}: _active_ddp_module"
+
+
+def test_fsdp2_shows_what_it_gathered_and_what_it_sums(default_group: dist.ProcessGroup) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    seen: list[tuple[Any, Tensor]] = []
+    module.register_forward_pre_hook(lambda *_: seen.extend(internals.gathered_by_fsdp2()))
+    module.set_requires_gradient_sync(False)
+    for _ in range(2):
+        module(torch.ones(1, 2)).sum().backward()
+    records = {id(record): record for record, weight in seen if weight.shape == (2, 2)}
+    assert len(records) == 1, f"{TORCH}: _module_state_mapping, _fsdp_param_groups, fsdp_params, _unsharded_param"
+    (record,) = records.values()
+    weight = seen[-1][1]
+    summed = internals.accumulated_by_fsdp2(record)
+    summed = weight.grad if summed is None else summed
+    assert summed is not None and summed.flatten().tolist() == [2, 2, 2, 2], f"{TORCH}: unsharded_accumulated_grad"
+
+
+@pytest.mark.gpu
+def test_a_current_stream_has_an_address() -> None:
+    index, stream = torch.cuda.current_device(), torch.cuda.Stream()
+    assert internals.current_raw_stream(index) == torch.cuda.current_stream().cuda_stream
+    with torch.cuda.stream(stream):
+        assert internals.current_raw_stream(index) == stream.cuda_stream, f"{TORCH}: _cuda_getCurrentRawStream"
+
+
+@pytest.mark.gpu
+def test_nccl_has_a_scaled_sum_and_says_whether_gathers_can_leave_the_multiprocessors_free() -> None:
+    assert internals.premultiplied_sum(0.5) is not None, f"{TORCH}: _make_nccl_premul_sum"
+    knows = hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
+    assert (internals.zero_cta_options() is not None) == knows, f"{TORCH}: NCCL_CTA_POLICY_ZERO, config.cta_policy"

@@ -37,7 +37,7 @@ BUCKET_SIZE = 64  # two buckets
 
 
 class Trap(nn.Module):
-    """Hands its input on; its backward runs ``spring`` once it is set."""
+    """The identity; its backward calls ``spring`` if that is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def make_trapped() -> nn.Sequential:
 
 
 def end_by(how: str) -> None:
-    """End this process, or hold it up."""
+    """End this process, or make it hang."""
     if how == "os._exit":
         os._exit(7)
     if how == "SIGKILL":
@@ -173,7 +173,7 @@ def test_a_rank_that_dies_is_named_by_all_others(
 
 
 def one_ends_beside_experts(victim: int) -> None:
-    """Ranks 0 and 2 have the same experts, and 1 and 3; only some of the groups have lost a rank."""
+    """Ranks 0 and 2 share experts, ranks 1 and 3 too; only some of the groups have lost a rank."""
     model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Linear(16, 4))
     for parameter in model[1].parameters():
         parameter.allreduce = False
@@ -219,7 +219,7 @@ def test_a_rank_that_dies_before_it_wraps_its_model_is_named() -> None:
 
 @pytest.mark.parametrize("config", ["hybrid", pytest.param("all-reduce", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named_within_the_timeout(config: str) -> None:
-    """Also that of groups which the wrapper makes."""
+    """The timeout also holds in groups that the wrapper makes."""
     all_ended = run_to_the_end(one_ends, 4, CONFIGS[config], 1, "in backward", "6.5", collective_timeout=2.0)
     assert all_ended[1].exit_code == 0
     for rank in (0, 2, 3):
@@ -350,7 +350,7 @@ def make_whole(fuse: bool) -> nn.Sequential:
 
 
 def uneven(counts: list[int], config: dict[str, Any], steps: int) -> list[dict[str, Tensor]]:
-    """The weights after each step, where this rank has so many microbatches."""
+    """The weights after each step; ranks have different numbers of microbatches."""
     rank = dist.get_rank()
     model = wrap(make_whole(True), bucket_size=BUCKET_SIZE, calculate_per_token_loss=True, **config)
     optimizer = DistributedOptimizer(model, lr=0.5, optimizer_class=torch.optim.SGD)

@@ -39,7 +39,7 @@ class Branches(nn.Module):
 
 
 class Order(NamedTuple):
-    """What one rank saw."""
+    """What one rank has recorded."""
 
     ready: list[str]
     """Parameters as their gradients came in."""

@@ -1,4 +1,4 @@
-"""A check that fails on one rank alone: all ranks raise, and nobody waits in the collective behind it."""
+"""A check fails on one rank: all ranks raise, and no rank waits in the next collective."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def outcome(fn: Callable[..., Any], *args: Any) -> str:
 
 
 def check(errors: list[str], message: str) -> None:
-    """One error on all ranks, which says where it comes from."""
+    """All ranks raise the same error, which names the failing rank."""
     assert len(set(errors)) == 1, errors
     assert message in errors[0], errors[0]
     assert f"(on rank {OFFENDER})" in errors[0]
@@ -53,7 +53,7 @@ def build(**config: Any) -> tuple[DistributedDataParallel, DistributedOptimizer]
 
 
 def load_rank_0s_everywhere(folder: Path, config: dict[str, Any]) -> tuple[str, str]:
-    """What that raises, and what the remedy does that it names."""
+    """The error on all ranks, and the result after the remedy that the error names."""
     ddp, optimizer = build(**config)
     ddp_backward(ddp, make_batches(1))
     optimizer.step()
@@ -83,7 +83,7 @@ def test_the_state_of_rank_0_is_refused_on_all_ranks(run: Any, overlap: bool, tm
 
 
 def test_where_ranks_hold_the_same_it_is_taken(tmp_path: Path) -> None:
-    """All ranks of plain data parallelism, and those at the same place of other instances."""
+    """Ranks of plain data parallelism, and ranks at the same position of other instances, hold the same."""
 
     def load_one() -> str:
         ddp, optimizer = build()
@@ -180,7 +180,7 @@ VERBS: dict[str, Callable[[Any, DistributedDataParallel, DistributedOptimizer], 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_path_that_only_the_other_ranks_have(verb: str, tmp_path: Path) -> None:
-    """As from a broadcast that was forgotten."""
+    """As after a forgotten broadcast."""
 
     def call() -> str:
         ddp, optimizer = build(use_distributed_optimizer=True)

@@ -1,4 +1,4 @@
-"""What a rank finds out about the others: from the store, and from the machine about their processes."""
+"""What a failed rank finds out about the other ranks, from the store and from this machine's process table."""
 
 import json
 import signal
@@ -29,7 +29,7 @@ def child() -> Any:
 
 
 def described(process: subprocess.Popen[bytes]) -> Process:
-    """As that process would describe itself."""
+    """The description that the process writes to the store."""
     own = rank_fates._own_process()
     return own._replace(pid=process.pid, started=rank_fates._state(process.pid)[1])
 
@@ -100,7 +100,7 @@ def test_rank_0_stays_until_the_others_have_read() -> None:
 
 
 class Frozen(dist.Store):
-    """Its host does not answer."""
+    """A store whose host does not answer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which ranks reduce over which: groups, meshes, instances, parts of the world; experts; and what fits nowhere."""
+"""Which ranks a gradient is reduced over: groups, meshes, instances, parts of the world, experts; what is refused."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks | None:
 
 
 def described(grid: RankGrid) -> tuple[Ranks | None, Ranks | None, int, int]:
-    """Ranks inside and across, and this rank's place."""
+    """The inner ranks, the outer ranks, and this rank's position in both."""
     return ranks_of(grid.inner), ranks_of(grid.outer), grid.inner_rank, grid.outer_rank
 
 
@@ -265,7 +265,7 @@ def test_averages_inside_a_collective_that_does_not_average_are_refused(other: d
 
 
 def train_on_part(members: Ranks, config: dict[str, Any], of_mesh: bool) -> dict[str, Tensor] | None:
-    """As ``stock_steps.train``, by members of a group alone; each draws the batches of its place in the group."""
+    """``stock_steps.train`` on the members of a group; a rank draws the batches of its rank in the group."""
     group: Any = DeviceMesh("cpu", members) if of_mesh else dist.new_group(members)
     if dist.get_rank() not in members:
         return None
@@ -297,7 +297,7 @@ def test_a_part_of_the_world_trains_as_a_world_of_its_own(instances: int, of_mes
 
 
 class Mixed(nn.Module):
-    """Gradients are the input, for a dense parameter and for an expert."""
+    """The gradients of its dense parameter and of its expert equal the input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Forms of reduction: which collectives each makes of a step, what it computes, how exact bf16 on the wire is."""
+"""Forms of reduction: the collectives of a step, their results, and the error of bf16 on the wire."""
 
 import re
 from collections import Counter
@@ -117,7 +117,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[int, dict[Launch, int]]]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.sampled(1)
 def test_every_bucket_has_its_collectives_once_a_step(form: str) -> None:
-    """However many microbatches a step has; across instances too."""
+    """For any number of microbatches, inside and across instances."""
     config, expected = FORMS[form]
     for microbatches in (1, 3):
         two = count(2, microbatches, 4, bucket_size=None, **config)
@@ -155,7 +155,7 @@ def test_experts_have_collectives_of_their_own_ranks() -> None:
 
 
 def reduce_alone(form: str, instances: int, factor: float, in_collective: bool) -> tuple[list[Tensor], Tensor, int]:
-    """One reduction of 16 numbers, without a model: everyone's numbers, mine of the result, and where they start."""
+    """One reduction of 16 numbers, without a model: all ranks' numbers, this rank's part of the result, its start."""
     size = dist.get_world_size()
     grads = torch.randn(16 * size, generator=torch.Generator().manual_seed(dist.get_rank()))
     everyones = [torch.empty_like(grads) for _ in range(size)]
@@ -172,7 +172,7 @@ def reduce_alone(form: str, instances: int, factor: float, in_collective: bool) 
 @pytest.mark.parametrize("in_collective", [False, True])
 @pytest.mark.parametrize(("form", "instances"), [("ddp", 1), ("zero1", 1), ("hybrid", 2)])
 def test_averages_inside_a_collective_and_before_it(form: str, instances: int, in_collective: bool) -> None:
-    """NCCL scales on the way, others before: a sum of scaled values, or a scaled sum, on four ranks (no rounding)."""
+    """NCCL scales inside the collective, other backends before it: both are exact on four ranks."""
     for everyones, mine, start in simulate(reduce_alone, 4, form, instances, 0.25, in_collective):
         expected = tree_sum([values * 0.25 for values in everyones])[start : start + len(mine)]
         assert torch.equal(mine, expected)
@@ -221,7 +221,7 @@ def reduce_inside_into(
 def test_a_collective_may_write_into_other_memory(
     form: str, instances: int, ranks: int, wire: torch.dtype | None, dtype: torch.dtype, used: bool
 ) -> None:
-    """Reduce-scatters and sums of what came over the wire do; it is all written, and what else there is, is not."""
+    """Reduce-scatters and sums of received shards write all of that memory, and no other memory."""
     for terms, into, mine in simulate(reduce_inside_into, ranks, form, instances, wire, dtype):
         assert (mine is into) is used
         assert into.isnan().all() if not used else into.isfinite().all()
@@ -303,7 +303,7 @@ def wire_bound(terms: list[Tensor]) -> Tensor:
 
 
 def wire_errors(microbatches: int, variants: int, **config: Any) -> list[tuple[str, Tensor, Tensor]]:
-    """For each parameter that this rank holds some of: errors of its gradient, and what they may be."""
+    """For each parameter of this rank's shard: the errors of its gradient, and their bound."""
     rank, size = dist.get_rank(), dist.get_world_size()
     same_experts = list(range(rank % variants, size, variants))
     ddp = alone(Everything(fused=True, delayed=False, variant=rank % variants))
@@ -347,7 +347,7 @@ def test_bf16_on_the_wire_is_within_its_tolerance(ranks: int, microbatches: int,
 
 
 def reduced(values: Tensor, accumulators: torch.dtype, wire: torch.dtype | None) -> Tensor:
-    """The average over ranks of ``values`` [ranks, n], as one rank's shard of it after another: [n]."""
+    """The average over ranks of ``values`` [ranks, n]: all ranks' shards of it in one tensor [n]."""
     rank, size = dist.get_rank(), dist.get_world_size()
     grads = values[rank].to(accumulators, copy=True)
     reduction = GradReduction(
@@ -385,7 +385,7 @@ def test_bf16_on_the_wire_is_more_exact_than_a_bf16_reduction(ranks: int) -> Non
 
 @pytest.mark.slow
 def test_training_with_bf16_on_the_wire_stays_near() -> None:
-    """Twenty steps: the loss falls as it does without."""
+    """Twenty steps: the loss falls as with fp32 on the wire."""
     common: dict[str, Any] = {"fused": True, "delayed": False, "microbatches": 1, **ZERO1, **OVERLAP}
     exact = simulate(train, 4, "everything", **common)
     wire = simulate(train, 4, "everything", grad_reduce_wire_dtype=BF16, **common)

@@ -1,4 +1,4 @@
-"""What the timeline notes of forwards, of gathers and of whoever waited for them. Bounds are sleeps, not speeds."""
+"""What the timeline records of forwards, gathers and waits. Bounds are lengths of sleeps, not speeds."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ NAP = 0.02
 
 
 class SlowWork:
-    """A collective that takes its time on a thread of its own, as gloo's do."""
+    """A collective that sleeps on a thread of its own, as gloo's run on threads."""
 
     def __init__(self, seconds: float | None) -> None:
         self._done = threading.Event()

@@ -1,4 +1,4 @@
-"""A process that finds no process group: alone where nobody else was started, or it says so; refused otherwise."""
+"""A process without a process group: it trains alone if no launcher started others or it asks to; otherwise refused."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ WRAPS: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_ranks_that_a_launcher_started_and_no_process_group_are_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun sets WORLD_SIZE. Without init_process_group every rank would train by itself, without a word."""
+    """torchrun sets WORLD_SIZE. Without init_process_group every rank would train alone, without an error."""
     option, wrap = WRAPS[name]
     monkeypatch.setenv("WORLD_SIZE", "4")
     expected = rf"WORLD_SIZE=4.*init_process_group\(\) before wrapping.*{option}=maingrad.ddp.WORLD_OF_ONE"
@@ -67,7 +67,7 @@ def test_simulated_ranks_have_a_group_whatever_the_environment_says(monkeypatch:
 
 
 def leave_all() -> int:
-    """Without a process group, as a process begins; returns the rank."""
+    """Leave the process group, as in a new process; returns the rank."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     return rank
@@ -83,7 +83,7 @@ def step_of(model: nn.Module) -> None:
 
 
 def wrapped_first(name: str, size: int, *ranks: Any) -> None:
-    """The order of a program that wraps, and hands its model to a trainer that makes the group."""
+    """A program that wraps its model before a trainer initialises the process group."""
     rank = leave_all()
     model = WRAPS[name][1](*ranks)
     step_of(model)
@@ -177,7 +177,7 @@ def test_experts_alone_train_as_in_a_group_of_one_rank(sharded: bool) -> None:
 
 
 def sharded_around_experts(path: str, mesh: Callable[[], Any]) -> dict[str, Tensor]:
-    """Units over all ranks around one that each rank has to itself; saved, and read into other experts' places."""
+    """Units over all ranks around a unit of one rank; saved, and loaded into other experts."""
     rank = dist.get_rank()
 
     def build(seed: int) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients that autograd did not bring: ``add_grad`` has them reduced with the rest."""
+"""``add_grad``: gradients that no backward delivers are reduced with all others."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, add_grad
 from maingrad.fsdp import fully_shard
@@ -35,7 +36,7 @@ def tasks(model: nn.Module, step: int, rank: int) -> list[Tensor]:
 
 
 def projected(losses: list[Tensor], params: list[Tensor]) -> list[Tensor]:
-    """PCGrad: of two tasks that disagree, what one has along the other is left out."""
+    """PCGrad: if two tasks' gradients disagree, the component of each along the other is removed."""
     first, second = ([*torch.autograd.grad(loss, params, retain_graph=True)] for loss in losses)
     dot = sum((a * b).sum() for a, b in zip(first, second, strict=True))
     square = sum(b.square().sum() for b in second)
@@ -76,7 +77,7 @@ def test_projected_gradients_train_as_in_plain_pytorch(how: str, fused: bool) ->
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("order", ["before", "between"])
 def test_it_adds_to_what_backwards_bring(order: str, fused: bool) -> None:
-    """The first product of a fused layer overwrites what nobody has written."""
+    """A fused layer's first product overwrites; after ``add_grad`` it must add."""
 
     def train() -> dict[str, Tensor]:
         model = make_model(fused)
@@ -119,3 +120,15 @@ def test_what_cannot_be_added_is_refused_by_name() -> None:
             add_grad(sharded[0].weight, torch.zeros_like(sharded[0].weight))
 
     simulate(refuse, RANKS)
+
+
+def test_a_torch_wrapper_whose_constructor_failed_is_not_blamed() -> None:
+    """The error's traceback keeps the half-made wrapper alive, which reduces nothing."""
+    model = make_model()
+    with pytest.raises((ValueError, RuntimeError)) as failed:
+        TorchDDP(model)  # without a process group
+    ddp = DistributedDataParallel(model)
+    model[0].weight.grad = torch.zeros(7, 5, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was put into \.grad by hand"):
+        ddp.finish_grad_sync()
+    assert failed.tb is not None

@@ -152,7 +152,7 @@ def test_a_region_without_autocast_stays_fp32(nested: bool) -> None:
 
 @pytest.mark.parametrize("save_original_input", [False, True])
 def test_second_derivatives_are_nn_linears(save_original_input: bool) -> None:
-    """Of the weight's gradient with respect to the input, too, which autocast has cast."""
+    """Also the derivative of the weight's gradient by the input, which autocast has cast."""
     fused, plain = pair(True)
     fused.save_original_input = save_original_input
     ddp = wrap(fused)

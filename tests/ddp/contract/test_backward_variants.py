@@ -32,7 +32,7 @@ def pair(**config: object) -> tuple[DistributedDataParallel, nn.Module]:
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], eps: float = 2.0**-20) -> None:
-    """Within a few fp32 roundings: where two contributions are summed in another order than autograd's."""
+    """Equal up to a few fp32 roundings: two contributions may be summed in another order than autograd's."""
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert (actual[name] - value).norm() <= eps * value.norm(), name
@@ -103,7 +103,7 @@ def test_a_second_backward_outside_no_sync_is_right_without_overlap() -> None:
 
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_two_forwards_may_feed_one_backward(find_unused: bool) -> None:
-    """A contrastive loss, say: what one of the forwards does not use, the other one may."""
+    """A contrastive loss: a parameter that one forward does not use may be used by the other."""
     model = TwoHeads()
     plain = plain_twin(model)
     ddp = wrap(model, overlap_grad_reduce=True, find_unused_parameters=find_unused, bucket_size=1)
@@ -135,7 +135,7 @@ def test_retain_graph_under_no_sync_counts_every_backward(overlap: bool) -> None
 
 
 def test_an_iteration_after_a_failed_backward_starts_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory in the very first GEMM, caught by the loop: what earlier iterations left must not be added to."""
+    """Out of memory in the first GEMM, caught by the loop: gradients of earlier iterations must not be added to."""
     ddp, plain = pair()
     first, second = make_batches(2)
     ddp_backward(ddp, [first])
@@ -172,7 +172,7 @@ def test_a_flag_left_by_a_failed_backward_drops_nothing() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_penalty_on_the_weights_themselves_counts(overlap: bool) -> None:
-    """L1 of a fused layer's weight: a part of its gradient comes through autograd, in the same backward."""
+    """L1 of a fused layer's weight: part of the gradient comes through autograd, in the same backward."""
     ddp, plain = pair(overlap_grad_reduce=overlap, bucket_size=1)
 
     def backward(model: nn.Module, batch: Tensor) -> None:
@@ -354,7 +354,7 @@ def test_parametrized_weights_get_plain_gradients(
 
 
 def test_a_hook_on_a_weight_sees_its_gradient_and_may_change_it() -> None:
-    """Clamping each gradient through ``weight.register_hook``, say: a fused layer leaves such a weight to autograd."""
+    """For instance clamping through ``weight.register_hook``: a fused layer leaves such a weight to autograd."""
     model = make_model()
     plain = plain_twin(model)
     for each in (model, plain):

@@ -138,7 +138,7 @@ def test_a_whole_training_run_is_eagers() -> None:
 
 
 def test_a_model_compiled_before_it_was_wrapped_trains_through_main_grad() -> None:
-    """It was traced while nothing had a main_grad; the fused layers are not part of what was traced."""
+    """The trace was made before any weight had a main_grad; it does not contain the fused layers."""
     model = make_model()
     plain = plain_twin(model)
     compiled = torch.compile(model, backend=counting)

@@ -127,7 +127,7 @@ def test_03_both_fused_uses_of_a_tied_weight_count_under_a_foreign_overwrite() -
 
 @pytest.mark.parametrize("others", [ForeignLinear, nn.Linear, Linear])
 def test_03_a_foreign_modules_tied_use_adds_no_uninitialised_memory(others: type[nn.Linear]) -> None:
-    """The foreign layer returns NaN for a gradient unless ``zero_out_wgrad`` tells it that something real is added."""
+    """The foreign layer's placeholder holds NaN, unless ``zero_out_wgrad`` asks for zeros."""
     options = {"fuse_wgrad_accumulation": True} if others is Linear else {}
     model = tied(ForeignLinear(FEATURES, OUT, bias=False), others, **options)
     ddp = wrap(model)
@@ -143,7 +143,7 @@ def test_03_a_foreign_modules_tied_use_adds_no_uninitialised_memory(others: type
 
 
 def test_06_nothing_returned_is_added_to_what_was_written() -> None:
-    """A view of main_grad would count twice, say where an overwriting provider adds ``.grad`` of a tied weight."""
+    """A returned view of main_grad would count twice, for instance for a tied weight under an overwriting provider."""
     model = tied(fused_layer(), nn.Linear)
     provider = LazyForeignProvider(model)
     model.first.weight.zero_out_wgrad = True
@@ -172,7 +172,7 @@ def test_10_the_hook_clears_a_foreign_placeholder() -> None:
 
 
 def test_10_a_placeholder_somebody_wrote_to_is_zeros_when_it_is_handed_out_again() -> None:
-    """A provider that leaves ``.grad`` has autograd add the next real gradient to the memory all placeholders share."""
+    """Where a provider keeps ``.grad``, autograd adds the next gradient to the memory that placeholders share."""
     layer, other = fused_layer(), fused_layer()
     for each in (layer, other):
         each.weight.main_grad = torch.zeros(OUT, FEATURES)

@@ -106,7 +106,7 @@ def test_a_weight_with_a_hook_is_not_delayed_and_one_that_gets_it_too_late_is_re
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_first_layers_weight_may_change_in_place_after_its_forward(fuse: bool) -> None:
-    """Nobody needs its value any more, as in ``nn.Linear``; a later layer's backward does."""
+    """Backward does not read a first layer's weight, as in ``nn.Linear``; it reads a later layer's."""
     model = fused(fuse_wgrad_accumulation=fuse)
     twin = plain_twin(model)
     wrapped = DistributedDataParallel(model)

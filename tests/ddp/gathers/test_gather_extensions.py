@@ -44,7 +44,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Own(nn.Module):
-    """Hands its own parameters to the extension."""
+    """Gives its own parameters to the extension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Own(nn.Module):
 
 
 class Keeps(Own):
-    """Takes them from a list of its own."""
+    """Gives it parameters from a list in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Keeps(Own):
 
 
 class KeepsLater(Keeps):
-    """The list is made in the first forward."""
+    """Like ``Keeps``, but the list is made in the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class InADict(nn.Module):
 
 
 class LooksUp(Own):
-    """A class with a lookup of its own."""
+    """A class with a ``__getattr__`` of its own."""
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name.removeprefix("my_"))
@@ -117,7 +117,7 @@ class Parent(nn.Module):
 
 
 class KeepingParent(Parent):
-    """From a list, in which they are not registered."""
+    """Gives them from a list, which registers nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class WithAHook(nn.Module):
 
 
 class ByName(nn.Module):
-    """Calls ``forward`` of its child, not the child."""
+    """Calls ``child.forward(x)`` instead of ``child(x)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Traced(Scripted):
 
 
 def output(model: nn.Module, kept: Sequence[nn.Parameter]) -> Seen:
-    """Of the whole model."""
+    """The output of the whole model."""
     return [model(torch.ones(2, WIDTH))]
 
 

@@ -1,4 +1,4 @@
-"""What is done to modules while their parameters' gathers are under way is right, and leaves plain modules behind."""
+"""Modules that are changed while gathers of their parameters are under way: right results, and plain afterwards."""
 
 import copy
 import io
@@ -48,7 +48,7 @@ def batch(step: int) -> Tensor:
 
 
 class Trained:
-    """A model that has made steps; gathers are under way where there is overlap."""
+    """A model after some steps; with overlap its gathers are under way."""
 
     def __init__(self, overlap: bool = True, model: nn.Sequential | None = None) -> None:
         self.model = make_model() if model is None else model
@@ -275,7 +275,7 @@ def test_what_is_done_in_flight(deed: str) -> None:
 
 
 def readings(own: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Of one parameter, or of all."""
+    """Reads of one parameter, or of all."""
     return {
         "[]": lambda: own["weight"],
         "get": lambda: own.get("weight"),

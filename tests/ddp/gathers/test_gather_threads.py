@@ -1,5 +1,5 @@
-"""Threads that read the model while the main one trains it: nobody fails, all read what has arrived, and training is as
-if nobody had read."""
+"""Threads that read the model while the main thread trains it: no thread fails, all read gathered values, and training
+is the same as without readers."""
 
 import copy
 import io
@@ -62,7 +62,7 @@ class Trained:
         return [param.detach().clone() for param in self.kept]
 
     def is_plain(self) -> bool:
-        """Nothing is left of what makes parameters and modules wait."""
+        """Whether parameters and modules are plain again."""
         modules = list(self.model)
         return (
             all(type(param) is nn.Parameter for param in self.kept)
@@ -105,7 +105,7 @@ def forward(trained: Trained) -> None:
 
 
 def functions_in_python(trained: Trained) -> None:
-    """torch looks at a parameter twice in each."""
+    """Functions of torch that look at a parameter's class twice."""
     for param in trained.kept:
         assert len(param) > 0 and param.norm() >= 0 and F.relu(param).shape == param.shape
     x = F.embedding(torch.arange(VOCABULARY), trained.kept[0])
@@ -278,7 +278,7 @@ def test_another_thread_reads_between_two_looks() -> None:
 
 
 def train_in_threads(num_threads: int) -> tuple[list[Tensor], bool]:
-    """Iterations go round threads that all stay alive; none: this thread's own."""
+    """Iterations run in turn on threads that all stay alive; without threads on this one."""
     trained = Trained()
     with ExitStack() as stack:
         pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(num_threads)]

@@ -62,7 +62,7 @@ class Job:
 
 
 def step_again(job: Job) -> None:
-    """Nobody has read the other head."""
+    """A step without a read of the other head."""
     job.step(2, head=0)
 
 

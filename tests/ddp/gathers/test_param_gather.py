@@ -1,4 +1,4 @@
-"""Gathers under the next forward: whoever reads a parameter, and however, sees the new weights."""
+"""Gathers under the next forward: every way to read a parameter gives the new weights."""
 
 import copy
 import io
@@ -209,7 +209,7 @@ class Named(nn.Parameter):
 
 
 class Opinionated(nn.Parameter):
-    """One that intercepts torch's functions itself."""
+    """A class of parameters with a ``__torch_function__`` of its own."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -217,7 +217,7 @@ class Opinionated(nn.Parameter):
 
 
 class Inherits(Opinionated):
-    """One that has such a class for a base."""
+    """A class of parameters that inherits a ``__torch_function__``."""
 
 
 def with_parameters_of(cls: type[nn.Parameter]) -> tuple[bool, bool, Tensor]:
@@ -238,7 +238,7 @@ def with_parameters_of(cls: type[nn.Parameter]) -> tuple[bool, bool, Tensor]:
 
 
 class Fixed(nn.Parameter):
-    """Nobody may change its class for another one."""
+    """A class of parameters that Python does not let change."""
 
     def __init_subclass__(cls) -> None:
         raise TypeError("Fixed has no subclasses")
@@ -249,7 +249,7 @@ class Slotted(nn.Parameter):
 
 
 def read_from_a_list(cls: Any, overlap: bool) -> tuple[bool, list[Tensor]]:
-    """By somebody who was given the parameter long before: no module is asked."""
+    """Reads a parameter from a list that was made before: no module is involved."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16, bias=False))
     with torch.no_grad():
         for index, param in enumerate(model.parameters()):
@@ -369,7 +369,7 @@ def test_a_compiled_function_that_calls_the_model_is_soon_compiled_no_more() -> 
 
 
 def experts_first(overlap: bool) -> list[Tensor]:
-    """What the forward reads first is an expert of this rank alone: its bucket is not gathered."""
+    """The forward first reads an expert of this rank alone, whose bucket is not gathered."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
     for param in model[0].parameters():

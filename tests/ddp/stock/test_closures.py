@@ -1,6 +1,6 @@
 """Optimizers that compute gradients themselves: closures, LBFGS, and steps of two halves (SAM).
 
-Under every wrapper it is right, or refused by an error that says what the closure lacks.
+Under every wrapper the result is right, or an error says what the closure lacks.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def batch(rank: int) -> Tensor:
 
 
 def loss_of_all(model: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of plain PyTorch on all ranks' batches."""
+    """The loss of plain PyTorch on all ranks' batches."""
     return sum(model(batch(rank)).square().mean() for rank in range(RANKS)) / RANKS
 
 
@@ -43,7 +43,7 @@ def plain_closure(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[
 
 
 def averaged(loss: Tensor) -> Tensor:
-    """What decides how often a closure is called is equal on all ranks."""
+    """The loss averaged over ranks: it decides how often a closure is called, alike on all ranks."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total / RANKS

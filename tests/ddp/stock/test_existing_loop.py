@@ -194,7 +194,7 @@ def test_grad_scaler_skips_a_step_with_inf_and_trains_as_in_plain_pytorch() -> N
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_over_gradients_that_were_not_exposed_raises(fused: bool) -> None:
-    """A fused optimizer is asked to step, and our guard speaks; otherwise the scaler misses the gradients by itself."""
+    """With a fused optimizer our guard raises in the step; otherwise the scaler itself finds no gradients."""
     ddp = wrap(make_model())
     optimizer = torch.optim.AdamW(ddp.parameters(), fused=fused)
     scaler = torch.amp.GradScaler("cpu")

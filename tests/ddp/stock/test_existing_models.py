@@ -1,4 +1,4 @@
-"""Parameters and models that are a little unlike the usual, under stock and our own optimizers; and several ranks."""
+"""Unusual parameters and models, under stock optimizers and our own, on several ranks."""
 
 from collections.abc import Callable
 
@@ -68,7 +68,7 @@ def test_stock_fused_adamw(build: Callable[[], nn.Module]) -> None:
 
 
 def test_exposed_gradients_have_the_parameters_strides() -> None:
-    """Fused optimizers walk both in the order of memory. Contiguous ones are main_grad itself."""
+    """Fused optimizers go through both in memory order. A contiguous ``.grad`` is main_grad itself."""
     ddp = wrap(Convolution())
     ddp_backward(ddp, make_batches(1))
     ddp.expose_grads()

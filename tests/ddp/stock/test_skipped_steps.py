@@ -90,7 +90,7 @@ def iterate(ddp: Any, optimizer: DistributedOptimizer, scaler: GradScaler | None
 
 
 def held(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
-    """State of the optimizer on this rank."""
+    """The optimizer's state on this rank."""
     return {
         f"{piece.name}: {key}": torch.as_tensor(value).clone()
         for piece in optimizer.slices

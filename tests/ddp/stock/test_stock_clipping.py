@@ -1,4 +1,4 @@
-"""torch's own clipping sees ``.grad`` alone: over gradients in ``main_grad`` it would clip nothing, and say nothing."""
+"""torch's clipping reads ``.grad`` only: with gradients in ``main_grad`` it would clip nothing, without an error."""
 
 import subprocess
 import sys
@@ -100,7 +100,7 @@ def test_the_remedies_work() -> None:
 
 @pytest.mark.parametrize("name", CLIPS)
 def test_where_there_is_no_gradient_nothing_is_refused(name: str) -> None:
-    """torch clips nothing then, and there is nothing."""
+    """torch clips nothing then, and there is nothing to clip."""
     ddp = wrap(make_model())
     if name != "clip_grad_value_":  # torch's own error
         CLIPS[name](ddp.parameters())
@@ -168,7 +168,7 @@ def test_whole_parameters_of_a_sharded_model_are_refused_and_shards_are_not() ->
 
 
 def test_a_norm_of_gradients_alone_cannot_know_whose_they_are() -> None:
-    """As docs/main_grad.md says. What follows it in such a program takes parameters, and is refused."""
+    """See docs/main_grad.md. The clipping that follows in such a program takes parameters, and is refused."""
     ddp = wrap(make_model())
     ddp_backward(ddp, make_batches(1))
     norm = get_total_norm([param.grad for param in ddp.parameters() if param.grad is not None])

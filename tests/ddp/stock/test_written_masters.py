@@ -30,7 +30,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 class Job:
-    """A model of two ranks' and its optimizer."""
+    """A model on two ranks and its optimizer."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, sharded: bool = True, **options: Any) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What people do to a model after it was wrapped: freeze, load, copy, move, pickle. Right, or refused by name."""
+"""A model that is frozen, loaded, copied, moved or pickled after it was wrapped: right, or refused by name."""
 
 import copy
 import io
@@ -43,7 +43,7 @@ def test_freezing_after_wrapping_is_refused_at_the_next_forward() -> None:
 @pytest.mark.parametrize("options", [{}, {"overlap_grad_reduce": True, "find_unused_parameters": True}])
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 def test_a_model_that_is_frozen_meanwhile_is_gone_through(when: str, options: dict[str, bool]) -> None:
-    """A generator's step through its discriminator: backward goes through, and none of it is the wrapped model's."""
+    """A generator's step through its discriminator: backward goes through, and adds nothing to the wrapped model."""
     ddp = wrap(make_model(), **options)
     plain = plain_twin(ddp)
     one, two = make_batches(2)

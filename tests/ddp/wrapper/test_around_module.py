@@ -1,4 +1,4 @@
-"""What the wrapped module has is reached through the wrapper, and nothing that fails is hidden by it."""
+"""The wrapped module's attributes are reached through the wrapper, and errors inside properties are not hidden."""
 
 import copy
 import os
@@ -148,7 +148,7 @@ def test_compiled_through_the_wrapper() -> None:
 
 
 def test_a_wrapped_layer_among_others_is_drained_once() -> None:
-    """The wrapper passes ``backward_dw`` on: it is no second module that delays."""
+    """The wrapper passes ``backward_dw`` through, and does not count as a second module that delays."""
     ddp = wrap(Linear(8, 8, fuse_wgrad_accumulation=True, delay_wgrad_compute=True))
     chain = Sequential(ddp)
     x = torch.randn(2, 8)

@@ -1,4 +1,4 @@
-"""Mistakes in setting up are refused with the name of the thing and the remedy, at construction where possible."""
+"""Wrong set-ups are refused, at construction where possible, with the name of what is wrong and a remedy."""
 
 import copy
 from collections.abc import Callable

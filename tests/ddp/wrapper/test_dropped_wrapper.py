@@ -1,4 +1,4 @@
-"""A wrapper that nobody keeps reduces nothing: among several ranks, its model refuses to train on unasked."""
+"""A wrapper that was freed reduces nothing: among several ranks, its model refuses to train on."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Experts that not all ranks have: trained, frozen or a buffer, they start as on the ranks that share them."""
+"""Experts that not all ranks hold, trained, frozen or buffers, start equal on the ranks that share them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_a_marked_buffer_alone_is_an_experts() -> None:
 
 
 def shared_within(frozen: bool) -> list[Tensor]:
-    """Ranks 0 and 2 have drawn different ones, and share what the first has."""
+    """Ranks 0 and 2 have drawn different experts, and both get those of rank 0."""
     rank = dist.get_rank()
     model = Mixture(rank, rank, frozen=frozen)
     ddp = DistributedDataParallel(model, expert_process_group=of_my_parity())

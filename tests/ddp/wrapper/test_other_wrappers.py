@@ -1,4 +1,4 @@
-"""Two wrappers over one model, ours and torch's or ours twice: refused with both names, whichever was there first."""
+"""Two wrappers over one model, ours and torch's or ours twice: refused with both names, in either order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +154,7 @@ def test_torch_has_copied_nothing_by_then(outermost: bool) -> None:
 
 
 class WithoutNames(nn.Module):
-    """Tells nobody of its parameters by ``named_parameters``: torch's wrapper finds ours in the first forward only."""
+    """Hides its parameters from ``named_parameters``: torch's wrapper is refused in the first forward only."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class WithoutNames(nn.Module):
 
 
 def entered(wrap: Callable[[nn.Module], nn.Module], trains: bool) -> None:
-    """As if torch's wrapper had asked in a way that nobody has foreseen."""
+    """As if torch's wrapper had collected parameters in another way."""
     inner = wrap(even_model())
     model = WithoutNames(inner)
     taken = list(model.parameters())

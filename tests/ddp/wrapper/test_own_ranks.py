@@ -1,4 +1,4 @@
-"""Experts that ranks hold differently, under a stock optimizer: all ranks clip by one norm and skip the same steps."""
+"""Experts that differ between ranks, under a stock optimizer: all ranks clip by one norm and skip the same steps."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ def microbatch(rank: int, index: int) -> Tensor:
 
 
 def accumulate(ddp: DistributedDataParallel, count: int) -> int:
-    """So many microbatches of this rank; returns their tokens."""
+    """Run ``count`` microbatches of this rank; returns the number of their tokens."""
     rank, tokens = dist.get_rank(), 0
     for index in range(count):
         with nullcontext() if index == count - 1 else ddp.no_sync():
@@ -100,7 +100,7 @@ def grads_and_reference(variants: int, delayed: bool, config: dict[str, Any]) ->
 def test_gradients_are_those_of_a_mean_over_all_ranks_tokens(
     ranks: int, variants: int, placed: str, delayed: bool
 ) -> None:
-    """Also those of experts, which other ranks have no gradient of: their tokens count all the same."""
+    """Also for experts that other ranks do not hold: those ranks' tokens count too."""
     held: dict[str, int] = {}
     for found in simulate(grads_and_reference, ranks, variants, delayed, PLACED[placed]):
         for name, (ours, expected) in found.items():
@@ -207,7 +207,7 @@ def test_clipping_and_loss_scaling_see_divided_gradients(reduce_in_fp32: bool) -
 
 
 def averaged(per_token: bool) -> dict[str, Tensor]:
-    """Ranks with as many tokens each: the mean of their means."""
+    """All ranks have the same number of tokens: the mean of means."""
     ddp = wrap(make_net(), use_distributed_optimizer=True, calculate_per_token_loss=per_token)
     optimizer = DistributedOptimizer(ddp, lr=0.125, optimizer_class=torch.optim.SGD)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -244,7 +244,7 @@ def test_one_number_for_each_rank(shape: tuple[int, ...]) -> None:
 
 
 def test_inf_tokens_reach_the_gradients_visibly() -> None:
-    """Nothing looks at the number: what it does is seen in the norm."""
+    """The host does not read the number; the norm shows it."""
     ddp = wrap(make_net(), **PER_TOKEN)
     (ddp(torch.ones(2, 4)) - 1).square().sum().backward()
     ddp.finish_grad_sync(torch.tensor(math.nan))
