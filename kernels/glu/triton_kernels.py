@@ -12,9 +12,6 @@ from ..compat import device_of
 from .reference import GELU_CUBE, GELU_SLOPE, Glu
 
 __all__ = [
-    "glu_gradients",
-    "glu_numbers",
-    "glu_value",
     "scaled_glu_backward_triton",
     "scaled_glu_triton",
 ]
@@ -66,7 +63,7 @@ def _clamped(
 
 
 @triton.jit
-def glu_value(
+def _glu_value(
     gate: tl.tensor, linear: tl.tensor, alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
     FUNCTION: tl.constexpr, CLAMPED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -77,7 +74,7 @@ def glu_value(
 
 
 @triton.jit
-def glu_gradients(
+def _glu_gradients(
     upstream: tl.tensor, p: tl.tensor, gate: tl.tensor, linear: tl.tensor,
     alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
     FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr,
@@ -109,7 +106,7 @@ def _scaled_glu_kernel(
     at = h + row[:, None] * stride_h + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
     linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-    value = glu_value(gate, linear, alpha, limit, offset, FUNCTION, CLAMPED)
+    value = _glu_value(gate, linear, alpha, limit, offset, FUNCTION, CLAMPED)
     if SCALED:
         value = value * tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
@@ -135,7 +132,7 @@ def _scaled_glu_backward_kernel(
         at = h + row[:, None] * stride_h + column[None, :]
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
         linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-        dgate, dlinear, terms = glu_gradients(
+        dgate, dlinear, terms = _glu_gradients(
             upstream, p, gate, linear, alpha, limit, offset, FUNCTION, CLAMPED, SCALED
         )
         if SCALED:
@@ -157,7 +154,7 @@ def scaled_glu_triton(h: Tensor, probs: Tensor | None, glu: Glu) -> Tensor:
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_kernel[(triton.cdiv(rows, block_t), triton.cdiv(features, block_f))](
-            h, probs, out, rows, features, h.stride(0), *glu_numbers(glu),
+            h, probs, out, rows, features, h.stride(0), *_glu_numbers(glu),
             FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
             BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -175,7 +172,7 @@ def scaled_glu_backward_triton(da: Tensor, h: Tensor, probs: Tensor | None, glu:
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_backward_kernel[(triton.cdiv(rows, block_t),)](
-            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *glu_numbers(glu),
+            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *_glu_numbers(glu),
             FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
             BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -191,7 +188,7 @@ def _tile(features: int) -> tuple[int, int]:
     return max(1, _TILE // max(block_f, 64)), block_f
 
 
-def glu_numbers(glu: Glu) -> tuple[float, float, float]:
+def _glu_numbers(glu: Glu) -> tuple[float, float, float]:
     """alpha, limit and offset, as kernels take them."""
     return glu.alpha, 0.0 if glu.limit is None else glu.limit, glu.offset
 

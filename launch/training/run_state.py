@@ -18,7 +18,7 @@ from ..data.tokens import Digest
 from .pace import Pace
 from .wrapping import Wrapped
 
-__all__ = ["checkpoint_path", "resume_run", "save_run", "where_to_resume"]
+__all__ = ["resume_run", "save_run", "where_to_resume"]
 
 _FOLDER = "checkpoints"
 _MAY_DIFFER = frozenset(
@@ -42,7 +42,7 @@ _MAY_DIFFER = frozenset(
 same data."""
 
 
-def checkpoint_path(out_dir: Path, step: int) -> Path:
+def _checkpoint_path(out_dir: Path, step: int) -> Path:
     """Where the checkpoint after so many steps lies."""
     return out_dir / _FOLDER / f"step-{step:08d}"
 
@@ -84,7 +84,7 @@ def save_run(
     data       what it reads
     validated  the model was, after this step: an interrupted run has not come to it
     """
-    path = checkpoint_path(Path(config.train.out_dir), pace.step)
+    path = _checkpoint_path(Path(config.train.out_dir), pace.step)
     extra = {
         "step": pace.step,
         "seconds": pace.seconds,

@@ -38,10 +38,9 @@ class GroupedUse:
     names                of the weights, for errors
     fused, queue         where weight gradients go, as in ``LinearUse``; neither: autograd delivers them
     save_original_input  keep the input for backward as it came, and not as autocast cast it
-    only_save            do all that backward needs and leave the product out
     """
 
-    __slots__ = ("_queue", "fused", "only_save", "owner", "packed", "save_original_input", "target")
+    __slots__ = ("_queue", "fused", "owner", "packed", "save_original_input", "target")
 
     def __init__(
         self,
@@ -52,11 +51,10 @@ class GroupedUse:
         fused: bool = True,
         queue: WgradQueue | None = None,
         save_original_input: bool = False,
-        only_save: bool = False,
     ) -> None:
         self.owner, self.fused = owner, fused
         self._queue = None if queue is None else weakref.ref(queue)  # a module keeps this object
-        self.save_original_input, self.only_save = save_original_input, only_save
+        self.save_original_input = save_original_input
         self.packed = weights[0].dim() == 3
         self.target: GroupedWgradTarget | None = None
         if fused or queue is not None:
@@ -216,8 +214,6 @@ class _FusedGroupedLinear(torch.autograd.Function):
         ctx.bias_dtype = biases[0].dtype if biases else None
         ctx.scale_dtype = None if scale is None else scale.dtype
         x = _cast(input, call.dtype)
-        if use.only_save:
-            return x.new_empty(0)
         with _without_autocast(x.device.type):
             y = grouped_linear(
                 x,

@@ -86,7 +86,6 @@ class GroupedModule(LinearModule, nn.Module):
         add_bias: bool = True,
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
-        only_save: bool = False,
     ) -> Tensor:
         """The layer's product where the offsets are known: rows [T, K], offsets [E + 1] from ``row_offsets`` -> [T, N].
 
@@ -106,7 +105,7 @@ class GroupedModule(LinearModule, nn.Module):
             weights[0] if layer.packed_weight else weights,
             None if not biases else biases[0] if layer.packed_bias else biases,
             offsets,
-            self._grouped_use(layer, weights, queue, only_save),
+            self._grouped_use(layer, weights, queue),
             bias_scale=bias_scales,
             out=out,
             grad_input=grad_input,
@@ -120,9 +119,7 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{self.describe()}: the input is {rows.dtype} and the parameters {found}; cast one or use autocast"
             )
 
-    def _grouped_use(
-        self, layer: ExpertLayer, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool
-    ) -> GroupedUse:
+    def _grouped_use(self, layer: ExpertLayer, weights: Sequence[Tensor], queue: WgradQueue | None) -> GroupedUse:
         """The same object as in the last forward, where nothing has changed."""
         if queue is not None:
             if torch.is_grad_enabled():
@@ -136,8 +133,8 @@ class GroupedModule(LinearModule, nn.Module):
                 fused, queue = False, None
             elif queue is not None and queue is not self.wgrad_queue:
                 check_delayable(needing, self.describe())
-        uses: dict[tuple[str, bool, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
-        key = layer.prefix, fused, only_save
+        uses: dict[tuple[str, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
+        key = layer.prefix, fused
         use = uses.get(key)
         if use is None or not use.serves(weights, fused, queue):
             use = uses[key] = GroupedUse(
@@ -147,7 +144,6 @@ class GroupedModule(LinearModule, nn.Module):
                 fused=fused,
                 queue=queue,
                 save_original_input=self.save_original_input,
-                only_save=only_save,
             )
         return use
 
