@@ -122,8 +122,8 @@ def grouped_wgrad_accumulate(
     ==========  ==========================  ===========================================================================
     dy          [T, N]                      gradient of the output, bf16, fp16, fp32 or fp64
     x           [T, K]                      input of the forward, dtype of ``dy``
-    main_grads  [E, N, K], or E x [N, K]    G: fp32 or the dtype of ``dy``, adjacent columns, any row stride. None: a frozen
-                                            expert, which is skipped
+    main_grads  [E, N, K], or E x [N, K]    G: fp32 or the dtype of ``dy``, adjacent columns, any row stride. None: a
+                                            frozen expert, which is skipped
     offsets     [E + 1]                     as in ``grouped_linear``
     overwrite   bool, or E x bool           beta_e = 0: G_e is write-only and may hold anything, NaN included
     ==========  ==========================  ===========================================================================

@@ -115,7 +115,7 @@ def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> di
 
 
 def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
-    """Spans of one step and of the forward after it, in seconds, as ``report.py`` reads them back."""
+    """Spans of one step and of the forward after it, in seconds, as ``report/report.py`` reads them."""
     return {
         "step": step,
         "forwards": [span._asdict() for span in timeline.forwards],
