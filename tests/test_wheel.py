@@ -47,7 +47,9 @@ def test_every_tracked_room_is_packaged() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = set(settings["tool"]["setuptools"]["packages"])
     assert packages == {"maingrad"} | {
-        f"maingrad.{name.split('/')[0]}" for name in tracked() if name.split("/")[0] in ROOMS
+        f"maingrad.{name.rpartition('/')[0].replace('/', '.')}"
+        for name in tracked()
+        if name.split("/")[0] in ROOMS and name.endswith(".py")
     }
 
 

@@ -100,11 +100,11 @@ def save_run(
 def resume_run(
     path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler, data: Mapping[str, Digest]
 ) -> bool:
-    """Resume from a checkpoint; returns whether its validation is done. Collective over the model's ranks.
+    """Resume from a checkpoint; returns whether its validation is done. Collective over the ranks.
 
     data  digests of the data that the run will read
 
-    Raises ``ConfigError`` if the folder is not a checkpoint of ``maingrad train``, or if a fixed key or the data differ.
+    Raises ``ConfigError`` if the folder is no checkpoint of ``maingrad train``, or if a fixed key or the data differ.
     """
     try:
         extra = load_checkpoint(path, wrapped.model, wrapped.optimizer)
