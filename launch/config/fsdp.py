@@ -119,11 +119,11 @@ class FsdpConfig:
 
     @property
     def holds_grads(self) -> bool:
-        """Whether whole gradients stay between microbatches and are reduced once per iteration."""
+        """Whether whole gradients stay from one microbatch to the next, and an iteration reduces them once."""
         return self.row.inner.holds_grads(self.reduce_every_microbatch)
 
     def instances(self, parallel: Parallel) -> int:
-        """Number of instances; 1 unless ``parallel`` is ``hsdp``."""
+        """Number of instances; 1 but under ``hsdp``."""
         if parallel != "hsdp":
             return 1
         return 2 if self.num_instances is None else self.num_instances

@@ -25,9 +25,9 @@ def peak_of_grads(
 ) -> int:
     """Bytes of whole gradients.
 
-    model        registers its parameters in the order in which forward uses them; they may be on meta
+    model        with its parameters registered in the order in which a forward uses them; they may be on meta
     units        buckets of each unit by the unit's name, the outermost first
-    holds_grads  whole gradients stay between microbatches
+    holds_grads  whole gradients stay from one microbatch to the next
     """
     buckets = {_Key(unit, index): bucket for unit, found in units.items() for index, bucket in enumerate(found)}
     keeps = any(bucket.keeps_grads for bucket in buckets.values())
