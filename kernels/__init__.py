@@ -1,6 +1,6 @@
-"""Maths on tensors: one function per operation, each with its plain PyTorch oracle beside it.
+"""Kernels: one function per operation on tensors, each with a reference implementation in plain PyTorch.
 
-Nothing here knows parameters, modules or process groups.
+This folder knows no parameters, modules or process groups.
 """
 
 from .glu.scaled_glu import scaled_glu as scaled_glu

@@ -1,4 +1,4 @@
-"""What this machine's torch and Triton have, and which kernels serve whom: Triton may be missing."""
+"""Which implementation of an operation runs: a Triton kernel, or the reference where Triton cannot run."""
 
 import functools
 import importlib.util
@@ -16,9 +16,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def runs_on_triton(operation: str, tensor: Tensor) -> bool:
-    """Whether a kernel or the oracle serves ``tensor``: CUDA, and not fp64, for which there is no hardware to win.
+    """Whether a Triton kernel runs ``operation`` on ``tensor``: on CUDA, and not for fp64, where it gains nothing.
 
-    Where only Triton is missing, that is said once for each ``operation``: an oracle may wait for the device.
+    On CUDA without Triton the reference runs, which may wait for the device; a warning says so once per ``operation``.
     """
     if not tensor.is_cuda or tensor.dtype is torch.float64:
         return False
@@ -38,7 +38,7 @@ def _warn_without_triton(operation: str) -> None:
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current CUDA device, which need not be the tensor's."""
+    """Make the device of ``tensor`` current: Triton launches on the current CUDA device."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)

@@ -1,7 +1,7 @@
-"""Where each expert's matrix lies, as a kernel is told: one base and one distance, or a table of addresses.
+"""Locates the matrix of each expert for a kernel: a base address and a stride, or a table of addresses.
 
-A packed tensor is evenly spaced, and so are discrete ones cut from one buffer, in either order (a gradient buffer holds
-them backwards). Only tensors that lie anywhere need a table, which is made once for each set of addresses.
+A packed tensor is evenly spaced. So are separate tensors in one buffer, in either order (a gradient buffer holds them
+in reverse). Only tensors at irregular addresses need a table, which is created once for each set of addresses.
 """
 
 import functools
@@ -14,16 +14,16 @@ from torch import Tensor
 __all__ = ["Experts", "PerExpert", "device_table", "locate_experts"]
 
 PerExpert: TypeAlias = Tensor | Sequence[Tensor]
-"""One tensor for each expert: packed, with the experts in front, or discrete."""
+"""One tensor per expert: one packed tensor [E, ...], or E separate tensors."""
 
 
 class Experts(NamedTuple):
-    """Expert e's tensor starts at ``base + (first + step * e) * stride`` elements, or at ``table[e]``.
+    """The tensor of expert e starts at ``base + (first + step * e) * stride`` elements, or at ``table[e]``.
 
-    base        [rows, columns] or [columns]: the tensor at the lowest address; its dtype and row stride are everyone's
-    stride      elements from one expert's tensor to the next in memory
+    base        [rows, columns] or [columns]: the tensor at the lowest address; all have its dtype and row stride
+    stride      elements between adjacent experts in memory
     first, step  0 and 1, or number of experts - 1 and -1
-    table       [experts] int64 addresses in bytes on the device; 0: there is none. None: evenly spaced
+    table       [experts] int64 byte addresses on the device, 0 for an expert without tensor. None: evenly spaced
     aligned     every address and row is a multiple of 16 bytes
     """
 
@@ -36,7 +36,7 @@ class Experts(NamedTuple):
 
 
 def locate_experts(tensors: Tensor | Sequence[Tensor | None]) -> Experts:
-    """Describe experts' tensors of one shape, dtype and row stride; at least one of them is not None."""
+    """Locate tensors of equal shape, dtype and row stride; at least one is not None."""
     if isinstance(tensors, Tensor):
         spaced = Experts(tensors[0], tensors.stride(0), 0, 1, None, aligned=False)
     else:
@@ -74,16 +74,16 @@ class _Table(NamedTuple):
 
 
 def device_table(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """``values`` as an int64 tensor on ``device``, made once: equal values give the same tensor. It is read only.
+    """``values`` as a cached int64 tensor on ``device``, which must not be written: equal values give the same tensor.
 
-    On CUDA they are copied from pinned memory without a wait. Raises ``RuntimeError`` in a graph capture for values
-    that no eager run has seen: the graph would own the memory.
+    On CUDA the values are copied from pinned memory, asynchronously. Raises ``RuntimeError`` in a graph capture for
+    values that no eager run has cached: the memory would belong to the graph.
     """
     if device.type != "cuda":
         return _host_table(values)
     table = _cuda_table(values, device)
     stream = torch.cuda.current_stream(device)
-    # A capture is entered through a synchronisation, and must not wait for events from outside.
+    # A capture starts with a synchronisation, and must not wait for events from outside.
     if stream != table.stream and not torch.cuda.is_current_stream_capturing():
         stream.wait_event(table.filled)
         table.values.record_stream(stream)

@@ -1,4 +1,4 @@
-"""What the Triton kernels here share: pieces of device code, and questions about a tensor or the machine."""
+"""Helpers of the Triton kernels: device functions, and properties of tensors and GPUs."""
 
 import functools
 
@@ -27,7 +27,7 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bf
 
 
 def triton_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name of it."""
+    """The Triton dtype for a torch dtype."""
     return _TRITON_DTYPES[dtype]
 
 
@@ -38,7 +38,7 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU; None for anything else."""
+    """Compute capability of an NVIDIA GPU; None for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)
@@ -46,14 +46,14 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 2 in the interpreter."""
+    """Number of multiprocessors of a GPU; 2 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def takes_tma(tensor: Tensor) -> bool:
     """Whether the tensor memory accelerator can address ``tensor`` [..., columns]: sm90, 16-byte rows, half precision.
 
-    In the interpreter descriptors are always served.
+    The interpreter supports descriptors on every device.
     """
     size = tensor.element_size()
     if (
@@ -68,29 +68,30 @@ def takes_tma(tensor: Tensor) -> bool:
 
 
 def dot_precision() -> str:
-    """How products of fp32 operands are taken: as torch's own, by ``torch.set_float32_matmul_precision``."""
+    """Precision of products of fp32 operands, as set by ``torch.set_float32_matmul_precision``."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def experts_descriptor(experts: Experts, num_experts: int, block: list[int]) -> TensorDescriptor:
-    """All experts' matrices, evenly spaced, as one [experts, rows, columns]: what is outside one of them reads as zero
-    and is not written, whatever lies behind it.
+    """Evenly spaced matrices as one tensor [experts, rows, columns].
+
+    An access outside a matrix reads 0 and writes nothing, even if another matrix lies there.
     """
     rows, columns = experts.base.shape
-    # One packed expert may have any distance to the next, which there is not.
+    # The stride of a single packed expert is arbitrary.
     stride = experts.stride if num_experts > 1 else rows * experts.base.stride(0)
     return TensorDescriptor(experts.base, [num_experts, rows, columns], [stride, experts.base.stride(0), 1], block)
 
 
 @triton.jit
 def tile_of(index: tl.tensor, tiles_rows: tl.tensor, tiles_columns: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
-    """Row and column of the tile with this index: groups of GROUP rows of tiles, column by column within a group.
+    """Row and column of the tile ``index``: groups of GROUP rows of tiles, column by column within a group.
 
-    Tiles that run at a time then share operands, which stay in L2.
+    Tiles that run at the same time then share operands in L2.
     """
     width = GROUP * tiles_columns
     first = index // width * GROUP
-    height = tl.maximum(min(tiles_rows - first, GROUP), 1)  # programs that no tile has come here too
+    height = tl.maximum(min(tiles_rows - first, GROUP), 1)  # programs without a tile come here too
     return first + index % width % height, index % width // height
 
 
@@ -106,7 +107,7 @@ def expert_pointer(
     SCATTERED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Where the expert's tensor starts: see ``Experts``."""
+    """Address of the expert's tensor: see ``Experts``."""
     if SCATTERED:
         pointer = tl.load(table_ptr + expert).to(tl.pointer_type(DTYPE))
         if ALIGNED:
@@ -118,7 +119,7 @@ def expert_pointer(
 
 @triton.jit
 def prefetch_to_l2(pointers: tl.tensor) -> None:
-    """Have the lines at ``pointers`` fetched into L2 (PTX)."""
+    """Prefetch the cache lines at ``pointers`` into L2 (PTX)."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

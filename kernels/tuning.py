@@ -1,8 +1,8 @@
-"""Which configuration of a kernel serves which shape: measured tables that ship, looked up and not made at run time.
+"""Looks up the configuration of a kernel for a shape in measured tables that ship with the library.
 
-A lookup is a pure function of shapes, so that a run is reproducible, and a CUDA graph capture meets nothing new. A
-shape that was not measured takes the configuration of the nearest one that was; a GPU without a table takes the
-kernel's default. ``maingrad bench tune`` measures, and writes a table.
+Nothing is measured at run time. A lookup is a pure function of shapes, so runs are reproducible, and a CUDA graph
+capture needs no warm-up for it. An unmeasured shape gets the configuration of the nearest measured one. A GPU without
+a table gets the default of the kernel. ``maingrad bench tune`` measures and writes a table.
 """
 
 import csv
@@ -29,17 +29,18 @@ __all__ = [
 
 COLUMNS = ("gpu", "op", "dtype", "experts", "rows", "n", "k", "config", "ms", "date", "torch", "triton")
 CUBLAS = "cublas"
-"""A row's configuration where the library was faster than the kernel."""
+"""The ``config`` of a row where cuBLAS was faster than the kernel."""
 _SHIPPED = "tuned.csv"
 _FARTHEST = {"wgrad_accumulate": 0.5, "wgrad_overwrite": 0.5}
-"""In powers of two, over all sizes together: a shape farther from every measured one takes the default; ``_FAR`` for
-other operations. The default of dense products is the library's, which is never far off.
+"""Largest distance to a measured shape whose configuration is used, in powers of two over all sizes; ``_FAR`` for other
+operations. Beyond this limit the default is used. The limit is small for dense products, because their default, cuBLAS,
+is always good.
 """
 _FAR = 4.0
 
 
 class Problem(NamedTuple):
-    """One product: op, dtype (torch's name without ``torch.``), experts (1: dense), rows of all of them, N and K."""
+    """One product: op, dtype (torch's name without ``torch.``), experts (1: dense), total rows, N and K."""
 
     op: str
     dtype: str
@@ -49,7 +50,7 @@ class Problem(NamedTuple):
     k: int
 
     def distance(self, other: "Problem") -> float:
-        """In powers of two: rows of an expert, N and K in full; the number of experts, which repeats work, less."""
+        """In powers of two: rows per expert, N and K count fully, the number of experts a quarter."""
         return (
             abs(_log2(self.rows / self.experts) - _log2(other.rows / other.experts))
             + abs(_log2(self.n) - _log2(other.n))
@@ -59,12 +60,12 @@ class Problem(NamedTuple):
 
 
 class TunedRow(NamedTuple):
-    """What was measured: the fastest configuration of one problem on one kind of GPU."""
+    """A measurement: the fastest configuration for one problem on one kind of GPU."""
 
     gpu: str
     problem: Problem
     config: str
-    """``name=value`` for each field that is not the kernel's default, with blanks between; or ``CUBLAS``."""
+    """Space-separated ``name=value`` for each field that differs from its default; or ``CUBLAS``."""
     ms: float
     date: str
     torch: str
@@ -120,9 +121,9 @@ _added: list[TunedRow] = []
 
 
 def load_tuning_table(path: str | Path) -> None:
-    """Add a table that ``maingrad bench tune`` wrote; its rows come before shipped ones of the same problem.
+    """Add a table that ``maingrad bench tune`` wrote. Its rows take precedence over shipped rows of the same problem.
 
-    To be called before the first product, since what was looked up stays. Raises ``ValueError`` for a broken table.
+    Call it before the first product: earlier lookups are cached. Raises ``ValueError`` for an invalid table.
     """
     _added[:0] = parse_table(Path(path).read_text(), str(path))
     tuned_config.cache_clear()
@@ -135,7 +136,7 @@ def _shipped() -> list[TunedRow]:
 
 @functools.lru_cache(maxsize=4096)
 def tuned_config(gpu: str, problem: Problem) -> dict[str, Any] | str | None:
-    """Fields of the kernel's configuration, or ``CUBLAS``; None where nothing near was measured on this kind of GPU."""
+    """Fields of the kernel's configuration, or ``CUBLAS``; None if no near shape was measured on this kind of GPU."""
     row = nearest(gpu, problem, (*_added, *_shipped()))
     if row is None:
         return None
@@ -143,7 +144,7 @@ def tuned_config(gpu: str, problem: Problem) -> dict[str, Any] | str | None:
 
 
 def nearest(gpu: str, problem: Problem, rows: tuple[TunedRow, ...]) -> TunedRow | None:
-    """The row of the same op and dtype that is nearest to ``problem``; the first of equals. None: none is near."""
+    """The nearest row of the same op and dtype, the first of equals; None if no row is near."""
     alike = [row for row in rows if row.gpu == gpu and row.problem[:2] == problem[:2]]
     if not alike:
         return None
@@ -153,5 +154,5 @@ def nearest(gpu: str, problem: Problem, rows: tuple[TunedRow, ...]) -> TunedRow 
 
 @functools.cache
 def gpu_name(device: torch.device) -> str:
-    """The kind of GPU that tables are kept for."""
+    """Name of the GPU, by which tables are keyed."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "none"

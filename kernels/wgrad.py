@@ -1,4 +1,4 @@
-"""Dense weight gradient into its accumulator: the one GEMM that this project is about.
+"""The dense weight gradient, added to its accumulator by one GEMM.
 
 Legend: T rows (tokens), N output features, K input features.
 """
@@ -29,12 +29,13 @@ def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: boo
     main_grad  [N, K]  accumulator, contiguous: fp32 under half-precision operands, or the operands' own dtype
     overwrite          beta = 0: ``main_grad`` is write-only and may hold anything, NaN included; otherwise beta = 1
 
-    On CUDA this is one kernel: no product tensor, no second pass over ``main_grad`` (relative error 9e-6 against fp64
-    for bf16 operands on an H200). It is cuBLAS with an fp32 epilogue, or the grouped kernel with one expert where the
-    shipped table has measured that to be faster: with few tokens. Elsewhere it is the reference. T may be 0.
+    On CUDA one kernel runs: there is no product tensor and no second pass over ``main_grad`` (relative error against
+    fp64: 9e-6 for bf16 operands on an H200). The kernel is cuBLAS with an fp32 epilogue, or the grouped kernel with one
+    expert for shapes where the tuning table says that it is faster (few tokens). On a CPU the reference runs. T may be
+    0.
 
-    Raises ``ValueError`` for shapes that do not fit together and ``TypeError`` for operands of different dtypes.
-    The method is Megatron-LM's ``gradient_accumulation_fusion``, with cuBLAS called through ``torch.addmm``.
+    Raises ``ValueError`` for shapes that do not match and ``TypeError`` for operands of different dtypes. The method is
+    Megatron-LM's ``gradient_accumulation_fusion``, with cuBLAS called through ``torch.addmm``.
     """
     rows = dy.shape[0] if dy.dim() == 2 == x.dim() else -1
     if rows != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
@@ -65,9 +66,7 @@ def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: boo
 
 
 def cublas_wgrad(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:
-    """Half-precision operands into an fp32 accumulator, which is both the addend and the output: cuBLAS reads C and
-    writes D in place.
-    """
+    """Half-precision operands and an fp32 accumulator, which cuBLAS both reads (as C) and writes (as D)."""
     if overwrite:
         torch.mm(dy.t(), x, out_dtype=torch.float32, out=main_grad)
     else:
@@ -75,11 +74,11 @@ def cublas_wgrad(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool) -
 
 
 def _kernel_for(dy: Tensor, x: Tensor, overwrite: bool) -> "WgradConfig | None":
-    """None: the library is faster, or nothing near this shape was measured on this GPU."""
+    """None: cuBLAS is faster, or no near shape was measured on this GPU."""
     if not HAS_TRITON or dy.stride(1) != 1 or x.stride(1) != 1:
         return None
     op = "wgrad_overwrite" if overwrite else "wgrad_accumulate"
-    # Both half precisions take the same time, and the table has one.
+    # fp16 and bf16 take the same time; the table has bf16 only.
     return _measured(dy.device, Problem(op, "bfloat16", 1, dy.shape[0], dy.shape[1], x.shape[1]))
 
 

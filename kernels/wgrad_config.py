@@ -1,4 +1,4 @@
-"""How the weight-gradient kernel is cut and compiled: what there is to choose from, and what is chosen unmeasured."""
+"""Configurations of the weight-gradient kernel: the candidates for tuning, and the default."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ __all__ = ["WGRAD_CANDIDATES", "WgradConfig", "default_wgrad_config"]
 
 
 class WgradConfig(NamedTuple):
-    """How the kernel is cut and compiled; any is right for any shape, but for ``tma`` (falls back to pointers)."""
+    """Tile sizes and compiler options. Each is correct for every shape; ``tma`` falls back to masked loads."""
 
     block_n: int
     block_k: int
@@ -16,18 +16,18 @@ class WgradConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False
-    """Operands by the tensor memory accelerator (sm90 and newer), otherwise by masked loads."""
+    """Load operands by the tensor memory accelerator (sm90 and newer), else by masked loads."""
     reduce: bool = False
-    """Accumulate by the accelerator's reduce-add: the tile of G is never read by a program. Evenly spaced G only."""
+    """Accumulate by the accelerator's reduce-add, so that programs do not read G. For evenly spaced G only."""
     parts: int = 1
-    """G is read and written in so many column blocks (1, 2 or 4), which takes fewer registers."""
+    """Number of column blocks (1, 2 or 4) in which G is read and written; more blocks need fewer registers."""
     group: int = 8
-    """Tiles in a row of tiles over N that share operands in L2."""
+    """Number of tiles along N that share operands in L2."""
     max_registers: int | None = None
-    """Per thread: fewer let more programs share a multiprocessor."""
+    """Registers per thread; fewer let more programs share a multiprocessor."""
     persistent: int = 0
-    """So many programs a multiprocessor take tile after tile, and load the next one's operands while they write this
-    one's result; 0: a program for each tile.
+    """Number of persistent programs per multiprocessor. Each computes tile after tile, and loads operands of the next
+    tile while it writes the current one. 0: one program per tile.
     """
 
 
@@ -57,7 +57,7 @@ WGRAD_CANDIDATES = (
 
 
 def default_wgrad_config(dtype: torch.dtype, capability: tuple[int, int] | None, rows_per_expert: float) -> WgradConfig:
-    """What is used where no measurement says better. ``capability`` None: no NVIDIA GPU."""
+    """The configuration for unmeasured shapes. ``capability`` None: no NVIDIA GPU."""
     if dtype is torch.float32:
         return WgradConfig(64, 64, 32, 4, 2)
     if capability is not None and capability >= (9, 0):

@@ -1,8 +1,8 @@
-"""Weights as one safetensors file: out of a checkpoint or a model, and into a model.
+"""Writes the weights of a checkpoint or a model to one safetensors file, and reads such a file into a model.
 
-Names are the model's own; a tensor with several names is stored under the first, and the others are in the file's own
-metadata. ``dtype`` None keeps each parameter's; another one is rounded from the fp32 master where there is one, so that
-``torch.float32`` gives the masters themselves. Buffers keep theirs.
+Names are those of the model. A tensor with several names is stored under the first name; the metadata of the file lists
+the others. ``dtype`` None keeps the dtype of each parameter. Another dtype is rounded from the fp32 master if there is
+one, so ``torch.float32`` gives the masters themselves. Buffers keep their dtype.
 """
 
 import json
@@ -32,9 +32,9 @@ __all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
 
 _TIED = "maingrad.tied"
 _CHECKSUMS = "maingrad.crc32"
-"""In the file's own metadata: of each tensor's dtype, shape and bytes. The format has none; other files have none."""
+"""Key in the file's metadata: CRC-32 of dtype, shape and bytes of each tensor. Files of other programs lack it."""
 _CHECKED = "maingrad.checked"
-"""Says that they are there: where one of the two names is damaged the other one is not."""
+"""Key that declares the checksums: if one of the two keys is damaged, the other still shows that they exist."""
 _KINDS = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -47,17 +47,17 @@ _KINDS = {
     "I64": torch.int64,
     "C64": torch.complex64,
 }
-"""By the format's names, all that is not floating-point."""
+"""All dtypes that are not floating point, by their names in the format."""
 
 
 def export_safetensors(
     checkpoint: str | os.PathLike[str], target: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write the weights in a checkpoint's folder to the file ``target``; no process group, no model.
+    """Write the weights in the folder of a checkpoint to the file ``target``. Needs no process group and no model.
 
-    dtype  None: each parameter's own; else that of all floating-point parameters
+    dtype  dtype of all floating-point parameters; None: each parameter keeps its dtype
 
-    Raises ``FileNotFoundError`` and ``ValueError`` as ``load_checkpoint`` does.
+    Raises ``FileNotFoundError`` and ``ValueError`` like ``load_checkpoint``.
     """
     _check_dtype(dtype)
     stored = open_checkpoint(Path(checkpoint))
@@ -85,14 +85,14 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model's weights to the file ``target``.
+    """Write the weights of a model to the file ``target``.
 
-    model      a ``DistributedDataParallel`` model: collective over its ranks, the first of which writes; any other
-               module is written by this process alone
-    optimizer  has the masters that ``dtype`` is rounded from; None: it is rounded from the parameters
-    dtype      None: each parameter's own; else that of all floating-point parameters
+    model      a ``DistributedDataParallel`` model: the call is collective over its ranks, and the first rank writes.
+               Another module is written by this process alone
+    optimizer  its masters are rounded to ``dtype``; None: the parameters are
+    dtype      dtype of all floating-point parameters; None: each parameter keeps its dtype
 
-    All ranks raise alike.
+    All ranks raise the same error.
     """
     _check_dtype(dtype)
     source = _whole_source_of(model)
@@ -121,15 +121,15 @@ def save_safetensors(
 def load_safetensors(
     source: str | os.PathLike[str], model: nn.Module, optimizer: DistributedOptimizer | None = None
 ) -> None:
-    """Read a file of weights into a model, in place; floating-point values are rounded to the model's dtypes.
+    """Read a file of weights into a model, in place. Floating-point values are rounded to the dtypes of the model.
 
-    model      a ``DistributedDataParallel`` model: collective over its ranks, each of which reads the file; any other
-               module is filled by this process alone
-    optimizer  its masters get the file's values unrounded; None: they follow the parameters at the next step. Moments
-               stay as they are
+    model      a ``DistributedDataParallel`` model: the call is collective over its ranks, and each rank reads the file.
+               Another module is read by this process alone
+    optimizer  its masters get the unrounded values; None: masters follow the parameters at the next step. Moments do
+               not change
 
-    A tied tensor may be in the file under any of its names. Raises ``ValueError``, alike on all ranks and before the
-    model has changed, for a file that is damaged, tensors that are missing, unknown or of another shape.
+    The file may hold a tied tensor under any of its names. Raises ``ValueError`` for a damaged file, and for tensors
+    that are missing, unknown or of another shape. All ranks raise alike, before the model changes.
     """
     whole = _whole_source_of(model)
     ranks, tensors = whole.ranks, whole.tensors
@@ -160,7 +160,7 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def _check_target(target: str | os.PathLike[str]) -> None:
-    """Raise ``ValueError`` for what is no name of a file, or a file of a checkpoint."""
+    """Raise ``ValueError`` if ``target`` is no file name, or a file of a checkpoint."""
     place = Path(os.path.realpath(target))
     if not os.fspath(target) or place.is_dir():
         raise ValueError(f"'{target}' is no file to write weights to: name one")
@@ -169,7 +169,7 @@ def _check_target(target: str | os.PathLike[str]) -> None:
 
 
 def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-    """Beside its place first: ``target`` is never half a file."""
+    """Write to a temporary file, then rename it, so that ``target`` is never incomplete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f"{target.name}.incomplete")
     stored = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
@@ -179,19 +179,19 @@ def _write(target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str])
         save_file(stored, staging, metadata)
         staging.replace(target)
     except (SafetensorError, OSError) as error:
-        staging.unlink(missing_ok=True)  # half a file would keep the disk full
+        staging.unlink(missing_ok=True)  # an incomplete file would keep the disk full
         raise OSError(f"'{target}' could not be written ({error})") from error
 
 
 def _checksum(tensor: Tensor) -> int:
     """CRC-32 of a contiguous CPU tensor's dtype, shape and bytes."""
     kind = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    contents: Any = tensor.view(-1).view(torch.uint8).numpy()  # a buffer, which its stubs for Python 3.11 do not say
+    contents: Any = tensor.view(-1).view(torch.uint8).numpy()  # a buffer; the stubs for Python 3.11 lack this
     return zlib.crc32(contents, zlib.crc32(kind))
 
 
 def _check_sums(file: Any, path: Path) -> None:
-    """Raise ``ValueError`` where a tensor is another than was written; a file from elsewhere has no checksums."""
+    """Raise ``ValueError`` if a tensor has changed since it was written. A file without checksums passes."""
     metadata = file.metadata() or {}
     if not {_CHECKED, _CHECKSUMS} & metadata.keys():
         return
@@ -215,9 +215,9 @@ def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _gather_masters(optimizer: DistributedOptimizer, ranks: CheckpointRanks) -> Iterator[tuple[str, Tensor]]:
-    """On the first rank of an instance the masters of parameters in half precision, one at a time; else nothing.
+    """Yields, on the first rank of an instance, the masters of half-precision parameters, one at a time.
 
-    Collective over the instance.
+    Other ranks yield nothing. Collective over the instance.
     """
     slices = [part for part in optimizer.slices if part.master.dtype is not part.param.dtype]
     mine = [(part.start, part.end) for part in slices]
@@ -229,7 +229,7 @@ def _gather_masters(optimizer: DistributedOptimizer, ranks: CheckpointRanks) -> 
         numel = part.wired.owned.param.numel()
         owners = [rank for rank, parts in enumerate(ranges) if parts[index][0] < parts[index][1]]
         if ranges[0][index] == (0, numel):
-            owners = [0]  # all of it is there, whoever else has it
+            owners = [0]  # the first rank has all of it
         if here == 0:
             whole = torch.empty(numel, dtype=part.master.dtype, device=part.master.device)
             for rank in owners:
@@ -244,7 +244,7 @@ def _gather_masters(optimizer: DistributedOptimizer, ranks: CheckpointRanks) -> 
 
 
 def _match(path: Path, tensors: ModelTensors, present: Mapping[str, Tensor]) -> dict[str, str]:
-    """Under which name of the file each tensor of the model lies. Raises where they do not match."""
+    """Name in the model -> name in the file, for each tensor. Raises ``ValueError`` if they do not match."""
     if not path.exists():
         raise FileNotFoundError(f"there is no file '{path}'")
     try:
@@ -276,14 +276,14 @@ def _check_like(stored: Any, tensor: Tensor, name: str, path: Path) -> None:
     shape, dtype = stored.get_shape(), stored.get_dtype()
     if list(shape) != list(tensor.shape):
         raise ValueError(f"'{name}' has shape {list(shape)} in '{path}' and {list(tensor.shape)} in the model")
-    # Floating-point values are rounded; a number of another kind would be another number.
+    # Only floating-point values may be rounded; a conversion of other types would change values.
     same = dtype.startswith(("F", "BF")) if tensor.is_floating_point() else _KINDS.get(dtype) is tensor.dtype
     if not same:
         raise ValueError(f"'{name}' is {dtype} in '{path}' and {tensor.dtype} in the model")
 
 
 def _whole_source_of(model: nn.Module) -> WrapperSource:
-    """The model's ranks and tensors. Raises ``ValueError`` where no rank has whole parameters."""
+    """The ranks and tensors of the model. Raises ``ValueError`` if no rank has whole parameters."""
     source = source_of(model)
     if not isinstance(source, WrapperSource):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Modules whose weight-gradient GEMM runs straight into ``main_grad``, and the conversion of existing models."""
+"""Modules whose weight-gradient GEMM writes to ``main_grad``, and the conversion of existing models to them."""
 
 from .convert import convert_linears as convert_linears
 from .convert import unconvert as unconvert

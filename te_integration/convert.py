@@ -1,4 +1,4 @@
-"""``convert_linears``: an existing model's linear layers become fused ones, in place; ``unconvert`` takes it back."""
+"""``convert_linears``: make the linear layers of a model fused, in place; ``unconvert`` undoes it."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -28,37 +28,37 @@ _ATTENTION_MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_pr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What ``convert_linears`` did. A module in several places goes by its first name; the model itself by ''."""
+    """The result of ``convert_linears``. A module with several names has its first one; the model's own name is ''."""
 
     converted: tuple[str, ...]
-    """Names of the modules that are fused now, in ``named_modules`` order."""
+    """Names of the modules that became fused, in ``named_modules`` order."""
     skipped: dict[str, str]
-    """Name of each module that holds a linear layer's weight and was left as it is -> why."""
+    """Module name -> why the module, which holds the weight of a linear layer, was not converted."""
 
 
 def convert_linears(model: nn.Module) -> Conversion:
     """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
 
-    Converted are modules whose type is exactly ``nn.Linear``, our own modules that were built unfused, and Hugging
-    Face's ``Conv1D``. Subclasses compute something else and are skipped by name; their gradients reach ``main_grad``
-    through the provider's hook, as those of every other parameter do.
+    Three kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
+    unfused, and Hugging Face's ``Conv1D``. A subclass may compute something else, so it is skipped and listed by name;
+    its gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter.
 
-    Only the module's class changes. The module object stays, with its parameters, hooks, buffers, mode and whatever was
-    set on it, so that references held elsewhere, tied weights, state-dict keys and ``isinstance(module, nn.Linear)``
-    stay true; a copy into new modules would lose some of that. It works on the meta device too.
+    Only the class of a module changes. The module object keeps its parameters, hooks, buffers, mode and attributes.
+    References to it, tied weights, state-dict keys and ``isinstance(module, nn.Linear)`` therefore stay valid. Models
+    on the meta device can be converted too.
 
-    Frozen weights are converted as well: a fused layer computes a weight gradient only where ``requires_grad`` asks for
-    it, so that freezing and unfreezing up to the wrap need no second conversion.
+    Frozen weights are converted as well. A fused layer computes a weight gradient only if ``requires_grad`` is set, so
+    parameters may be frozen and unfrozen until the model is wrapped.
 
-    Whether a layer runs as a module cannot be known from here. The weight of a converted layer that somebody reads as a
-    matrix (as ``nn.TransformerEncoderLayer`` does in its inference path) has a plain gradient there, which the hook
-    adds; ``num_fused_writes`` in ``DistributedDataParallel.records`` tells which weights a fused GEMM really wrote.
+    Some code reads the weight of a layer instead of calling the layer (the inference path of
+    ``nn.TransformerEncoderLayer``). That weight then has an ordinary gradient, which the hook adds.
+    ``num_fused_writes`` in ``DistributedDataParallel.records`` counts what fused GEMMs wrote to each weight.
 
-    A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` is the way back.
-    ``torch.fx`` traces through fused layers and not around them: trace first, then convert the ``GraphModule``.
+    A converted model needs a provider of ``main_grad`` by its first backward; ``unconvert`` undoes the conversion.
+    ``torch.fx`` traces into fused layers: trace first, then convert the ``GraphModule``.
 
-    Raises ``TypeError`` if ``model`` is not a module, and ``ValueError``, with the model unchanged, if it is wrapped
-    already: how a gradient is stored was decided then, from the modules that there were.
+    Raises ``TypeError`` if ``model`` is not a module. Raises ``ValueError``, with the model unchanged, if the model is
+    wrapped already: the wrapper has then decided how each gradient is stored.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_linears takes an nn.Module, got {type(model).__name__}")
@@ -83,15 +83,15 @@ def convert_linears(model: nn.Module) -> Conversion:
 
 
 def unconvert(model: nn.Module) -> tuple[str, ...]:
-    """Have autograd deliver every weight gradient of ``model`` again, so that it needs no provider of ``main_grad``.
+    """Let autograd deliver every weight gradient of ``model`` again, so that no provider of ``main_grad`` is needed.
 
-    What ``convert_linears`` has made of ``nn.Linear`` and ``Conv1D`` has its class back; our own modules, whoever fused
-    them, stay ours with ``fuse_wgrad_accumulation=False``, and delay what they delay. As there, module objects stay,
-    with parameters, hooks, names and what was set on them; ``convert_linears`` may follow again.
+    Converted ``nn.Linear`` and ``Conv1D`` modules get their class back. maingrad modules keep their class, get
+    ``fuse_wgrad_accumulation=False``, and still delay weight gradients if they did. Module objects keep their
+    parameters, hooks, names and attributes. ``convert_linears`` may be called again later.
 
     Returns the names of the modules that were fused, in ``named_modules`` order. Raises ``TypeError`` if ``model`` is
-    not a module, and ``ValueError``, with the model unchanged, while it is wrapped or sharded, or where a module still
-    has weight gradients to compute.
+    not a module. Raises ``ValueError``, with the model unchanged, if the model is wrapped or sharded, or if a module
+    has delayed weight gradients that are not computed yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unconvert takes an nn.Module, got {type(model).__name__}")
@@ -132,10 +132,10 @@ def _fuse(module: nn.Module) -> None:
 
 def _unfuse(module: LinearModule) -> None:
     own = vars(module)
-    own.pop("_uses", None)  # of products that were fused
+    own.pop("_uses", None)  # these describe fused products
     if isinstance(module, FusedConv1D):
         module.__class__ = module._unfused
-    elif type(module) is Linear and "label" not in own:  # which its constructor would have set
+    elif type(module) is Linear and "label" not in own:  # no Linear constructor ran: the module was an nn.Linear
         del own["fuse_wgrad_accumulation"]
         cast(nn.Module, module).__class__ = nn.Linear
     else:
@@ -182,7 +182,7 @@ def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
 
 
 def _is_sharded(weight: nn.Parameter) -> bool:
-    """By ``maingrad.fsdp``, which is not imported here, or by torch."""
+    """Whether ``maingrad.fsdp`` (which this folder must not import) or torch has sharded the weight."""
     return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)
 
 

@@ -1,4 +1,4 @@
-"""``Sequential``: modules one after another, extra inputs handed to those that take them."""
+"""``Sequential``: modules in order, with extra inputs for the modules that take them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +11,10 @@ __all__ = ["Sequential"]
 
 
 class Sequential(nn.Sequential):
-    """``nn.Sequential`` whose modules may take more than the output of the one before.
+    """``nn.Sequential`` whose modules may take extra inputs beside the output of the previous module.
 
-    A module says by an attribute ``num_extra_inputs`` (of the class or the instance; 0 where there is none) how many;
-    they are taken from the extra inputs of ``forward`` in the modules' order. A nested ``Sequential`` takes those of
+    A module declares the number by an attribute ``num_extra_inputs`` of its class or instance (default: 0). The extra
+    inputs of ``forward`` are handed out in the order of the modules. A nested ``Sequential`` takes the extra inputs of
     all its modules::
 
         class AddTo(nn.Module):
@@ -26,19 +26,19 @@ class Sequential(nn.Sequential):
         block = Sequential(LayerNormMLP(64, 256), AddTo())
         y = block(x, residual)
 
-    ``backward_dw()`` and ``need_backward_dw()`` speak for the modules inside, at any depth. Providers register their
-    functions with the modules themselves, of which a container is none.
+    ``backward_dw()`` and ``need_backward_dw()`` call those of the modules inside, at any depth. A provider of
+    ``main_grad`` registers its functions with these modules, not with the container.
 
     Keys of the state dict, slicing and ``append`` are ``nn.Sequential``'s.
     """
 
     @property
     def num_extra_inputs(self) -> int:
-        """How many inputs ``forward`` takes beside the first."""
+        """Number of inputs that ``forward`` takes after the first."""
         return sum(map(_num_extra_inputs, self))
 
     def forward(self, input: Any, *extra_inputs: Any) -> Any:
-        """Run all modules. Raises ``TypeError`` for another number of extra inputs than the modules take."""
+        """Run all modules. Raises ``TypeError`` if the number of extra inputs is not what the modules take in sum."""
         if len(extra_inputs) != self.num_extra_inputs:
             takers = [f"{name}: {_num_extra_inputs(op)}" for name, op in self.named_children() if _num_extra_inputs(op)]
             raise TypeError(
@@ -55,12 +55,12 @@ class Sequential(nn.Sequential):
         return any(module.need_backward_dw() for module in self._delaying())
 
     def backward_dw(self) -> None:
-        """Each module's ``backward_dw()``, last module first; a module that is here several times runs once."""
+        """Call ``backward_dw()`` of each module, last module first; a module that occurs several times runs once."""
         for module in reversed(list(self._delaying())):
             module.backward_dw()
 
     def _delaying(self) -> Iterator[Any]:
-        """The modules that delay, and not the containers that only pass the call on; each once."""
+        """The modules that delay, each once. Containers, which only pass the call on, are left out."""
         for module in self.modules():
             if hasattr(module, "backward_dw") and not isinstance(module, Sequential | AroundModule):
                 yield module

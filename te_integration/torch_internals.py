@@ -1,6 +1,6 @@
-"""torch's private names that ``te_integration`` rests on, each with the public way that is missing.
+"""The private names of torch that ``te_integration`` uses, each with the public interface that torch lacks.
 
-``torch.distributed.pipelining`` is imported when somebody has a pipeline, and not before: it takes half a second.
+``torch.distributed.pipelining`` is imported in a function: the import takes half a second, and only pipelines need it.
 """
 
 import sys
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 are_transforms_active = torch._C._are_functorch_transforms_active
-"""Whether one of ``torch.func``'s transforms runs in this thread. Missing: torch asks tensors, which may be plain."""
+"""Whether a ``torch.func`` transform runs in this thread. torch's public test needs a transformed tensor."""
 
 
 def _register_prehook(node: Any, fn: Any) -> Any:
@@ -28,26 +28,27 @@ def _register_prehook(node: Any, fn: Any) -> Any:
 
 
 def watch_prehooks(function: Any) -> None:
-    """Have nodes of an autograd function remember that they got a prehook. Missing: a node names no hook it has."""
+    """Let nodes of an autograd function remember that they got a prehook. torch cannot list the hooks of a node."""
     function._backward_cls.register_prehook = _register_prehook
 
 
 class PipelineStep(NamedTuple):
-    """A step, or an evaluation, of one of torch's pipeline schedules."""
+    """A running ``step()`` or ``eval()`` of a pipeline schedule of torch."""
 
     num_microbatches: int
     losses: list[Any]
-    """Of its last stage, kept from forward to backward; those of a step that failed are still there in the next."""
+    """Losses of the last stage, from forward to backward. Losses of a failed step are still here in the next step."""
 
 
 def running_pipeline_step() -> PipelineStep | None:
-    """That of the schedule which calls, through any number of functions; None where nobody of torch's does.
+    """The step of the torch schedule that calls this function, directly or not; None if no schedule does.
 
-    Missing: torch tells a stage the number of microbatches when a schedule first runs on it, and never again, so that
-    of two schedules that take turns the other's would count. Nothing that a schedule hands to its stages in each step
-    names the schedule. ``RuntimeError`` where this torch's schedules do not have these two under the names known here.
+    torch tells a stage its number of microbatches only when a schedule first runs the stage. If two schedules take
+    turns on one stage, that number may belong to the other schedule. No argument that a schedule passes to its stages
+    names the schedule, so the schedule is found on the call stack. Raises ``RuntimeError`` if this version of torch
+    names the two attributes differently.
     """
-    from torch.distributed.pipelining import schedules  # not before somebody has a pipeline: it takes half a second
+    from torch.distributed.pipelining import schedules
 
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -66,14 +67,14 @@ def running_pipeline_step() -> PipelineStep | None:
 
 
 def have_inputs_require_grad(stage: Any) -> None:
-    """Have what a pipeline stage receives require gradients, in a step after an evaluation.
+    """Let the receive buffers of a pipeline stage require gradients, in a step after an evaluation.
 
-    Missing: before torch 2.13 a stage whose first run was ``schedule.eval()`` made its buffers without, and raised in
-    its first step, when there was no gradient to send back. Later ones decide at each forward.
+    Before torch 2.13, a stage whose first run is ``schedule.eval()`` creates buffers that require no gradient. The
+    first step of the stage then raises, since there is no gradient to send back. Newer versions decide at each forward.
     """
     for received in stage.args_recv_info.values():
         for info in received:
             buffer = getattr(info, "buffer", None)
-            decided_later = hasattr(info, "tensor_meta")
+            decided_later = hasattr(info, "tensor_meta")  # torch 2.13
             if isinstance(buffer, Tensor) and not decided_later and buffer.is_floating_point():
                 buffer.requires_grad_()

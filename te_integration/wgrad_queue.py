@@ -1,8 +1,8 @@
-"""``WgradQueue``: weight gradients that were put off, and the orders in which they can be computed.
+"""``WgradQueue``: delayed weight gradients, and the orders in which they can be computed.
 
-A backward whose weight gradients are delayed runs the input gradients only, and is over sooner. The rest is independent
-work that fits anywhere later in the schedule; drained in bucket order, each bucket's reduction runs under the weight
-gradients of the next.
+A backward with delayed weight gradients computes the input gradients only, and ends earlier. The weight gradients are
+independent work that fits anywhere later in the schedule. If they are computed in bucket order, the reduction of each
+bucket overlaps the weight gradients of the next bucket.
 """
 
 import sys
@@ -21,7 +21,7 @@ __all__ = ["RunRecord", "WgradQueue", "delayed_wgrad", "drain_modules"]
 
 
 class RunRecord(NamedTuple):
-    """One weight gradient that was computed, for ``WgradQueue.log``."""
+    """A weight gradient that was computed: an entry of ``WgradQueue.log``."""
 
     owner: str
     microbatch: int
@@ -31,24 +31,26 @@ class RunRecord(NamedTuple):
 class WgradQueue:
     """Delayed weight gradients of one module, one pipeline chunk, or a whole model.
 
-    Entries of one backward form a microbatch, reentrant recompute included; microbatches are numbered as their
-    backwards come, or named by ``microbatch``. For one parameter entries run in the order in which they were queued.
-    Threads that drain one queue do so one after the other. Draining raises ``RuntimeError`` that names a module whose
-    weights were freed, after it has computed the others, and its entries are gone then.
+    The entries of one backward form a microbatch; a nested backward of reentrant recompute belongs to the outer one.
+    Microbatches are numbered in the order of their backwards, unless ``microbatch`` gives the number. The entries of
+    one parameter run in the order in which they were queued. Threads may drain one queue; they take turns.
 
-    Keep it until it is drained: modules and graphs refer to it weakly. What is pending in a queue that is let go is
-    refused by name in the next step over its weights.
+    If a module with pending entries was freed, draining computes all other entries, drops these, and raises
+    ``RuntimeError`` with the name of the module.
+
+    Keep a reference to the queue until it is drained: modules and graphs refer to it weakly. If a queue with pending
+    entries is freed, the next optimizer step over their weights raises an error that names them.
     """
 
     def __init__(self) -> None:
         self._entries: deque[DelayedWgrad] = deque()
-        self._retired: list[DelayedWgrad] = []  # tensors that another stream still reads
+        self._retired: list[DelayedWgrad] = []  # another stream still reads their tensors
         self._draining = threading.RLock()
         self._named_microbatch: int | None = None
         self._backward = -1  # graph task of the latest entry
         self._microbatch = -1
         self.log: list[RunRecord] | None = None
-        """Set to a list to record what runs, in order."""
+        """Set this to a list to record each computed weight gradient, in order."""
 
     def __len__(self) -> int:
         """Number of pending weight gradients."""
@@ -59,7 +61,7 @@ class WgradQueue:
         return iter(tuple(self._entries))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradQueue":
-        """An empty queue: what is pending belongs to the original's parameters."""
+        """An empty queue: pending entries belong to the parameters of the original."""
         return WgradQueue()
 
     def __reduce__(self) -> Any:
@@ -71,7 +73,7 @@ class WgradQueue:
                 entry.lose()
 
     def put(self, entry: DelayedWgrad) -> None:
-        """Append one; called from backward."""
+        """Append an entry. Backward calls this."""
         if self._named_microbatch is not None:
             self._microbatch = self._named_microbatch
         else:
@@ -83,7 +85,7 @@ class WgradQueue:
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
-        """Backwards in here belong to microbatch ``index``, however many there are."""
+        """All backwards in this context belong to microbatch ``index``."""
         before, self._named_microbatch = self._named_microbatch, index
         try:
             yield
@@ -101,22 +103,22 @@ class WgradQueue:
         return list(dict.fromkeys(entry.pending.owner for entry in self._entries))
 
     def drain(self) -> None:
-        """Compute everything, in bucket order: a bucket is complete, and its reduction launched, as early as can be."""
+        """Compute everything in bucket order, so that each bucket is complete, and reduced, as early as possible."""
         self._run(lambda entry: True, key=lambda entry: entry.bucket_index)
 
     def drain_microbatch(self, index: int) -> None:
-        """Compute one microbatch's, in bucket order; nothing where it has none."""
+        """Compute the entries of microbatch ``index``, if any, in bucket order."""
         self._run(lambda entry: entry.pending.microbatch == index, key=lambda entry: entry.bucket_index)
 
     def drain_oldest_microbatch(self) -> None:
-        """Compute the oldest microbatch's, in the order in which they were queued; nothing where none is pending."""
+        """Compute the entries of the oldest pending microbatch, if any, in queue order."""
         entries = tuple(self._entries)
         if entries:
             oldest = entries[0].pending.microbatch
             self._run(lambda entry: entry.pending.microbatch == oldest, key=lambda entry: 0)
 
     def drain_module(self, module: nn.Module) -> None:
-        """Compute those of ``module``'s weights, children's included, in the order in which they were queued."""
+        """Compute the entries of the weights of ``module`` and its children, in queue order."""
         mine = set(map(id, module.parameters()))
         self._run(
             lambda entry: any(id(form) in mine for weight in entry.weights() for form in forms_of(weight)),
@@ -124,7 +126,7 @@ class WgradQueue:
         )
 
     def clear(self) -> None:
-        """Give up everything that is pending, in an iteration that is abandoned."""
+        """Drop all pending entries, when an iteration is abandoned."""
         while self._entries:
             self._entries.popleft().drop()
 
@@ -138,10 +140,10 @@ class WgradQueue:
 
     def _run(self, chosen: Callable[[DelayedWgrad], bool], key: Callable[[DelayedWgrad], int]) -> None:
         with self._draining:
-            entries = tuple(self._entries)  # backwards may queue more meanwhile
+            entries = tuple(self._entries)  # a concurrent backward may append
             orphans = [entry for entry in entries if entry.is_orphaned]
             mine = [entry for entry in entries if not entry.is_orphaned and chosen(entry)]
-            for entry in sorted(mine, key=key):  # stable: queued order within a key
+            for entry in sorted(mine, key=key):  # stable sort: queue order within a key
                 self._run_one(entry)
             for entry in orphans:
                 self._entries.remove(entry)
@@ -163,30 +165,32 @@ class WgradQueue:
 
 
 def drain_modules(model: nn.Module) -> None:
-    """Compute everything that the modules of ``model`` have delayed in queues of their own, in bucket order."""
+    """Compute, in bucket order, what the modules of ``model`` have delayed into their own queues."""
     found = (getattr(module, "wgrad_queue", None) for module in model.modules())
     queues = dict.fromkeys(queue for queue in found if isinstance(queue, WgradQueue))
     waiting = [(entry.bucket_index, entry.sequence, entry, queue) for queue in queues for entry in queue]
     for _, _, entry, queue in sorted(waiting, key=lambda item: item[:2]):
         with queue._draining:
-            if entry in queue._entries:  # and not drained by another thread since
+            if entry in queue._entries:  # another thread may have drained it
                 queue._run_one(entry)
 
 
 @contextmanager
 def delayed_wgrad(queue: WgradQueue) -> Iterator[WgradQueue]:
-    """Forwards in here delay the weight gradients of all our modules into ``queue``::
+    """Forwards in this context delay the weight gradients of all maingrad modules into ``queue``::
 
         with delayed_wgrad(queue):
             loss = model(batch)
         loss.backward()   # input gradients only
-        queue.drain()     # weight gradients; each bucket's reduction runs under the next bucket's
+        queue.drain()     # weight gradients; the reduction of each bucket overlaps those of the next bucket
 
-    It speaks of forwards, so that a backward may come at any time later. A module with ``delay_wgrad_compute=True``
-    keeps using its own queue. Raises ``RuntimeError`` in a module whose parameters belong to a foreign provider, since
-    Megatron asks once, when it wraps, which gradients are delayed. Inside reentrant recompute the forward that counts
-    runs in backward, outside the block, and weight gradients are computed there. Recompute without reentrance delays as
-    its first forward did, whether its backward runs in a block or not.
+    Only the forward must run in this context; the backward may run at any later time. A module with
+    ``delay_wgrad_compute=True`` keeps using its own queue. A module whose parameters belong to another provider raises
+    ``RuntimeError``: Megatron asks only once, when it wraps a model, which gradients are delayed.
+
+    Activation recompute: under reentrant checkpointing, the forward that builds the graph runs in backward, outside
+    this context, so backward computes the weight gradients. Under non-reentrant checkpointing, the recompute delays if
+    the first forward did.
     """
     with delaying_into(queue):
         yield queue

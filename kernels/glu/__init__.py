@@ -1,4 +1,4 @@
-"""Gated activations scaled by row: what stands between an expert's two products.
+"""Gated activations scaled by row: the operation between the two products of an expert.
 
 Imports the files of ``kernels`` itself.
 """

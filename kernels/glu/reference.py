@@ -1,8 +1,8 @@
-"""The plain PyTorch oracle of gated activations that are scaled by row, and of their gradients.
+"""The reference implementation of gated activations scaled by row, and of their gradients.
 
-Legend: T rows, F features. ``h`` [T, 2F] is the gate's half g and then the linear half l, ``probs`` [T] are p.
+Legend: T rows, F features. ``h`` [T, 2F] holds the gate g, then the linear half l; ``probs`` [T] is p.
 
-Both are differentiable as they stand, so that they also serve second derivatives and a compiled graph.
+Autograd differentiates both functions, for second derivatives and compiled graphs.
 """
 
 import math
@@ -25,18 +25,18 @@ GLU_ACTIVATIONS: dict[str, tuple[str, float]] = {
     "reglu": ("relu", 1.0),
     "sreglu": ("squared_relu", 1.0),
 }
-"""Name -> which function of the gate, and its alpha where none is given."""
+"""Name -> function of the gate, and default alpha."""
 
 
 class Glu(NamedTuple):
-    """A gated activation with its numbers filled in."""
+    """A gated activation with its parameters."""
 
     function: str
     """``sigmoid_linear``: ``g sigmoid(alpha g)``; ``gelu``: its tanh approximation; ``sigmoid``, ``relu``,
     ``squared_relu``."""
     alpha: float
     limit: float | None
-    """The gate is clamped to it from above, the linear half from both sides; None: neither is."""
+    """Upper bound of the gate, and bound of the absolute value of the linear half; None: no clamping."""
     offset: float
     """Added to the linear half after clamping."""
 
@@ -55,7 +55,7 @@ def scaled_glu_backward_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """``dh`` [T, 2F] and ``dp`` [T]: ``dg = da p act'(g) l``, ``dl = da p act(g)``, ``dp = sum of da act(g) l`` over F.
 
-    Nothing flows into what was clamped away.
+    The gradient of a clamped element is 0.
     """
     gate, linear = _halves(h, glu)
     value, slope = _value_and_slope(gate, glu)

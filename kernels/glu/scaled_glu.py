@@ -1,4 +1,4 @@
-"""Gated activations scaled by row: what stands between the two products of an expert, with its routing probability.
+"""Gated activations scaled by row: the operation between the two products of an expert.
 
 Legend: T rows, F features.
 """
@@ -28,16 +28,15 @@ def scaled_glu(
 
     =====  ========  =================================================================
     h      [T, 2F]   bf16, fp16, fp32 or fp64
-    probs  [T]       p, any floating dtype, or None: ones
+    probs  [T]       p, any floating dtype; None: 1
     a      [T, F]    dtype of ``h``; computed in fp32 (fp64 for fp64) and rounded once
     =====  ========  =================================================================
 
-    ``activation`` is swiglu, geglu (its tanh approximation), qgeglu, glu, reglu, sreglu, or clamped_swiglu, GPT-OSS's,
-    which alone reads the three numbers: ``min(g, limit) sigmoid(alpha min(g, limit)) (clamp(l, -limit, limit) +
-    linear_offset)``. A row is a function of that row alone, whatever lies in the others. Where autograd records, the
-    oracle runs, whose steps it knows.
+    ``activation`` is swiglu, geglu (tanh approximation), qgeglu, glu, reglu, sreglu or clamped_swiglu. Only
+    clamped_swiglu (GPT-OSS) uses the three parameters: ``min(g, limit) sigmoid(alpha min(g, limit)) (clamp(l, -limit,
+    limit) + linear_offset)``. Each output row depends on its input row only. If autograd records, the reference runs.
 
-    Raises ``ValueError`` for an unknown activation and for shapes that do not fit together, ``TypeError`` for dtypes.
+    Raises ``ValueError`` for an unknown activation and for shapes that do not match, ``TypeError`` for wrong dtypes.
     """
     glu = resolve_glu("scaled_glu", activation, limit, alpha, linear_offset)
     check_halves("scaled_glu", h, probs)
@@ -60,13 +59,13 @@ def scaled_glu_backward(
 
     ======  =======  ===================================================================================
     da      [T, F]   gradient of the output, dtype of ``h``
-    h       [T, 2F]  as given to the forward, like ``probs``
+    h       [T, 2F]  as in the forward, like ``probs``
     dh      [T, 2F]  dtype of ``h``
-    dprobs  [T]      fp32 (fp64 for fp64), in an order fixed by F and alignment; None where ``probs`` is
+    dprobs  [T]      fp32 (fp64 for fp64), summed in a fixed order; None if ``probs`` is None
     ======  =======  ===================================================================================
 
-    One pass over ``da`` and ``h``: the activation is computed again, so that the forward need not keep it. Where
-    autograd records, for second derivatives, the oracle runs.
+    One pass over ``da`` and ``h``, which recomputes the activation, so that the forward need not save it. If autograd
+    records (for second derivatives), the reference runs.
     """
     glu = resolve_glu("scaled_glu_backward", activation, limit, alpha, linear_offset)
     check_halves("scaled_glu_backward", h, probs)

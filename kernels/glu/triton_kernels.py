@@ -1,6 +1,6 @@
-"""Gated activations scaled by row, and their gradients, in Triton: every operand is read once and written once.
+"""Triton kernels of gated activations scaled by row, and of their gradients. Each operand is read or written once.
 
-Legend: T rows, F features; BLOCK_T x BLOCK_F elements of each half to a step of a program.
+Legend: T rows, F features. A step of a program handles BLOCK_T x BLOCK_F elements of each half.
 """
 
 import torch
@@ -12,15 +12,12 @@ from ..compat import device_of
 from .reference import GELU_CUBE, GELU_SLOPE, Glu
 
 __all__ = [
-    "glu_gradients",
-    "glu_numbers",
-    "glu_value",
     "scaled_glu_backward_triton",
     "scaled_glu_triton",
 ]
 
 _TILE = 2048
-"""Elements of each half in a program's step: with 4 warps, 16 to a thread, two loads of 16 bytes in bf16."""
+"""Elements of each half per step: 16 per thread with 4 warps, which are two loads of 16 bytes in bf16."""
 _NUM_WARPS = 4
 
 _GELU_SLOPE = tl.constexpr(GELU_SLOPE)
@@ -29,7 +26,7 @@ _GELU_CUBE = tl.constexpr(GELU_CUBE)
 
 @triton.jit
 def _value_and_slope(gate: tl.tensor, alpha: tl.tensor, FUNCTION: tl.constexpr) -> tl.tensor:
-    """``act(g)`` and ``act'(g)``; the compiler drops the one that nobody reads."""
+    """``act(g)`` and ``act'(g)``; the compiler removes an unused result."""
     if FUNCTION == "relu":
         slope = tl.where(gate > 0, 1.0, 0.0)
         value = tl.where(gate <= 0, 0.0, gate)  # NaN stays NaN
@@ -56,7 +53,7 @@ def _value_and_slope(gate: tl.tensor, alpha: tl.tensor, FUNCTION: tl.constexpr) 
 def _clamped(
     gate: tl.tensor, linear: tl.tensor, limit: tl.tensor, offset: tl.tensor, CLAMPED: tl.constexpr
 ) -> tl.tensor:
-    """g and l as the activation sees them, and where they were not clamped; comparisons let NaN through."""
+    """Clamped g and l, and masks of the elements that were not clamped. The comparisons keep NaN."""
     gate_free = gate <= limit
     linear_free = tl.abs(linear) <= limit
     if CLAMPED:
@@ -66,7 +63,7 @@ def _clamped(
 
 
 @triton.jit
-def glu_value(
+def _glu_value(
     gate: tl.tensor, linear: tl.tensor, alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
     FUNCTION: tl.constexpr, CLAMPED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
@@ -77,12 +74,12 @@ def glu_value(
 
 
 @triton.jit
-def glu_gradients(
+def _glu_gradients(
     upstream: tl.tensor, p: tl.tensor, gate: tl.tensor, linear: tl.tensor,
     alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
     FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Of fp32 halves: dg, dl, and the terms of dp, ``da act(g) l``; p [rows, 1] is read where SCALED."""
+    """dg, dl and the terms of dp, ``da act(g) l``, of fp32 halves; p [rows, 1] is used if SCALED."""
     gate, linear, gate_free, linear_free = _clamped(gate, linear, limit, offset, CLAMPED)
     value, slope = _value_and_slope(gate, alpha, FUNCTION)
     terms = upstream * value * linear
@@ -102,14 +99,14 @@ def _scaled_glu_kernel(
     alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
     FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_T rows, BLOCK_F features."""
+    """A program computes BLOCK_T rows and BLOCK_F features."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = (row < T)[:, None] & (column < F)[None, :]
     at = h + row[:, None] * stride_h + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
     linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-    value = glu_value(gate, linear, alpha, limit, offset, FUNCTION, CLAMPED)
+    value = _glu_value(gate, linear, alpha, limit, offset, FUNCTION, CLAMPED)
     if SCALED:
         value = value * tl.load(probs + row, mask=row < T, other=0.0).to(tl.float32)[:, None]
     tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
@@ -122,7 +119,7 @@ def _scaled_glu_backward_kernel(
     alpha: tl.tensor, limit: tl.tensor, offset: tl.tensor,
     FUNCTION: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_T whole rows, so that the sum over features stays in registers."""
+    """A program computes BLOCK_T whole rows, so that the sum over features stays in registers."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     p = 1.0
     if SCALED:
@@ -135,7 +132,7 @@ def _scaled_glu_backward_kernel(
         at = h + row[:, None] * stride_h + column[None, :]
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
         linear = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_F]
-        dgate, dlinear, terms = glu_gradients(
+        dgate, dlinear, terms = _glu_gradients(
             upstream, p, gate, linear, alpha, limit, offset, FUNCTION, CLAMPED, SCALED
         )
         if SCALED:
@@ -157,7 +154,7 @@ def scaled_glu_triton(h: Tensor, probs: Tensor | None, glu: Glu) -> Tensor:
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_kernel[(triton.cdiv(rows, block_t), triton.cdiv(features, block_f))](
-            h, probs, out, rows, features, h.stride(0), *glu_numbers(glu),
+            h, probs, out, rows, features, h.stride(0), *_glu_numbers(glu),
             FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
             BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -175,7 +172,7 @@ def scaled_glu_backward_triton(da: Tensor, h: Tensor, probs: Tensor | None, glu:
     block_t, block_f = _tile(features)
     with device_of(h):
         _scaled_glu_backward_kernel[(triton.cdiv(rows, block_t),)](
-            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *glu_numbers(glu),
+            da, h, probs, dh, dprobs, rows, features, da.stride(0), h.stride(0), *_glu_numbers(glu),
             FUNCTION=glu.function, CLAMPED=glu.limit is not None, SCALED=probs is not None,
             BLOCK_T=block_t, BLOCK_F=block_f, num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -183,7 +180,7 @@ def scaled_glu_backward_triton(da: Tensor, h: Tensor, probs: Tensor | None, glu:
 
 
 def _tile(features: int) -> tuple[int, int]:
-    """The widest block with at most a tenth of its lanes idle, else the narrowest; and the rows that fill the tile."""
+    """BLOCK_T and BLOCK_F. BLOCK_F is the widest block with at most a tenth of idle lanes, else the narrowest."""
     widest = min(1024, triton.next_power_of_2(features))
     blocks = [widest >> shift for shift in range(4) if widest >> shift >= 64] or [widest]
     fitting = [block for block in blocks if triton.cdiv(features, block) * block <= 1.1 * features]
@@ -191,11 +188,11 @@ def _tile(features: int) -> tuple[int, int]:
     return max(1, _TILE // max(block_f, 64)), block_f
 
 
-def glu_numbers(glu: Glu) -> tuple[float, float, float]:
-    """alpha, limit and offset, as kernels take them."""
+def _glu_numbers(glu: Glu) -> tuple[float, float, float]:
+    """alpha, limit and offset as kernel arguments."""
     return glu.alpha, 0.0 if glu.limit is None else glu.limit, glu.offset
 
 
 def _adjacent(tensor: Tensor) -> Tensor:
-    """Rows may be any distance apart, their elements not."""
+    """The tensor with adjacent columns; rows may have any stride."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,4 +1,4 @@
-"""Grouped products: a linear layer with a weight for each expert. ``products.py`` chooses, the others compute.
+"""Grouped products: one linear layer per expert. ``products.py`` chooses the kernel; the other files compute.
 
 Imports the files of ``kernels`` itself.
 """

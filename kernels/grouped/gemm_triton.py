@@ -1,11 +1,12 @@
-"""Forward and dgrad of linear layers with a weight for each group of rows, in Triton.
+"""Triton kernel of the forward and the dgrad of grouped linear layers.
 
-Legend: E experts, T rows, N output features, K input features; C what a product sums over (K forward, N in dgrad) and F
-what it gives (N forward, K in dgrad). A program owns one [BLOCK_M, BLOCK_F] tile of rows of one expert. How many tiles
-an expert has is known on the device alone: as many programs start as any split sizes could need, each finds its tile
-from the offsets, and those too many end at once (that costs less than a persistent grid, which was measured as well:
-0.460 against 0.464 ms at 64 experts of 512 rows, N = K = 2048, on an H200). Rows behind the last expert are one more
-group, whose tiles are zeros.
+Legend: E experts, T rows, N output features, K input features; C the contracted dim (K in forward, N in dgrad), F the
+features of the result (N in forward, K in dgrad).
+
+A program computes one [BLOCK_M, BLOCK_F] tile of rows of one expert. Only the device knows the number of tiles of an
+expert. The grid is therefore large enough for any split sizes: each program finds its tile from the offsets, and
+surplus programs end at once. A persistent grid was measured to be slower (0.464 ms instead of 0.460 ms with 64 experts
+of 512 rows, N = K = 2048, on an H200). Rows behind the last expert form one more group, whose tiles are zeros.
 """
 
 from typing import NamedTuple
@@ -20,11 +21,11 @@ from ..compat import device_of
 from ..experts import PerExpert, locate_experts
 from ..triton_support import dot_precision, expert_pointer, experts_descriptor, takes_tma, tile_of, triton_dtype
 
-__all__ = ["GEMM_CANDIDATES", "GemmConfig", "default_gemm_config", "find_tile", "grouped_gemm_triton", "products"]
+__all__ = ["GEMM_CANDIDATES", "GemmConfig", "default_gemm_config", "grouped_gemm_triton"]
 
 
 class GemmConfig(NamedTuple):
-    """How the kernel is cut and compiled; any is right for any shape."""
+    """Tile sizes and compiler options. Each is correct for every shape."""
 
     block_m: int
     block_f: int
@@ -32,9 +33,9 @@ class GemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool = False
-    """Operands by the tensor memory accelerator (sm90 and newer) where they allow it, otherwise by masked loads."""
+    """Load operands by the tensor memory accelerator (sm90 and newer) if possible, else by masked loads."""
     group: int = 8
-    """Tiles in a column of tiles over an expert's rows that share operands in L2."""
+    """Number of tiles along an expert's rows that share operands in L2."""
 
 
 GEMM_CANDIDATES = (
@@ -54,7 +55,7 @@ GEMM_CANDIDATES = (
 
 
 def default_gemm_config(dtype: torch.dtype, capability: tuple[int, int] | None, rows_per_expert: float) -> GemmConfig:
-    """What is used where no measurement says better. ``capability`` None: no NVIDIA GPU."""
+    """The configuration for unmeasured shapes. ``capability`` None: no NVIDIA GPU."""
     if dtype is torch.float32:
         return GemmConfig(64, 64, 32, 4, 2)
     if capability is not None and capability >= (9, 0):
@@ -65,7 +66,7 @@ def default_gemm_config(dtype: torch.dtype, capability: tuple[int, int] | None, 
 
 
 @triton.jit
-def find_tile(
+def _find_tile(
     program: tl.tensor,
     offsets_ptr: tl.tensor,
     E: tl.tensor,
@@ -75,8 +76,9 @@ def find_tile(
     BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
-    """Expert (E: the rows behind the last), first row, end of the expert's rows, column of tiles; for program ids that
-    no tile has, an expert beyond E.
+    """Expert, first row of the tile, end of the expert's rows, and column of tiles, of a program.
+
+    Expert E stands for the rows behind the last expert. A program without a tile gets an expert above E.
     """
     groups = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets_ptr + groups, mask=groups <= E, other=0).to(tl.int32)
@@ -95,7 +97,7 @@ def find_tile(
 
 
 @triton.jit
-def products(
+def _products(
     x_ptr: tl.tensor,
     x_desc: tl.tensor,
     stride_x: tl.tensor,
@@ -125,7 +127,7 @@ def products(
     for block in tl.range(0, C, BLOCK_C):
         c = block + tl.arange(0, BLOCK_C)
         if TMA_X:
-            x = x_desc.load([row, block])  # [BLOCK_M, BLOCK_C]; rows of the next expert give rows nobody keeps
+            x = x_desc.load([row, block])  # [BLOCK_M, BLOCK_C]; results of the next expert's rows are dropped
         else:
             at = x_ptr + m[:, None].to(tl.int64) * stride_x + c[None, :]
             x = tl.load(at, mask=inside_m[:, None] & (c < C)[None, :], other=0.0)
@@ -188,9 +190,9 @@ def _grouped_gemm_kernel(
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    # The weight is [F, C] where TRANSPOSED (forward), otherwise [C, F] (dgrad).
+    # The weight is [F, C] if TRANSPOSED (forward), else [C, F] (dgrad).
     program = tl.program_id(0)
-    expert, row, end, tile_f = find_tile(program, offsets_ptr, E, T, tiles_f, BLOCK_E, BLOCK_M, GROUP)
+    expert, row, end, tile_f = _find_tile(program, offsets_ptr, E, T, tiles_f, BLOCK_E, BLOCK_M, GROUP)
     if expert <= E:
         m = row + tl.arange(0, BLOCK_M)
         f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -203,7 +205,7 @@ def _grouped_gemm_kernel(
             )
             place = first + step * expert
             # fmt: off
-            acc = products(
+            acc = _products(
                 x_ptr, x_desc, stride_x, weight, weight_desc, stride_weight, place, row, end, tile_f * BLOCK_F, F, C,
                 BLOCK_M, BLOCK_F, BLOCK_C, TRANSPOSED, TMA_X, TMA_WEIGHT, PRECISION
             )
@@ -231,16 +233,16 @@ def grouped_gemm_triton(
     bias: PerExpert | None = None,
     bias_scale: Tensor | None = None,
 ) -> None:
-    """``out[t] = x[t] W_e^T + s[t] b_e`` (``transposed``), or ``x[t] W_e``; arguments were checked by the caller.
+    """``out[t] = x[t] W_e^T + s[t] b_e`` (``transposed``), or ``x[t] W_e``; the caller has checked the arguments.
 
-    x [T, C] and out [T, F] with adjacent columns, W_e [F, C] (``transposed``) or [C, F], all of one row stride.
+    x [T, C] and out [T, F] have adjacent columns. W_e are [F, C] (``transposed``) or [C, F], with equal row strides.
     """
     (rows, contracted), features = x.shape, out.shape[1]
     num_experts = offsets.shape[0] - 1
     experts = locate_experts(weights)
     biases = None if bias is None else locate_experts(bias)
     tiles_f = triton.cdiv(features, config.block_f)
-    # Each group adds at most one tile that is not full.
+    # Each group has at most one partial tile.
     tiles_m = rows // config.block_m + min(num_experts + 1, rows)
     tma_x = config.tma and takes_tma(x)
     tma_weight = config.tma and experts.table is None and experts.aligned and takes_tma(experts.base)

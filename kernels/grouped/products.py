@@ -1,8 +1,8 @@
-"""Grouped products: the same linear layer with another weight for each group of rows, an expert's.
+"""Grouped products: one linear layer per expert, each on its group of rows.
 
 Legend: E experts, T rows, N output features, K input features. Expert e has the rows offsets[e] to offsets[e + 1] of
-every tensor with rows; rows from offsets[E] on are padding. Offsets stay on the device: nothing here reads them, so
-that nothing waits for the device, and a captured CUDA graph may be replayed with other split sizes.
+every tensor with rows; rows from offsets[E] on are padding. Offsets stay on the device. The host does not read them,
+so it does not wait, and a captured CUDA graph may be replayed with other split sizes.
 """
 
 import functools
@@ -69,13 +69,13 @@ def grouped_linear(
     x           [T, K]                      bf16, fp16, fp32 or fp64
     weights     [E, N, K], or E x [N, K]    dtype of ``x``
     offsets     [E + 1]                     int32 or int64, ascending from 0, at most T; on the device of ``x``
-    bias        [E, N], or E x [N]          b, dtype of ``x``; None: none is added
-    bias_scale  [T]                         s; None: ones
+    bias        [E, N], or E x [N]          b, dtype of ``x``; None: no bias
+    bias_scale  [T]                         s; None: 1
     out         [T, N]                      written and returned; None: allocated
     ==========  ==========================  ===================================================================
 
-    Sums over K, the scale and the bias are fp32, and rounded once. Raises ``ValueError`` for shapes that do not fit
-    together and ``TypeError`` for operands of different dtypes.
+    Sums over K, scale and bias are computed in fp32, and rounded once. Raises ``ValueError`` for shapes that do not
+    match and ``TypeError`` for operands of different dtypes.
     """
     features, _ = check_weights("grouped_linear", x, weights, offsets, contracted=1)
     check_per_expert("grouped_linear", "bias", bias, offsets, (features,), x.dtype)
@@ -122,15 +122,15 @@ def grouped_wgrad_accumulate(
     ==========  ==========================  ===========================================================================
     dy          [T, N]                      gradient of the output, bf16, fp16, fp32 or fp64
     x           [T, K]                      input of the forward, dtype of ``dy``
-    main_grads  [E, N, K], or E x [N, K]    G: fp32 or the dtype of ``dy``, columns adjacent, rows of any one stride; an
-                                            entry may be None: a frozen expert, for which nothing is computed
+    main_grads  [E, N, K], or E x [N, K]    G: fp32 or the dtype of ``dy``, adjacent columns, any row stride. None: a
+                                            frozen expert, which is skipped
     offsets     [E + 1]                     as in ``grouped_linear``
     overwrite   bool, or E x bool           beta_e = 0: G_e is write-only and may hold anything, NaN included
     ==========  ==========================  ===========================================================================
 
-    An expert without rows keeps its G_e under beta 1 and gets zeros under beta 0. Sums are fp32, in an order that
-    depends on the shapes alone. Raises ``ValueError`` and ``TypeError`` as ``grouped_linear``, and ``ValueError`` with
-    shape and stride for a G_e that cannot be written.
+    G_e of an expert without rows stays unchanged if beta_e = 1, and becomes 0 if beta_e = 0. Sums are fp32, in an order
+    that depends on shapes only. Raises ``ValueError`` and ``TypeError`` like ``grouped_linear``, and ``ValueError``
+    with shape and stride for a G_e of wrong shape, dtype or layout.
     """
     op = "grouped_wgrad_accumulate"
     num_experts = offsets.shape[0] - 1
@@ -154,7 +154,7 @@ def grouped_bias_grad(
 ) -> Tensor:
     """``db[e] = sum over the rows of expert e of s[t] dy[t]``: dy [T, N], s [T] -> db [E, N] of ``dtype``.
 
-    Summed in fp32, in an order that depends on the shapes and the offsets alone. ``dtype`` None: that of ``dy``.
+    Summed in fp32, in an order that depends on shapes and offsets only. ``dtype`` None: that of ``dy``.
     """
     _check_rows("grouped_bias_grad", "scale", scale, (dy.shape[0],))
     out = dy.new_empty(offsets.shape[0] - 1, dy.shape[1], dtype=dtype)
@@ -215,7 +215,7 @@ def _wgrad(
         if main_grads.numel():
             grouped_wgrad_triton(dy, x, main_grads, offsets, overwrite, config)
         return
-    # One launch for all that have one row stride and dtype, which is nearly always all.
+    # One launch per row stride and dtype; nearly always there is one.
     kinds = {(grad.stride(0), grad.dtype) for grad in main_grads if grad is not None and grad.numel()}
     for kind in kinds:
         here = [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
@@ -243,7 +243,7 @@ def _wgrad_config(
 
 
 def _table_name(dtype: torch.dtype) -> str:
-    """Products of both half precisions take the same time, and tables are measured in one."""
+    """The dtype in tables: fp16 takes the same time as bf16, and tables have bf16 only."""
     return "bfloat16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
 
 
@@ -252,7 +252,7 @@ def adjacent_columns(tensor: Tensor) -> Tensor:
 
 
 def alike(tensors: PerExpert) -> PerExpert:
-    """With adjacent columns, and rows of one stride: copied where they have not."""
+    """The tensors with adjacent columns and equal row strides, copied if necessary."""
     if isinstance(tensors, Tensor):
         return adjacent_columns(tensors)
     strides = {tensor.stride() for tensor in tensors}

@@ -1,4 +1,4 @@
-"""What surrounds the grouped products, in Triton: offsets, bias gradients, gradients of the bias's scales.
+"""Triton kernels around the grouped products: offsets, bias gradients, and gradients of the bias scales.
 
 Legend: E experts, T rows, N features. Expert e has the rows offsets[e] to offsets[e + 1]; rows from offsets[E] on are
 padding, of which nothing is read into a sum.
@@ -16,15 +16,15 @@ from ..compat import device_of
 __all__ = ["MAX_EXPERTS_OF_ONE_LAUNCH", "group_offsets_triton", "grouped_bias_grad_triton", "grouped_scale_grad_triton"]
 
 MAX_EXPERTS_OF_ONE_LAUNCH = 1024
-"""``group_offsets_triton`` is one program: more splits than that are worth a parallel scan."""
+"""Largest number of splits for ``group_offsets_triton``, which is one program; beyond, a parallel scan is faster."""
 
 _BLOCK_E = 256
-"""Offsets that a search looks at in one step."""
+"""Number of offsets per step of a search."""
 
 
 @triton.jit
 def _group_offsets_kernel(splits: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """All of it in one program."""
+    """One program computes all offsets."""
     index = tl.arange(0, BLOCK)
     sums = tl.cumsum(tl.load(splits + index, mask=index < E, other=0).to(tl.int64), axis=0)  # [BLOCK]
     tl.store(offsets + index, sums * 0, mask=index == 0)
@@ -37,7 +37,7 @@ def _bias_grad_chunks_kernel(
     T: tl.tensor, N: tl.tensor, E: tl.tensor, stride_dy: tl.tensor,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Sums of CHUNK rows, one for each expert among them.
+    """Sum CHUNK rows, separately for each expert among them.
 
     The sum of chunk c and expert e goes to row c + e of ``partials``: along the rows either the chunk or the expert is
     the next one, so that no two sums share a place, and those of one expert are adjacent. A program has the same work
@@ -48,7 +48,7 @@ def _bias_grad_chunks_kernel(
     total = tl.load(offsets + E).to(tl.int64)
     start = chunk * CHUNK
     end = tl.minimum(tl.minimum(start + CHUNK, T), total)
-    # The experts of the first row and of the last: as many as end before it.
+    # The expert of a row is the number of experts that end before it: for the first and the last row.
     first = tl.zeros((), dtype=tl.int32)
     last = tl.zeros((), dtype=tl.int32)
     for base in range(0, E, BLOCK_E):
@@ -75,7 +75,7 @@ def _bias_grad_kernel(
     partials: tl.tensor, offsets: tl.tensor, out: tl.tensor, T: tl.tensor, N: tl.tensor,
     CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The sums of one expert's chunks, added up in their order; zeros where it has no rows."""
+    """Add the chunk sums of one expert in order; 0 for an expert without rows."""
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     low = tl.load(offsets + expert).to(tl.int64)
@@ -95,7 +95,7 @@ def _scale_grad_kernel(
     T: tl.tensor, N: tl.tensor, E: tl.tensor, stride_dy: tl.tensor, stride_bias: tl.tensor,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BLOCK_T rows, each with its own expert's bias, which the cache holds."""
+    """A program computes BLOCK_T rows, each with the bias of its expert; biases stay in cache."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.zeros((BLOCK_T,), dtype=tl.int32)
     for base in range(0, E, BLOCK_E):
@@ -127,7 +127,7 @@ def group_offsets_triton(splits: Tensor) -> Tensor:
 
 
 def grouped_bias_grad_triton(dy: Tensor, offsets: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
-    """See ``grouped_bias_grad``: two passes, over the rows in chunks and over the chunks' sums; nothing is atomic.
+    """See ``grouped_bias_grad``. Two passes without atomics: over chunks of rows, then over the chunk sums.
 
     The order of the sums depends on the shapes and on where the expert's rows lie.
     """
@@ -153,7 +153,7 @@ def grouped_bias_grad_triton(dy: Tensor, offsets: Tensor, out: Tensor, *, scale:
 
 
 def grouped_scale_grad_triton(dy: Tensor, bias: Tensor | Sequence[Tensor], offsets: Tensor, out: Tensor) -> None:
-    """See ``grouped_scale_grad``. Discrete biases are copied side by side: they are E N numbers against T N."""
+    """See ``grouped_scale_grad``. Separate biases are packed first: E N numbers are few beside T N."""
     rows, features = dy.shape
     bias = bias if isinstance(bias, Tensor) else torch.stack(tuple(bias))
     if not rows:
@@ -170,8 +170,8 @@ def grouped_scale_grad_triton(dy: Tensor, bias: Tensor | Sequence[Tensor], offse
 
 
 def _chunk(rows: int, num_experts: int) -> int:
-    """Rows of a chunk: fewer where experts have few, so that a program does not walk through many of them; more where
-    there are enough programs anyway, so that fewer sums pass through memory."""
+    """Rows per chunk: few for small experts, so that a program does not pass many experts; many if there are enough
+    programs, so that fewer chunk sums pass through memory."""
     most = 256 if rows >= 32768 else 128
     return max(32, min(most, int(triton.next_power_of_2(max(1, rows // num_experts)))))
 

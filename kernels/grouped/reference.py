@@ -1,7 +1,7 @@
-"""The plain PyTorch oracle of every grouped operation: a loop over experts, right on any device.
+"""The reference implementation of every grouped operation: a loop over experts, correct on any device.
 
 Legend: E experts, T rows, N output features, K input features. Expert e has the rows offsets[e] to offsets[e + 1];
-rows from offsets[E] on are padding. The split sizes are read by the host: on a GPU that waits for it.
+rows from offsets[E] on are padding. The host reads the split sizes, so it waits for a GPU.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def grouped_linear_reference(
 ) -> None:
     """``out[t] = x[t] W_e^T + s[t] b_e``: x [T, K], W_e [N, K], b_e [N], s [T], out [T, N]; pad rows are zeros.
 
-    Half-precision products are summed in fp32, scaled and added there, and rounded once.
+    For half precision, products, scale and bias are computed in fp32, and rounded once.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     out.zero_()

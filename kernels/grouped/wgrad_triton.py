@@ -1,14 +1,16 @@
-"""The experts' weight gradients into their accumulators, in Triton: ``G_e = beta_e G_e + dy_e^T x_e``.
+"""Triton kernel of the grouped weight gradient: ``G_e = beta_e G_e + dy_e^T x_e``.
 
-Legend: E experts, T rows, N output features, K input features. A program owns one [BLOCK_N, BLOCK_K] tile of one G_e
-and sums over the expert's rows, so that the number of programs is known without the split sizes, and no two programs
-write one element: the order of summation depends on the expert's rows alone.
+Legend: E experts, T rows, N output features, K input features.
 
-A fine-grained expert has few rows, and its tiles cost as much memory traffic for G as time in products. Three things
-hide it: two or three programs share a multiprocessor (small tiles, few registers), so that one's products run under
-another's loads and stores; the tile of G is prefetched into L2 before the products that precede its use; and G is
-stored past the caches (``.cs``), which leaves L2 to the operands. On an H200 with 64 experts of 512 rows, N = K = 2048:
-0.94 ms with plain stores and two programs, 0.87 with all three.
+A program computes one [BLOCK_N, BLOCK_K] tile of one G_e, and sums over the rows of expert e. The number of programs
+does not depend on split sizes. One program writes each element, so the order of summation depends only on the expert's
+rows.
+
+An expert with few rows spends as much time on memory traffic for G as on products. Three measures hide the traffic. Two
+or three programs share a multiprocessor (small tiles, few registers): products of one program overlap loads and stores
+of another. The tile of G is prefetched into L2 before the products. Stores of G bypass the caches (``.cs``), which
+leaves L2 to the operands. On an H200 with 64 experts of 512 rows, N = K = 2048: 0.87 ms, and 0.94 ms with plain stores
+and two programs.
 """
 
 from collections.abc import Sequence
@@ -54,7 +56,7 @@ def _update(
     BETA: tl.constexpr,
     REDUCE: tl.constexpr,
 ) -> None:
-    """Write one block of columns of the tile; part [ROWS, COLUMNS] fp32, which begins at (row, column) of G."""
+    """Add ``part`` [ROWS, COLUMNS] fp32, a block of columns of the tile, to G at (row, column), or store it there."""
     if REDUCE:
         grad_desc.atomic_add([place, row, column], part.reshape(1, ROWS, COLUMNS))
     else:
@@ -87,7 +89,7 @@ def _update_in_parts(
     PARTS: tl.constexpr,
     REDUCE: tl.constexpr,
 ) -> None:
-    """Write the tile [ROWS, COLUMNS] that begins at (row, column) of G, in PARTS blocks of columns."""
+    """Write the tile [ROWS, COLUMNS] to G at (row, column), in PARTS blocks of columns."""
     # fmt: off
     if PARTS == 1:
         _update(acc, grad, grad_desc, place, row, column, N, K, stride, reads, ROWS, COLUMNS, BETA, REDUCE)
@@ -140,7 +142,7 @@ def _products(
             x = x_desc.load([row, tile_k * BLOCK_K])  # [BLOCK_T, BLOCK_K]
             acc = tl.dot(dy.T, x, acc, input_precision=PRECISION)
         if whole < end:
-            # What follows is the next expert's, or padding with anything in it: not read, zeros in both operands.
+            # Later rows are the next expert's, or padding with any values: both operands read 0 instead.
             rows = (whole + t).to(tl.int64)[:, None]
             inside = (whole + t < end)[:, None]
             dy = tl.load(dy_ptr + rows * stride_dy + n[None, :], mask=inside & (n < N)[None, :], other=0.0)
@@ -193,7 +195,7 @@ def _one_tile(
     PREFETCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    # BETA: 0 overwrites, 1 accumulates, 2 reads which from beta_ptr [E]: 0, 1, or -1 for a frozen expert.
+    # BETA: 0 overwrites, 1 accumulates, 2 reads a value per expert from beta_ptr [E]: 0, 1, or -1 for frozen.
     tiles = tiles_n * tiles_k
     expert = program // tiles
     tile_n, tile_k = tile_of(program % tiles, tiles_n, tiles_k, GROUP)
@@ -213,11 +215,11 @@ def _one_tile(
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
         if PREFETCH:
-            # Every line of 128 bytes; of narrow tiles, a column in each row.
+            # One address per cache line of 128 bytes; one per row in a narrow tile.
             bits: tl.constexpr = BLOCK_K * DTYPE.primitive_bitwidth
             lines: tl.constexpr = bits // 1024 if bits > 1024 else 1
             line = tile_k * BLOCK_K + tl.arange(0, lines) * (BLOCK_K // lines)
-            # The address is kept inside the matrix: a prefetch outside an allocation faults nothing, but fetches.
+            # Clamp addresses to the matrix: a prefetch outside does not fault, but costs bandwidth.
             at = tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_grad + tl.minimum(line, K - 1)[None, :]
             prefetch_to_l2(grad + at)
         # fmt: off
@@ -226,7 +228,7 @@ def _one_tile(
             BLOCK_N, BLOCK_K, BLOCK_T, TMA, PRECISION
         )
         # fmt: on
-        # With REDUCE a place in the descriptor, without it an address.
+        # With REDUCE, the place is an index in the descriptor; else ``grad`` is the address.
         place = first + step * expert if REDUCE else 0
         row = tile_n * BLOCK_N
         column = tile_k * BLOCK_K
@@ -300,9 +302,9 @@ def grouped_wgrad_triton(
     overwrite: bool | Sequence[bool],
     config: WgradConfig,
 ) -> None:
-    """See ``grouped_wgrad_accumulate``, which has checked the arguments; dy [T, N] and x [T, K] have adjacent columns.
+    """See ``grouped_wgrad_accumulate``, which checks the arguments. dy [T, N] and x [T, K] have adjacent columns.
 
-    All accumulators that are there have one dtype and one row stride. ``offsets`` None: one expert has all rows.
+    All accumulators that are not None have one dtype and one row stride. ``offsets`` None: one expert has all rows.
     """
     num_experts = len(main_grads)
     (rows, n), k = dy.shape, x.shape[1]
@@ -368,7 +370,7 @@ def grouped_wgrad_triton(
 def _beta(
     main_grads: Tensor | Sequence[Tensor | None], overwrite: bool | Sequence[bool], device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """The kernel's BETA, and where it differs between experts the table of it: 0, 1, or -1 for a frozen expert."""
+    """BETA of the kernel; if experts differ, also the table of their values: 0, 1, or -1 for a frozen expert."""
     frozen = not isinstance(main_grads, Tensor) and any(grad is None for grad in main_grads)
     if not frozen:
         if isinstance(overwrite, bool):

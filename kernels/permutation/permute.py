@@ -1,8 +1,7 @@
-"""Tokens brought into the order of their experts and back: two copies that are each other's transpose.
+"""The permutation of tokens into the order of their experts, and its transpose.
 
-Legend: T tokens, k experts chosen by each, D features. ``row_id_map`` [T, k] says where copy j of token t lies among
-the T k rows; it is a permutation, so that each row is written once: nothing here adds atomically, and results depend on
-nothing but the inputs.
+Legend: T tokens, k experts per token, D features. ``row_id_map`` [T, k] holds the row of copy j of token t. It is a
+permutation of T k rows, so each row is written once: there are no atomic additions, and results are reproducible.
 """
 
 import torch
@@ -26,7 +25,7 @@ def permute_rows(x: Tensor, row_id_map: Tensor) -> Tensor:
     y           [T k, D]  rows, dtype of ``x``
     ==========  ========  ==============================================================
 
-    Raises ``ValueError`` for shapes and dtypes that do not fit together.
+    Raises ``ValueError`` for shapes and dtypes that do not match.
     """
     _check("permute_rows", x, row_id_map, x.shape[0])
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -38,7 +37,7 @@ def permute_rows(x: Tensor, row_id_map: Tensor) -> Tensor:
 
 
 def unpermute_rows(rows: Tensor, row_id_map: Tensor) -> Tensor:
-    """``x[t] = sum over j of rows[map[t, j]]``, summed in fp32 (fp64 for fp64) by rising j and rounded once.
+    """``x[t] = sum over j of rows[map[t, j]]``, summed in fp32 (fp64 for fp64) in order of j and rounded once.
 
     ==========  ========  ======================================
     rows        [T k, D]  any floating dtype
@@ -46,7 +45,7 @@ def unpermute_rows(rows: Tensor, row_id_map: Tensor) -> Tensor:
     x           [T, D]    dtype of ``rows``
     ==========  ========  ======================================
 
-    The gradient of ``permute_rows``, as that is of this. Raises ``ValueError`` as it does.
+    ``permute_rows`` and ``unpermute_rows`` are gradients of each other. Raises ``ValueError`` like ``permute_rows``.
     """
     _check("unpermute_rows", rows, row_id_map, rows.shape[0] // max(1, row_id_map.shape[-1]))
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()

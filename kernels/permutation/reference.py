@@ -1,4 +1,4 @@
-"""The plain PyTorch oracle of the permutation of tokens by expert.
+"""The reference implementation of the permutation of tokens by expert.
 
 Legend: T tokens, k copies of each, D features.
 """
@@ -16,7 +16,7 @@ def permute_rows_reference(x: Tensor, row_id_map: Tensor, out: Tensor) -> None:
 
 
 def unpermute_rows_reference(rows: Tensor, row_id_map: Tensor, out: Tensor) -> None:
-    """``out[t] = sum over j of rows[map[t, j]]``, in fp32, by rising j, rounded once: rows [T k, D], out [T, D]."""
+    """``out[t] = sum over j of rows[map[t, j]]``, in fp32, in order of j, rounded once: rows [T k, D], out [T, D]."""
     total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
     for places in row_id_map.unbind(1):
         total += rows[places]

@@ -1,4 +1,4 @@
-"""The permutation of tokens by expert in Triton: each row is read once and written once.
+"""Triton kernels of the permutation of tokens by expert. Each row is read once and written once.
 
 Legend: T tokens, k copies of each, D features; BLOCK features of one token to a program.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["permute_rows_triton", "unpermute_rows_triton"]
 
 _MAX_BLOCK = 2048
-"""Features of one program: 8 warps, 16 bytes of bf16 to a thread."""
+"""Features per program: 8 warps with 16 bytes of bf16 per thread."""
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _unpermute_rows_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """``out[t] = sum over j of rows[map[t, j]]``, TOP_K loads, summed in fp32 by rising j, and one store."""
+    """``out[t] = sum over j of rows[map[t, j]]``, TOP_K loads, summed in fp32 in order of j, and one store."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < D

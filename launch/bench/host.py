@@ -3,8 +3,8 @@
 Rows: ``nn.Linear`` alone; ``nn.Linear`` whose gradient a hook moves to ``main_grad``; our Linear, fused, with its
 provider attached and its hooks included; the same with the weight gradient delayed and computed right after.
 
-A second table tells what the hooks of a wrapper take of one parameter (``bench_hooks.py``), a third what gathers under
-the forward take of one module (``bench_gathers.py``), a fourth what a sharded unit takes (``bench_units.py``).
+A second table tells what the hooks of a wrapper take of one parameter (``hooks.py``), a third what gathers under
+the forward take of one module (``gathers.py``), a fourth what a sharded unit takes (``units.py``).
 """
 
 import statistics

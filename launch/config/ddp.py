@@ -1,17 +1,17 @@
-"""``parallel`` and ``[ddp]``: what a run says of its ranks, and the wrapper's own configuration that follows from it.
+"""``parallel`` and ``[ddp]`` of a configuration file, and the wrapper's configuration that follows from them.
 
 ==========  ==================================================================================================
 parallel    what ranks hold, and what they send
 ==========  ==================================================================================================
-``ddp``     every rank holds everything; gradients are all-reduced
+``ddp``     nothing is sharded; gradients are all-reduced
 ``zero1``   masters and moments are sharded over all ranks; gradients are reduce-scattered, parameters gathered
 ``hybrid``  the same inside each of several instances; shards are all-reduced across instances
-``fsdp``    parameters and gradients are sharded as well: ``[fsdp]`` counts instead, see ``fsdp_config.py``
+``fsdp``    parameters and gradients are sharded too; ``[fsdp]`` replaces ``[ddp]``, see ``fsdp.py``
 ``hsdp``    the same inside each of several instances
 ==========  ==================================================================================================
 
-``[ddp]`` has the fields of ``DistributedDataParallelConfig`` but those that ``parallel`` decides.
-Dtypes are words here.
+``[ddp]`` has the fields of ``DistributedDataParallelConfig``, except those that ``parallel`` decides. Dtypes are
+strings.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ Parallel = Literal["ddp", "zero1", "hybrid", "fsdp", "hsdp"]
 _OF_THE_WRAPPER_ALONE = frozenset(
     {"overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets", "pad_buckets_for_high_nccl_busbw"}
 )
-"""How the wrapper cuts buckets and when it sends them. Units are buckets, and are always sent under computation: these
-may stay in a file under ``fsdp`` and ``hsdp``, so that one word chooses between all of them."""
+"""Fields without effect under ``fsdp`` and ``hsdp`` that may stay in the file: ``parallel`` is then the only value to
+change."""
 
 _INSTEAD = {
     "grad_reduce_in_fp32": 'set fsdp.grad_dtype = "bfloat16" instead',
@@ -45,37 +45,37 @@ class DdpConfig:
     """Gradient buckets, their reduction and the gathers of parameters."""
 
     grad_reduce_in_fp32: bool = True
-    """Accumulate and reduce in fp32 under bf16 parameters; otherwise in the parameter's dtype."""
+    """True: accumulate and reduce gradients of bf16 parameters in fp32; false: in the parameter's dtype."""
     overlap_grad_reduce: bool = False
     """Launch a bucket's collective from backward as soon as it is ready, instead of after it."""
     overlap_param_gather: bool | None = None
-    """Gather updated parameters under the next forward, instead of in the optimizer's step. None: as
-    ``overlap_grad_reduce``, where ``parallel`` gathers at all."""
+    """Gather updated parameters during the next forward instead of in the optimizer's step. None: as
+    ``overlap_grad_reduce``, if ``parallel`` gathers parameters."""
     copy_engine_param_gather: bool = False
-    """Gathers that overlap run on the GPU's copy engines and take no multiprocessor from the forward (NCCL 2.28 or
-    newer)."""
+    """Run overlapped gathers on the copy engines of the GPU, so that the forward keeps all multiprocessors (NCCL 2.28
+    or newer)."""
     num_distributed_optimizer_instances: int | None = None
-    """Instances of ``parallel = "hybrid"``, runs of consecutive ranks: as a rule one for each node. None: 2."""
+    """Number of instances of ``parallel = "hybrid"``: groups of consecutive ranks, usually one per node. None: 2."""
     bucket_size: int | None = None
-    """Elements at which a bucket is closed; None: max(40,000,000, 1,000,000 x ranks of an instance)."""
+    """Elements at which a bucket is closed. None: max(40,000,000, 1,000,000 x ranks of an instance)."""
     num_buckets: int | None = None
-    """About so many buckets for each buffer, instead of ``bucket_size``."""
+    """Approximate number of buckets per buffer, instead of ``bucket_size``."""
     keep_params_whole: bool = False
-    """No parameter is split between shards, as optimizers of whole matrices need it. Shards are less even."""
+    """Split no parameter between shards, for optimizers that need whole matrices. Shards are less even."""
     average_in_collective: bool | None = None
-    """Let the collective divide by the number of ranks (NCCL only); false: each rank divides before it; None: where it
-    can."""
+    """True: the collective divides by the number of ranks (NCCL only). False: each rank divides before the collective.
+    None: true under NCCL."""
     grad_reduce_wire_dtype: Literal["bfloat16", "float16"] | None = None
-    """Gradients travel in this dtype and are summed in fp32; None: they travel as they are accumulated."""
+    """Send gradients in this dtype and sum them in fp32. None: send them in the dtype of accumulation."""
     check_for_nan_in_grad: bool = False
-    """End the run at a gradient that is NaN or infinite, naming rank, bucket and parameter."""
+    """End the run at a NaN or infinite gradient, with an error that names rank, bucket and parameter."""
     pad_buckets_for_high_nccl_busbw: bool = False
-    """End every bucket at a multiple of 2^16 elements, on which NCCL's rings are fastest."""
+    """Pad every bucket to a multiple of 2^16 elements, for which NCCL's rings are fastest."""
     find_unused_parameters: bool = False
-    """Walk the final microbatch's graph, so that unused parameters hold no bucket back. Needs overlap."""
+    """Walk the graph of the last microbatch, so that unused parameters delay no bucket. Needs overlap_grad_reduce."""
 
     def check_unused(self, parallel: Parallel) -> None:
-        """Raise ``ConfigError`` for a value that means something under ``DistributedDataParallel`` alone."""
+        """Raise ``ConfigError`` for a value that has an effect only under ``DistributedDataParallel``."""
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             require(
@@ -86,7 +86,7 @@ class DdpConfig:
             )
 
     def wrapper_config(self, parallel: Parallel) -> DistributedDataParallelConfig:
-        """The configuration of ``DistributedDataParallel``. Raises ``ConfigError`` where the two contradict."""
+        """The configuration of ``DistributedDataParallel``. Raises ``ConfigError`` for contradictory values."""
         gathers = parallel != "ddp"
         for name, neutral in (
             ("overlap_param_gather", False),

@@ -1,4 +1,4 @@
-"""How a configuration that cannot be run is refused."""
+"""The error for a configuration that cannot be run."""
 
 __all__ = ["ConfigError", "require"]
 

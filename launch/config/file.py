@@ -1,7 +1,7 @@
 """Reads a configuration: a TOML file, with values overridden from the command line.
 
-Unknown keys are refused with their full path and the nearest valid key, values of the wrong type with what they must
-be. Nothing is converted on the quiet: ``"3"`` is no number and ``"false"`` is not true.
+An unknown key is refused with its full path and the most similar valid key. A value of the wrong type is refused with
+the expected type. There are no silent conversions: ``"3"`` is not a number, and ``"false"`` is not a boolean.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ _ELSEWHERE = {
     "optimizer.parallel": _PARALLEL,
     "ddp.calculate_per_token_loss": "maingrad train averages over sequences of one length; set it in your own loop",
 }
-"""Keys that a user may look for, and where the thing is said."""
+"""Keys that a user may try, and the remedy."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file; then apply ``overrides``, command-line arguments such as ``["--train.steps", "10"]``.
 
     Raises ``ConfigError`` for a missing file, invalid TOML, unknown keys and impossible values. Wrong command-line
-    arguments end the process with status 2, as argparse does.
+    arguments end the process with status 2.
     """
     path = Path(path)
     try:
@@ -83,7 +83,7 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
-    """Refuse unknown keys, and what cattrs would take for a table, a list or a choice."""
+    """Refuse unknown keys, and values that cattrs would accept for a table, a list or a choice."""
     hints = typing.get_type_hints(cls)
     valid = {f.name for f in dataclasses.fields(cls)}
     for key, value in document.items():
@@ -103,7 +103,7 @@ def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """The values of a ``Literal``, or of one that may be None; () for other types."""
+    """The values of a ``Literal``, or of an optional ``Literal``; () for other types."""
     if typing.get_origin(hint) is typing.Literal:
         return typing.get_args(hint)
     members = typing.get_args(hint)
@@ -113,11 +113,11 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def _converter() -> cattrs.Converter:
-    """Strict where cattrs is lenient: no ``int("3")``, no ``bool("false") is True``."""
+    """A converter that refuses what cattrs would convert: ``int("3")``, ``bool("false")``."""
     converter = cattrs.Converter(detailed_validation=True)
     for cls, accepted in ((bool, (bool,)), (int, (int,)), (float, (int, float)), (str, (str,))):
         converter.register_structure_hook(cls, _strict(cls, accepted))
-    # Optional scalars: None means "leave out", which TOML has no word for, but the resolved configuration does.
+    # Optional scalars: TOML has no null, but the resolved configuration has.
     converter.register_structure_hook(typing.cast(type, bool | None), _optional(_strict(bool, (bool,))))
     converter.register_structure_hook(typing.cast(type, str | None), _optional(_strict(str, (str,))))
     converter.register_structure_hook(typing.cast(type, int | None), _optional(_strict(int, (int,))))
@@ -139,7 +139,7 @@ def _optional(structure_value: Callable[[object, type], Any]) -> Callable[[objec
 
 
 def _first_cause(group: cattrs.BaseValidationError) -> ConfigError:
-    """The first error of cattrs' tree, with the key's full path."""
+    """The first error in cattrs' tree, with the full path of its key."""
     path: list[str] = []
     error: BaseException = group
     while isinstance(error, cattrs.BaseValidationError):

@@ -1,10 +1,10 @@
-"""``[fsdp]``: what ``parallel = "fsdp"`` and ``"hsdp"`` shard, in which dtypes, and when.
+"""``[fsdp]`` of a configuration file: what ``parallel = "fsdp"`` and ``"hsdp"`` shard, in which dtypes, and when.
 
 ==========  ==========================================================================================================
 parallel    what ranks hold, and what they send
 ==========  ==========================================================================================================
-``fsdp``    parameters, gradients, masters and moments are sharded over all ranks; each block's parameters are gathered
-            for its forward and its backward, its gradients are reduce-scattered under the backward of the block before
+``fsdp``    parameters, gradients, masters and moments are sharded over all ranks; a block's parameters are gathered for
+            its forward and backward; its gradients are reduce-scattered during the backward of the block before it
 ``hsdp``    the same inside each of several instances; gradient shards are all-reduced across instances
 ==========  ==========================================================================================================
 """
@@ -23,42 +23,42 @@ __all__ = ["FsdpConfig", "is_fully_sharded"]
 
 
 def is_fully_sharded(parallel: Parallel) -> bool:
-    """Whether ``[fsdp]`` counts, and not ``[ddp]``."""
+    """Whether ``[fsdp]`` applies instead of ``[ddp]``."""
     return parallel in ("fsdp", "hsdp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpConfig:
-    """Placements, dtypes and schedule of the units: every block, and what is around them."""
+    """Placements, dtypes and schedule of the units: one per block, and one for all other parameters."""
 
     placements: Literal["zero1", "zero2", "zero3", "hsdp_zero1"] = "zero3"
-    """What is sharded over the ranks of an instance: ``zero1`` the optimizer, ``zero2`` gradients too, ``zero3``
-    parameters too. ``hsdp_zero1``: as ``zero3``, and the optimizer across instances as well."""
+    """What is sharded over the ranks of an instance. ``zero1``: optimizer state. ``zero2``: gradients too. ``zero3``:
+    parameters too. ``hsdp_zero1``: like ``zero3``, and the optimizer state also across instances."""
     inner: tuple[str, ...] = ()
-    """Instead of ``placements``, where parameter, gradient and optimizer lie over the ranks of an instance, each
-    ``whole`` or ``sharded``."""
+    """Instead of ``placements``: ``whole`` or ``sharded`` for parameter, gradient and optimizer state, over the ranks
+    of an instance."""
     outer: tuple[str, ...] = ()
-    """The same across instances; with ``inner`` alone all three are whole there."""
+    """The same across instances. Default with ``inner``: all three are whole."""
     num_instances: int | None = None
-    """Instances of ``parallel = "hsdp"``, runs of consecutive ranks: as a rule one for each node. None: 2."""
+    """Number of instances of ``parallel = "hsdp"``: groups of consecutive ranks, usually one per node. None: 2."""
     reshard_after_forward: bool | None = None
-    """Blocks let their whole parameters go between forward and backward. None: where placements shard parameters."""
+    """Free the whole parameters of a block between its forward and backward. None: if placements shard parameters."""
     reduce_every_microbatch: bool | None = None
-    """``false``: whole gradients stay in memory from one microbatch to the next, and are reduced once in an iteration.
-    None: as placements say, which keep them whole or do not."""
+    """False: keep whole gradients in memory between microbatches, and reduce them once per iteration. None: as
+    ``placements`` says."""
     bucket_size: int | None = None
-    """Elements at which a unit's buckets are closed; memory for gradients comes and goes by buckets. None: what keeps
-    links busy, max(40e6, 1e6 shards)."""
+    """Elements at which a bucket of a unit is closed. Memory for gradients is allocated and freed by buckets. None:
+    max(40e6, 1e6 x number of shards), which uses the full bandwidth."""
     shard_atoms: Literal["element", "row", "whole"] = "element"
-    """What no border between ranks' shards may cut; rows and whole parameters take padding."""
+    """What the border between two shards must not cut. ``row`` and ``whole`` need padding."""
     grad_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Gradients of bf16 computation are accumulated and summed in it."""
+    """Dtype in which gradients of bf16 parameters are accumulated and summed."""
     reduce_dtype: Literal["bfloat16", "float16"] | None = None
-    """Gradients travel in this dtype; None: as they are accumulated."""
+    """Send gradients in this dtype. None: in the dtype of accumulation."""
     offload_to_cpu: bool = False
-    """Shards, gradient shards and the optimizer lie in the host's memory (CUDA only)."""
+    """Keep shards, gradient shards and optimizer state in host memory (CUDA only)."""
     copy_engine_gather: bool = False
-    """Gathers run on the GPU's copy engines and take no multiprocessor from what is computed (NCCL 2.28 or newer)."""
+    """Run gathers on the copy engines of the GPU; computation keeps all multiprocessors (NCCL 2.28 or newer)."""
 
     def __post_init__(self) -> None:
         for name in ("inner", "outer"):
@@ -130,17 +130,17 @@ class FsdpConfig:
 
     @property
     def torch_grad_dtype(self) -> torch.dtype:
-        """``grad_dtype`` as torch knows it."""
+        """``grad_dtype`` as a torch dtype."""
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.grad_dtype]
 
     @property
     def torch_reduce_dtype(self) -> torch.dtype | None:
-        """``reduce_dtype`` as torch knows it."""
+        """``reduce_dtype`` as a torch dtype."""
         names = {"bfloat16": torch.bfloat16, "float16": torch.float16}
         return None if self.reduce_dtype is None else names[self.reduce_dtype]
 
     def check(self, parallel: Parallel) -> None:
-        """Raise ``ConfigError`` where a value contradicts ``parallel``."""
+        """Raise ``ConfigError`` if a value contradicts ``parallel``."""
         if not is_fully_sharded(parallel):
             for entry in dataclasses.fields(self):
                 value = getattr(self, entry.name)

@@ -13,7 +13,7 @@ __all__ = ["ModelConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of the GPT in ``model.py``."""
+    """Shape of the GPT in ``launch/model/gpt.py``."""
 
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
@@ -26,13 +26,13 @@ class ModelConfig:
     num_kv_heads: int = 2
     """Key and value heads; divides ``num_heads``. Equal to it: ordinary multi-head attention."""
     ffn_dim: int = 704
-    """Width of the SwiGLU feed-forward; of the dense blocks, where ``num_experts`` is set."""
+    """Width of the SwiGLU feed-forward network; with ``num_experts``, of that in dense blocks."""
     context_length: int = 256
     """Longest sequence, in tokens."""
     dropout: float = 0.0
     """Dropout on attention weights, on the embedding and on both residual branches, in [0, 1)."""
     tie_embeddings: bool = False
-    """The head's matrix is the embedding's."""
+    """Tie the weight of the head to the embedding."""
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies."""
     init_std: float = 0.02
@@ -40,33 +40,34 @@ class ModelConfig:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters; their ``main_grad`` follows ``ddp.grad_reduce_in_fp32``."""
     fuse_wgrad_accumulation: bool = True
-    """Weight-gradient GEMMs write straight into ``main_grad``."""
+    """Write weight gradients to ``main_grad`` from the GEMM."""
     delay_wgrad_layers: int = 0
-    """The head and the last so many blocks compute their weight gradients after each backward, in bucket order, while
-    buckets reduce; ``num_layers``: all of them, so that backward computes input gradients only. 0: none."""
+    """The head and the last ``delay_wgrad_layers`` blocks compute their weight gradients after each backward, in bucket
+    order, while buckets are reduced. ``num_layers``: all blocks, so that backward computes input gradients only."""
     num_experts: int = 0
-    """Experts of a mixture-of-experts block (``moe.py``); 0: every block is dense, and no key below may be set."""
+    """Experts per mixture-of-experts block (``launch/model/moe.py``). 0: all blocks are dense; the keys below have no
+    effect and are refused."""
     top_k: int = 0
-    """Experts that each token is sent to."""
+    """Experts per token."""
     expert_ffn_dim: int = 0
-    """Width of each expert's SwiGLU feed-forward."""
+    """Width of the SwiGLU feed-forward network of an expert."""
     shared_expert_ffn_dim: int = 0
-    """Width of a dense SwiGLU feed-forward beside the experts, whose output is added to theirs; 0: none."""
+    """Width of a dense SwiGLU feed-forward network whose output is added to that of the experts. 0: none."""
     moe_layer_freq: int = 1
-    """Every so many blocks have experts, the first one among them; 1: all."""
+    """One in this many blocks has experts, beginning with the first block; 1: every block."""
     normalize_top_k: bool = False
-    """The probabilities of the chosen experts are divided by their sum."""
+    """Divide the probabilities of the chosen experts by their sum."""
     top_k_scaling_factor: float = 1.0
-    """The probabilities of the chosen experts are multiplied by this: ``top_k``, after ``normalize_top_k``, makes an
-    untrained block's output as large as that of a dense one as wide as the chosen experts together."""
+    """Multiply the probabilities of the chosen experts by this. With ``normalize_top_k``, the value ``top_k`` makes the
+    output of an untrained block as large as that of a dense block with the width of the chosen experts together."""
     aux_loss_coefficient: float = 0.01
-    """Factor of each router's load-balancing loss in the training loss."""
+    """Weight of the load-balancing loss of each router in the training loss."""
     router_z_loss_coefficient: float = 0.0
-    """Factor of the mean square of each router's log partition function in the training loss."""
+    """Weight, in the training loss, of the mean square of the log-sum-exp of each router's logits."""
     router_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the router's weight and product: fp32, or that of the other parameters."""
+    """Dtype of the weight and the product of the router: fp32, or that of the other parameters."""
     single_grouped_weight: bool = True
-    """Experts' weights are one packed parameter [experts, out, in] for each product, and not one for each expert."""
+    """True: one packed weight [experts, out, in] per product. False: one weight per expert."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context_length"):
@@ -136,7 +137,7 @@ class ModelConfig:
         )
 
     def has_experts(self, block: int) -> bool:
-        """Whether that block, counted from 0, is a mixture of experts."""
+        """Whether ``block``, counted from 0, is a mixture of experts."""
         return self.num_experts > 0 and block % self.moe_layer_freq == 0
 
     @property
@@ -146,12 +147,12 @@ class ModelConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``param_dtype`` as torch knows it."""
+        """``param_dtype`` as a torch dtype."""
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.param_dtype]
 
     @property
     def torch_router_dtype(self) -> torch.dtype:
-        """``router_dtype`` as torch knows it."""
+        """``router_dtype`` as a torch dtype."""
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.router_dtype]
 
 
@@ -172,4 +173,4 @@ _EXPERT_KEYS = {
         "single_grouped_weight",
     )
 }
-"""Keys that say how experts are, with the values they have where there are none."""
+"""Keys that describe experts, with their values for a model without experts."""

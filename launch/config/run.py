@@ -1,11 +1,11 @@
-"""What a run is made of: a TOML file, with any value overridden from the command line.
+"""The configuration of a run: a TOML file; the command line can override each value.
 
     parallel    -> "ddp", "zero1", "hybrid", "fsdp" or "hsdp"
     [model]     -> ModelConfig       [optimizer] -> OptimizerConfig
     [data]      -> DataConfig        [ddp]       -> DdpConfig
     [train]     -> TrainConfig       [fsdp]      -> FsdpConfig
 
-Impossible values are refused at construction, with the key and what it may be. ``config_file.py`` reads the file.
+The constructors raise ``ConfigError`` for impossible values, with the key and a remedy. ``file.py`` reads the file.
 """
 
 from dataclasses import dataclass, field
@@ -32,22 +32,22 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where tokens come from, and which of them are held back for validation."""
+    """Where tokens come from, and which tokens are used for validation only."""
 
     source: Literal["stdlib", "text", "tokens"] = "stdlib"
-    """``stdlib``: source of the Python standard library that runs this, as bytes. ``text``: any files, as bytes.
-    ``tokens``: a memory-mapped file of token ids."""
+    """``stdlib``: source files of the running Python's standard library, as bytes. ``text``: any files, as bytes.
+    ``tokens``: a file of token ids."""
     paths: tuple[str, ...] = ()
-    """Files of a ``text`` source in their order, or the one file of a ``tokens`` source; relative to the working
+    """Files of a ``text`` source, in order, or the single file of a ``tokens`` source. Relative to the working
     directory."""
     validation_paths: tuple[str, ...] = ()
-    """Validation files. Without them ``text`` and ``tokens`` hold back the tail of the training data."""
+    """Validation files. Without them, ``text`` and ``tokens`` use the end of the training data for validation."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Little-endian integers of a ``tokens`` file."""
+    """Type of the little-endian integers in a ``tokens`` file."""
     validation_fraction: float = 0.05
-    """Part of the data that is held back: of the files (``stdlib``), or of the tail."""
+    """Fraction of the data for validation: of the files (``stdlib``), or of the tokens."""
     max_tokens: int | None = None
-    """Use only so many tokens of the training data, from the beginning; None: all."""
+    """Use only the first ``max_tokens`` tokens of the training data. None: all."""
 
     def __post_init__(self) -> None:
         if self.source == "stdlib":
@@ -78,19 +78,19 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Learning rate after the warmup."""
     min_lr_ratio: float = 0.1
-    """The cosine ends at this part of ``lr``."""
+    """The cosine ends at this fraction of ``lr``."""
     warmup_steps: int = 20
-    """Steps over which the rate grows linearly from ``lr / warmup_steps``."""
+    """Steps over which the learning rate grows linearly from ``lr / warmup_steps``."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moments."""
+    """Decay rates of the first and the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     decay_vectors: bool = True
-    """Weight decay on parameters of fewer than two dims too: norms, biases and scalars. False: on matrices only."""
+    """True: decay also parameters with fewer than two dims (norms, biases, scalars). False: matrices only."""
     max_grad_norm: float | None = 1.0
-    """Clip the global gradient norm to this; None: never."""
+    """Clip the global gradient norm to this value. None: no clipping."""
 
     def __post_init__(self) -> None:
         require(self.lr > 0.0, "optimizer.lr", self.lr, "must be positive")
@@ -114,35 +114,35 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps."""
     max_seconds: float | None = None
-    """End after so many seconds of training, with the cosine brought to its end by then: a slower machine takes fewer
-    steps of the same schedule. None: the steps alone count."""
+    """End training after this many seconds. The cosine schedule then ends at this time: a slower machine takes fewer
+    steps of the same schedule. None: only ``steps`` ends the run."""
     global_batch_size: int = 16
-    """Sequences of one optimizer step, over all microbatches and ranks: the same on any number of ranks."""
+    """Sequences per optimizer step, over all microbatches and ranks."""
     num_microbatches: int = 1
-    """Forward and backward passes per step; all but the last run under ``no_sync``."""
+    """Forward and backward passes per optimizer step; all but the last run under ``no_sync``."""
     sequence_length: int = 256
-    """Tokens of one sequence; at most ``model.context_length``."""
+    """Tokens per sequence; at most ``model.context_length``."""
     eval_every: int = 100
-    """Steps between validations; one more follows the last step."""
+    """Steps between validations. There is one more after the last step."""
     eval_sequences: int = 64
-    """Sequences of the fixed validation set, evenly spread over the validation data."""
+    """Sequences in the fixed validation set, evenly spread over the validation data."""
     log_every: int = 1
-    """Steps between records in ``metrics.jsonl``. Ranks agree then whether to stop, so Ctrl-C waits that long."""
+    """Steps between records in ``metrics.jsonl``. Ranks react to Ctrl-C only at these steps."""
     save_every: int | None = None
-    """Steps between checkpoints in ``out_dir``, a multiple of ``log_every``; another one follows the last step, or
-    Ctrl-C. None: none."""
+    """Steps between checkpoints in ``out_dir``, a multiple of ``log_every``. There is one more after the last step, or
+    after Ctrl-C. None: no checkpoints."""
     resume: str | None = None
-    """Folder of a checkpoint to go on from, with any number of ranks and any ``parallel``; ``auto``: the newest one in
-    ``out_dir``, if there is one. None: begin anew."""
+    """Folder of a checkpoint to resume from, with any number of ranks and any ``parallel``. ``auto``: the newest
+    checkpoint in ``out_dir``, if any. None: start a new run."""
     resume_with_other_data: bool = False
-    """Go on from a checkpoint although the data are not what its run read: ``data`` may differ, or files' contents."""
+    """Allow ``resume`` although ``data`` or the contents of its files have changed since the checkpoint."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``: CUDA where there is a GPU."""
+    """``auto``: CUDA if there is a GPU."""
     out_dir: str = "runs/default"
-    """Folder for metrics, resolved configuration, pictures and checkpoints; an earlier run in it is replaced, but its
-    checkpoints."""
+    """Folder for metrics, resolved configuration, pictures and checkpoints. A new run replaces the files of an earlier
+    run in it, except checkpoints."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -176,7 +176,7 @@ class TrainConfig:
         )
 
     def sequences_per_microbatch(self, world_size: int) -> int:
-        """Sequences of one microbatch on one rank; ``ConfigError`` where the batch does not divide."""
+        """Sequences per microbatch and rank. Raises ``ConfigError`` if the batch does not divide evenly."""
         parts = self.num_microbatches * world_size
         require(
             self.global_batch_size % parts == 0,
@@ -192,9 +192,9 @@ class Config:
     """One run."""
 
     parallel: Parallel = "zero1"
-    """What ranks share: ``ddp`` nothing, ``zero1`` the optimizer's state, ``hybrid`` the same inside each of
-    ``ddp.num_distributed_optimizer_instances`` instances; ``fsdp`` parameters and gradients as well, ``hsdp`` the same
-    inside each of ``fsdp.num_instances`` instances. What is trained stays the same."""
+    """What is sharded over ranks. ``ddp``: nothing. ``zero1``: optimizer state. ``hybrid``: like ``zero1``, inside each
+    of ``ddp.num_distributed_optimizer_instances`` instances. ``fsdp``: parameters and gradients too. ``hsdp``: like
+    ``fsdp``, inside each of ``fsdp.num_instances`` instances. The choice does not change what is trained."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Shape of the model."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -227,7 +227,7 @@ class Config:
             self.model.vocab_size,
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
         )
-        # These raise where the two contradict.
+        # Raise for values that contradict ``parallel``.
         self.fsdp.check(self.parallel)
         if self.fully_sharded:
             self.ddp.check_unused(self.parallel)
@@ -236,23 +236,23 @@ class Config:
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether the model is sharded by ``maingrad.fsdp``, and not wrapped in ``DistributedDataParallel``."""
+        """Whether ``maingrad.fsdp`` shards the model, instead of a ``DistributedDataParallel`` around it."""
         return is_fully_sharded(self.parallel)
 
     @property
     def wrapper_config(self) -> DistributedDataParallelConfig:
-        """The configuration of the model's ``DistributedDataParallel``, where it has one."""
+        """The configuration of ``DistributedDataParallel``, if ``parallel`` uses it."""
         return self.ddp.wrapper_config(self.parallel)
 
     @property
     def num_instances(self) -> int:
-        """Groups of ranks that hold one copy between them of what is sharded."""
+        """Number of instances: groups of ranks that together hold one copy of what is sharded."""
         if self.fully_sharded:
             return self.fsdp.instances(self.parallel)
         return self.wrapper_config.num_distributed_optimizer_instances
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ``ConfigError`` where batch or instances do not divide between so many ranks."""
+        """Raise ``ConfigError`` if the batch or the instances do not divide evenly over ``world_size`` ranks."""
         self.train.sequences_per_microbatch(world_size)
         require(
             world_size % self.num_instances == 0,

@@ -1,4 +1,4 @@
-"""``maingrad plan``: what a run would allocate and send, from shapes alone.
+"""``maingrad plan``: computes, from shapes alone, what a run allocates and sends.
 
 Imports ``config`` and ``model``.
 """

@@ -1,7 +1,7 @@
-"""Most bytes of whole gradients at once in a fully sharded run: ``fsdp/iteration/grad_pool.py``, replayed by sizes.
+"""Peak bytes of whole gradients in a fully sharded run: replays ``fsdp/iteration/grad_pool.py`` with sizes only.
 
-What the pool holds follows from the order in which a backward comes to buckets, and nothing else: a reduction keeps
-its memory until somebody needs it, however soon it ends. So this is what a run's meter shows, and not only a bound.
+The contents of the pool depend only on the order in which backward reaches buckets: a finished reduction keeps its
+memory until another bucket needs it. The result is therefore exact, not only a bound.
 """
 
 import math

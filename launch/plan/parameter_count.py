@@ -1,4 +1,4 @@
-"""How many parameters a configured model has, and how many of them work on one token."""
+"""Counts the parameters of a configured model, and those that are active per token."""
 
 from typing import NamedTuple
 
@@ -11,24 +11,24 @@ __all__ = ["ParameterCount", "count_of", "count_parameters"]
 
 
 class ParameterCount(NamedTuple):
-    """Elements of a model's parameters, a shared one counted once."""
+    """Numbers of parameter elements. A shared parameter counts once."""
 
     total: int
     experts: int
-    """Of all experts of all blocks."""
+    """Elements of all experts of all blocks."""
     routers: int
     shared_experts: int
     active: int
-    """Those that work on one token: of the experts, the ones that it is sent to."""
+    """Elements that are active for one token: of the experts, only ``top_k``."""
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Of the model of ``config``, from shapes alone."""
+    """Count the parameters of the model of ``config``, from shapes alone."""
     return count_of(GPT(config, torch.device("meta")))
 
 
 def count_of(model: GPT) -> ParameterCount:
-    """The same of a model that is there, on any device."""
+    """Count the parameters of an existing model, on any device."""
 
     def below(path: str) -> int:
         return sum(parameter.numel() for name, parameter in model.named_parameters() if path in name)

@@ -1,4 +1,4 @@
-"""What a run would allocate and send, from shapes alone: no process group, no storage."""
+"""Computes what a run allocates and sends from shapes alone, without process group and storage."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,7 +21,7 @@ __all__ = ["RunPlan", "UnitsPlan", "plan_run", "plan_units"]
 
 
 class RunPlan(NamedTuple):
-    """The plan of a configuration with ``DistributedDataParallel`` on so many ranks."""
+    """The plan of a configuration with ``DistributedDataParallel``."""
 
     gradients: GradPlan
     ranks: int
@@ -39,12 +39,12 @@ class RunPlan(NamedTuple):
 
     @property
     def placements(self) -> Placements:
-        """Where parameters, gradients and optimizer are whole or sharded."""
+        """Whether parameters, gradients and optimizer state are whole or sharded."""
         return placements_of(self.wrapper)
 
     @property
     def inner_size(self) -> int:
-        """Ranks of an instance."""
+        """Number of ranks per instance."""
         return self.ranks // self.outer_size
 
     @property
@@ -54,16 +54,16 @@ class RunPlan(NamedTuple):
 
     @property
     def rank_bytes(self) -> RankBytes:
-        """What each rank holds; the same on all of them, since shards are equal."""
+        """Bytes that each rank holds. They are equal on all ranks, since shards have equal sizes."""
         return self.alternatives[self.parallel]
 
     @property
     def gather_order(self) -> list[BucketLayout]:
-        """Buckets as their parameters are gathered: first what the forward reads first. Empty where nothing is."""
+        """Buckets in the order of gathers, which is that of the forward. Empty without gathers."""
         return list(reversed(self.gradients.buckets)) if self.placements.inner.gathers else []
 
     def traffic(self, bucket: BucketLayout) -> BucketTraffic:
-        """What a rank sends for a bucket in one step."""
+        """Bytes that a rank sends for one bucket in one step."""
         spec = bucket.slots[0].spec
         return bucket_traffic(
             bucket,
@@ -79,7 +79,7 @@ class RunPlan(NamedTuple):
 def plan_run(config: Config, ranks: int) -> RunPlan:
     """Build the model on the meta device and lay out its gradients for ``ranks`` data-parallel ranks.
 
-    Raises ``ConfigError`` where the global batch, or the ranks, do not divide.
+    Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
     config.check_ranks(ranks)
     model = GPT(config.model, torch.device("meta"))
@@ -96,7 +96,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
 
 
 def plan_units(config: Config, ranks: int) -> UnitsPlan:
-    """The same for ``parallel = "fsdp"`` and ``"hsdp"``: lay out its units."""
+    """The plan for ``parallel = "fsdp"`` and ``"hsdp"``: lays out the units."""
     config.check_ranks(ranks)
     model = GPT(config.model, torch.device("meta"))
     units = place_units(config, ranks, config.parallel, config.fsdp)

@@ -57,7 +57,7 @@ class BucketTraffic(NamedTuple):
 def rank_bytes(plan: GradPlan, *, keep_params_whole: bool = False) -> RankBytes:
     """What every rank holds between steps. Shards are equal, so it is the same everywhere.
 
-    keep_params_whole  moments exist for parameters only, not for the padding between them
+    keep_params_whole  moments exist for parameters only, not for padding
     """
     parameters = gradients = masters = moments = 0
     for buffer in plan.buffers:
@@ -82,8 +82,8 @@ def bucket_traffic(
 ) -> BucketTraffic:
     """What one step of a bucket costs, over ``outer_size`` instances of ``inner_size`` ranks.
 
-    scatters    gradients are reduce-scattered and parameters gathered; otherwise gradients are all-reduced
-    wire_dtype  gradients travel in it (all-to-all) and are summed on arrival; None: as they are
+    scatters    True: gradients are reduce-scattered and parameters gathered; False: gradients are all-reduced
+    wire_dtype  gradients are sent in this dtype (all-to-all) and summed on arrival; None: in their own dtype
     """
     nbytes, shard = bucket.numel * grad_dtype.itemsize, bucket.numel // bucket.shard_degree * grad_dtype.itemsize
     if not scatters:
@@ -103,7 +103,7 @@ def _others(nbytes: int, size: int) -> int:
 
 
 def _most_of_parameters(buckets: tuple[BucketLayout, ...]) -> int:
-    """Elements of parameters in the fullest rank's shards of all buckets together."""
+    """Largest number of parameter elements that one rank holds in its shards of all buckets."""
     degree = buckets[0].shard_degree
     held = [0] * degree
     for bucket in buckets:

@@ -141,15 +141,15 @@ def fsdp_alternatives(config: Config, ranks: int) -> dict[Parallel, RankBytes]:
     """Bytes at rest under ``fsdp`` and, where so many ranks are several instances, ``hsdp``."""
     found: dict[Parallel, RankBytes] = {}
     for parallel in ("fsdp", "hsdp"):
-        settings = config.fsdp if config.parallel == parallel else _beside(config, parallel)
+        settings = config.fsdp if config.parallel == parallel else _other_fsdp_config(config)
         if ranks % settings.instances(parallel) == 0:
             units = place_units(config, ranks, parallel, settings)
             found[parallel] = sharded_rank_bytes(bucket for unit in units for bucket in unit.buckets)
     return found
 
 
-def _beside(config: Config, parallel: Parallel) -> FsdpConfig:
-    """The other one's settings, in so far as they mean something there."""
+def _other_fsdp_config(config: Config) -> FsdpConfig:
+    """The settings that ``config`` gives to the kinds of parallelism that it does not use."""
     own = config.fsdp if config.fully_sharded else FsdpConfig()
     row = Placements(own.row.inner, PLACEMENTS["zero3"].outer)
     return FsdpConfig(

@@ -12,7 +12,7 @@ from ..training.metrics import read_metrics
 from .drawing import BACKWARD, EXPOSED, HIDDEN, INK, TRAIN, dress, plt, save
 from .overlap_plot import draw_overlap
 
-__all__ = ["draw_loss", "draw_report", "last_timeline"]
+__all__ = ["draw_report", "last_timeline"]
 
 
 def draw_report(out_dir: Path) -> list[Path]:
@@ -20,7 +20,7 @@ def draw_report(out_dir: Path) -> list[Path]:
     records = read_metrics(out_dir / "metrics.jsonl")
     paths = []
     if any(record["kind"] == "step" for record in records):
-        paths.append(draw_loss(records, out_dir / "loss.png"))
+        paths.append(_draw_loss(records, out_dir / "loss.png"))
     timeline = last_timeline(out_dir)
     if timeline is not None:
         paths.append(draw_overlap(timeline, out_dir / "overlap.png"))
@@ -33,7 +33,7 @@ def last_timeline(out_dir: Path) -> dict[str, Any] | None:
     return next((r for r in reversed(records) if r["kind"] == "timeline" and r["buckets"]), None)
 
 
-def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
+def _draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
     """Loss over steps: every logged training loss, its running mean, the validation losses and the bigram line."""
     steps = [record for record in records if record["kind"] == "step"]
     validations = [record for record in records if record["kind"] == "validation"]

@@ -1,4 +1,4 @@
-"""N ranks of torch.distributed in one process, of which one runs at a time.
+"""Simulates N ranks of torch.distributed in one process. One rank runs at a time.
 
 Imports torch alone.
 """

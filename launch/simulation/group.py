@@ -1,6 +1,6 @@
-"""What ``torch.distributed`` sees of a simulated rank: its process group, and the handles of its operations.
+"""The process group of a simulated rank and the handles of its operations, as ``torch.distributed`` uses them.
 
-Every rank has its own `SimulatedProcessGroup` per group; what its ranks do together is in ``simulated_meeting``.
+Every rank has its own `SimulatedProcessGroup` per group; ``meeting.py`` has what the ranks of a group do together.
 """
 
 # mypy: disable-error-code="override"

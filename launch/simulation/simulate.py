@@ -1,14 +1,14 @@
-"""N ranks of torch.distributed in one process: threads of which exactly one runs at a time.
+"""Simulates N ranks of torch.distributed as threads of one process. Exactly one thread runs at a time.
 
     def train(steps):
-        rank = torch.distributed.get_rank()  # the default group is there already
+        rank = torch.distributed.get_rank()  # the default group exists already
         ...
         return weights
 
     results = simulate(train, 4, 20, seed=1)  # a list: what train(20) returned on each rank
 
-The baton passes only inside communication (collectives, point-to-point, waits), to a rank drawn from ``seed``, so a
-race replays from its seed and another seed tries another order. `simulated_collectives` documents the arithmetic.
+A thread switch happens only inside communication (collectives, point-to-point, waits). ``seed`` decides which rank runs
+next: a race replays from its seed, and another seed tries another order. ``collectives.py`` documents the arithmetic.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ __all__ = ["CollectiveMismatchError", "SimulatedDeadlockError", "SimulatedRankEr
 T = TypeVar("T")
 
 _running = threading.Lock()
-"""Held while a simulation owns the process's torch.distributed state."""
+"""Held while a simulation owns the torch.distributed state of the process."""
 
 
 class SimulatedRankError(RuntimeError):
-    """A simulated rank raised: ``rank`` says which, ``__cause__`` is what it raised, the message has its traceback."""
+    """A simulated rank raised. ``rank`` is its number, ``__cause__`` its exception; the message has its traceback."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         self.rank = rank
@@ -54,19 +54,19 @@ def simulate(
     """Call ``fn(*args, **kwargs)`` on ``world_size`` simulated ranks and return their results, by rank.
 
     fn          runs on every rank with the default process group initialised: collectives, subgroups, DeviceMesh and
-                synchronous checkpoints work as on real ranks. All ranks get the same objects as arguments: what they
-                change in place they change for each other, as real ranks would not
-    seed        of the order in which ranks go on at each point where they communicate
-    order       decides instead: called with the ranks that can go on (ascending), returns one of them
+                synchronous checkpoints work as on real ranks. All ranks get the same argument objects, so in-place
+                changes of one rank are visible to the others, unlike on real ranks
+    seed        decides which rank runs next at each point of communication
+    order       decides instead of ``seed``: called with the ranks that can run (ascending), returns one of them
     schedule    a list that receives (rank, event) for every start, launch, wait and finish
 
-    Each rank starts from the caller's random state (torch, ``random``, numpy), default dtype, grad mode and autocast,
-    and keeps its own from there. At the end the caller's come back, as does the process's own torch.distributed state.
+    Each rank starts with the caller's random state (torch, ``random``, numpy), default dtype, grad mode and autocast,
+    and then has its own. At the end, the caller's state and the torch.distributed state of the process are restored.
 
-    Raises SimulatedRankError when a rank raises; the others are unwound at their next collective. Where ranks launch
-    different collectives, its ``__cause__`` is a CollectiveMismatchError. SimulatedDeadlockError, at once, when no rank
-    can go on, when one waits for a rank that has finished, and when all have finished but one never joined an
-    operation. RuntimeError inside another simulation; ValueError for a world of less than one rank.
+    Raises SimulatedRankError if a rank raises; the other ranks end at their next collective. If ranks launch different
+    collectives, its ``__cause__`` is a CollectiveMismatchError. Raises SimulatedDeadlockError at once if no rank can
+    run, if a rank waits for a finished rank, or if all ranks finished and one never joined an operation. Raises
+    RuntimeError inside another simulation, and ValueError for less than one rank.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")

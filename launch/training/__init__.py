@@ -1,4 +1,4 @@
-"""The training command: the loop, what it wraps, writes, and goes on from.
+"""``maingrad train``: the training loop, its wrappers, its records and its checkpoints.
 
 Imports ``config``, ``data`` and ``model``.
 """

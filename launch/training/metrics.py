@@ -1,5 +1,5 @@
-"""``metrics.jsonl``: one JSON object per line, each written out at once, so that a run cut short leaves whole lines,
-but perhaps for the last one.
+"""``metrics.jsonl``: one JSON object per line. Each line is flushed, so that only the last line of a killed run can be
+incomplete.
 
 kind            when                    what
 ``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives
@@ -28,7 +28,7 @@ __all__ = ["MetricsWriter", "observed_facts", "read_metrics", "timeline_record"]
 
 
 class MetricsWriter:
-    """Writes records to a file, begun anew with the first one; on ranks without a file it does nothing."""
+    """Writes records to a file, which the first record overwrites. Does nothing on ranks without a file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -36,17 +36,17 @@ class MetricsWriter:
         self._resumed_at: int | None = None
 
     def resume(self, step: int) -> None:
-        """The run goes on from that step: records up to it, of a run in the same folder, stay."""
+        """Resume after ``step``: keep the records of an earlier run in this folder up to this step."""
         self._resumed_at = step
 
     def write(self, kind: str, **fields: Any) -> None:
-        """One record. NaN and infinity are written as null: they are not JSON."""
+        """Write one record. NaN and infinity become null, since JSON has neither."""
         if self._path is None:
             return
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = self._records_to_keep(self._path)
-            # Beside its place first: whatever moment the process dies at, the old records are there, or these.
+            # Write a temporary file, then rename it: a killed process leaves either the old records or the new ones.
             staging = self._path.with_name(f"{self._path.name}.incomplete")
             self._file = staging.open("w", encoding="utf-8")
             self._file.writelines(json.dumps(record) + "\n" for record in kept)
@@ -69,9 +69,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a file, but a last one that was cut off where the process died.
+    """All records of a file, except an incomplete last line.
 
-    Raises ``ValueError`` for another line that is no record.
+    Raises ``ValueError`` for any other line that is not a record.
     """
     lines = path.read_bytes().split(b"\n")
     records = []
@@ -89,7 +89,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> dict[str, Any]:
-    """What the first step, recorded by ``timeline``, really did: read from tensors, counters and recorded spans."""
+    """What the first step did, as read from tensors, counters and the spans of ``timeline``."""
     parameters, records = wrapped.parameters(), wrapped.records
     fused = [record for record in records if record.num_fused_writes]
     synced = Counter(span.synced for span in timeline.backwards)
@@ -115,7 +115,7 @@ def observed_facts(wrapped: Wrapped, timeline: Timeline, runtime: Runtime) -> di
 
 
 def timeline_record(timeline: Timeline, step: int) -> dict[str, Any]:
-    """Spans of one step and of the forward after it, in seconds, as ``report.py`` reads them back."""
+    """Spans of one step and of the forward after it, in seconds, as ``report/report.py`` reads them."""
     return {
         "step": step,
         "forwards": [span._asdict() for span in timeline.forwards],

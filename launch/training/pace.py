@@ -1,4 +1,4 @@
-"""How far a run is, by steps or by the clock, and the learning rate that follows from it."""
+"""Progress of a run, by steps or by time, and the learning rate, which depends on it."""
 
 import dataclasses
 import math
@@ -10,26 +10,26 @@ __all__ = ["Pace", "cosine_with_warmup"]
 
 @dataclasses.dataclass
 class Pace:
-    """How far the run is. Ranks agree on it, so that they end together and use one learning rate."""
+    """Progress of a run. It is equal on all ranks, so that they end together and use one learning rate."""
 
     steps: int
     """Steps of the whole run."""
     max_seconds: float | None
-    """It ends after so many seconds at the latest; None: the steps alone count."""
+    """Limit of the run in seconds; None: only ``steps`` ends the run."""
     step: int = 0
     """Steps taken."""
     seconds: float = 0.0
-    """Time trained, as of the last record."""
+    """Seconds of training until the last record."""
 
     @property
     def fraction(self) -> float:
-        """Part of the run that is over: of its steps or of its time, whichever is further."""
+        """Fraction of the run that is done: the larger of the fractions of steps and of time."""
         by_time = 0.0 if self.max_seconds is None else self.seconds / self.max_seconds
         return min(1.0, max(self.step / self.steps, by_time))
 
 
 def cosine_with_warmup(config: OptimizerConfig, step: int, fraction: float) -> float:
-    """Factor on the learning rate: linear over the warmup steps, and along a cosine from 1 to ``min_lr_ratio``.
+    """Factor of the learning rate: linear during warmup, then a cosine from 1 to ``min_lr_ratio``.
 
     step      optimizer steps taken so far
     fraction  part of the whole run that is over, in [0, 1]

@@ -1,6 +1,6 @@
-"""Records two steps of a run as they happened: the first one's facts, and a later one's times.
+"""Records two steps of a run: facts about the first step, and the times of a later step.
 
-A recording begins with a step and ends after the next forward, under which the parameters of that step are gathered.
+A recording begins with a step and ends after the next forward, which overlaps the gathers of updated parameters.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ __all__ = ["OPTIMIZER_PHASE", "WGRAD_PHASE", "StepRecorder"]
 
 OPTIMIZER_PHASE = "optimizer"
 WGRAD_PHASE = "weight gradients"
-_TIMELINE_STEP = 10  # late enough for allocations and connections to have settled
+_TIMELINE_STEP = 10  # allocations and connections exist by then
 
 
 class StepRecorder:
     """Writes ``observed`` and ``timeline`` records.
 
-    first_step  the step that the run begins with
-    num_steps   steps that it will take: a short run has its times recorded early, so that a forward follows
-    unit        what a token is called
+    first_step  first step of the run
+    num_steps   number of steps of the run; a short run records times early, so that another forward follows
+    unit        name of a token: "token" or "byte"
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class StepRecorder:
         self._stepped = False
 
     def step_begins(self, step: int) -> None:
-        """Before a step's first forward."""
+        """Call this before the first forward of a step."""
         if self._timeline is None and step in (self._observed_step, self._timeline_step):
             self._timeline = self._open.enter_context(self._wrapped.record_timeline())
             self._step, self._stepped = step, False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A named stretch of a step."""
+        """Record a named span of a step."""
         if self._timeline is None:
             yield
             return
@@ -61,16 +61,16 @@ class StepRecorder:
             yield
 
     def step_ended(self) -> None:
-        """The optimizer has stepped and gradients are cleared: the next forward ends the recording."""
+        """Call this after the optimizer step and ``zero_grad``: the next forward ends the recording."""
         self._stepped = True
 
     def forward_ended(self) -> None:
-        """A forward of the wrapper ended, in training or in validation."""
+        """Call this after a forward of the wrapper, in training or validation."""
         if self._timeline is not None and self._stepped:
             self._finish()
 
     def close(self) -> None:
-        """The run is over: no forward follows. A recording is written if its step came to an end."""
+        """End of the run: write a pending recording, if its step is complete."""
         if self._timeline is not None and self._stepped:
             self._finish()
         self._timeline = None

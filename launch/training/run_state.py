@@ -1,7 +1,7 @@
-"""A run on disk: the checkpoints of ``train.save_every``, and what ``train.resume`` does with one.
+"""A run on disk: writes the checkpoints of ``train.save_every``, and resumes a run as ``train.resume`` says.
 
-The model and its optimizer are ``maingrad.ddp``'s checkpoint; beside them lies what else a run consists of: its step,
-its clock, its schedule, and the configuration it was trained with. Data and dropout follow from seed and step.
+A checkpoint of ``maingrad.ddp`` holds model and optimizer. It also holds the other state of a run: step, training time,
+learning rate schedule and configuration. Data and dropout need no state: seed and step determine them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from ..data.tokens import Digest
 from .pace import Pace
 from .wrapping import Wrapped
 
-__all__ = ["checkpoint_path", "resume_run", "save_run", "where_to_resume"]
+__all__ = ["resume_run", "save_run", "where_to_resume"]
 
 _FOLDER = "checkpoints"
 _MAY_DIFFER = frozenset(
@@ -38,22 +38,22 @@ _MAY_DIFFER = frozenset(
         "train.out_dir",
     }
 )
-"""Keys that a resumed run may change, beside ``parallel``, ``[ddp]`` and ``[fsdp]``: the same model goes on over the
-same data."""
+"""Keys that a resumed run may change, besides ``parallel``, ``[ddp]`` and ``[fsdp]``: they change neither the model nor
+the data."""
 
 
-def checkpoint_path(out_dir: Path, step: int) -> Path:
-    """Where the checkpoint after so many steps lies."""
+def _checkpoint_path(out_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint after ``step`` steps."""
     return out_dir / _FOLDER / f"step-{step:08d}"
 
 
 def where_to_resume(config: Config) -> Path | None:
-    """The checkpoint that ``train.resume`` means; None: begin anew.
+    """The checkpoint that ``train.resume`` names; None: start a new run.
 
-    Raises ``ConfigError`` for a folder that is not there, and for a new run among an earlier one's checkpoints.
+    Raises ``ConfigError`` for a missing folder, and for a new run in a folder with checkpoints of an earlier run.
     """
     wanted = config.train.resume
-    # One that lies beside its place, since a save died before it was moved, counts as well.
+    # A checkpoint that a killed save has not yet moved to its place counts too.
     places = {path.with_suffix("") for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*")}
     found = sorted(path for path in places if find(path).is_dir())
     if wanted is None:
@@ -79,12 +79,12 @@ def save_run(
     *,
     validated: bool,
 ) -> Path:
-    """Write the run as it is between two steps. Collective over the model's ranks.
+    """Write a checkpoint of the run between two steps. Collective over the ranks of the model.
 
-    data       what it reads
-    validated  the model was, after this step: an interrupted run has not come to it
+    data       digests of the data
+    validated  whether the validation after this step is done; an interrupted run may lack it
     """
-    path = checkpoint_path(Path(config.train.out_dir), pace.step)
+    path = _checkpoint_path(Path(config.train.out_dir), pace.step)
     extra = {
         "step": pace.step,
         "seconds": pace.seconds,
@@ -100,11 +100,11 @@ def save_run(
 def resume_run(
     path: Path, config: Config, pace: Pace, wrapped: Wrapped, schedule: LRScheduler, data: Mapping[str, Digest]
 ) -> bool:
-    """Go on where the checkpoint was written; whether the model was validated there. Collective over the model's ranks.
+    """Resume from a checkpoint; returns whether its validation is done. Collective over the ranks.
 
-    data  what the run would read
+    data  digests of the data that the run will read
 
-    Raises ``ConfigError`` for what is no checkpoint of ``maingrad train``, and for a run that would go on as another.
+    Raises ``ConfigError`` if the folder is no checkpoint of ``maingrad train``, or if a fixed key or the data differ.
     """
     try:
         extra = load_checkpoint(path, wrapped.model, wrapped.optimizer)
@@ -119,7 +119,7 @@ def resume_run(
         _check_same_data(path, extra.get("data", {}), data)
     pace.step, pace.seconds = extra["step"], extra["seconds"]
     schedule.load_state_dict(extra["schedule"])
-    # Runs of before it was noted were validated wherever they were not interrupted.
+    # Older checkpoints lack this entry; their runs were validated unless interrupted.
     return bool(extra.get("validated", True))
 
 

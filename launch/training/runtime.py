@@ -1,4 +1,4 @@
-"""The process that a run finds itself in: rank and device from torchrun's environment, versions of what runs."""
+"""The process of a run: rank and device from torchrun's environment, and versions of the software."""
 
 import gc
 import importlib.metadata
@@ -18,7 +18,7 @@ __all__ = ["Runtime", "current_runtime", "process_group_from_env", "versions"]
 
 
 class Runtime(NamedTuple):
-    """Where this rank stands. Without ``torch.distributed`` it is rank 0 of 1."""
+    """Rank, world size and device of this process. Without ``torch.distributed``: rank 0 of 1."""
 
     rank: int
     world_size: int
@@ -30,7 +30,7 @@ class Runtime(NamedTuple):
         return str(dist.get_backend()) if _initialized() else "none"
 
     def all_reduce_sum(self, values: list[float]) -> list[float]:
-        """Element-wise sum over all ranks, in fp64: the same numbers on each of them."""
+        """Element-wise sum over all ranks in fp64, equal on all ranks."""
         if not _initialized():
             return values
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -40,9 +40,9 @@ class Runtime(NamedTuple):
 
 @contextmanager
 def process_group_from_env(device: Literal["auto", "cpu", "cuda"]) -> Iterator[None]:
-    """The default process group for the block, if torchrun (or SLURM's like) set ``RANK`` and ``WORLD_SIZE``.
+    """Create the default process group for this context, if a launcher set ``RANK`` and ``WORLD_SIZE``.
 
-    NCCL on CUDA, gloo on CPU. Does nothing without these variables, or where a default group exists already.
+    NCCL on CUDA, gloo on CPU. Does nothing without these variables, or if a default group exists.
     """
     if _initialized() or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield
@@ -63,7 +63,7 @@ def process_group_from_env(device: Literal["auto", "cpu", "cuda"]) -> Iterator[N
 
 
 def current_runtime(device: Literal["auto", "cpu", "cuda"]) -> Runtime:
-    """Rank, number of ranks and device of the calling process (or simulated rank)."""
+    """Rank, world size and device of the calling process or simulated rank."""
     if not _initialized():
         return Runtime(0, 1, _choose_device(device))
     # gloo ranks, simulated ones among them, train on the CPU.
@@ -72,7 +72,7 @@ def current_runtime(device: Literal["auto", "cpu", "cuda"]) -> Runtime:
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that a result depends on, and the machine's description."""
+    """Versions of the software that results depend on, and a description of the machine."""
     found = {"maingrad": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "numpy"):
         try:

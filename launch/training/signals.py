@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM, turned into a request that the training loop takes up between steps.
+"""Turns Ctrl-C and SIGTERM into a request that the training loop checks between steps.
 
-A rank that stopped on its own would leave the others waiting in a collective. So a signal only sets a flag; the ranks
-exchange it with the loss, and all of them stop after the same step.
+If one rank stopped alone, the others would wait for it in a collective. A signal therefore only sets a flag. Ranks
+exchange the flag together with the loss, and all stop after the same step.
 """
 
 import signal
@@ -32,7 +32,7 @@ class StopRequest:
         return self._since is not None
 
     def receive(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handler. A second Ctrl-C a few seconds later ends the process where it stands."""
+        """Signal handler. A second Ctrl-C a few seconds later raises ``KeyboardInterrupt``."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -43,7 +43,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Within the block SIGINT and SIGTERM set the flag; afterwards they do what they did before. Main thread only."""
+    """In this context SIGINT and SIGTERM set the flag; afterwards the old handlers are restored. Main thread only."""
     stop = StopRequest()
     before = {number: signal.signal(number, stop.receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

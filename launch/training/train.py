@@ -1,6 +1,6 @@
 """The training loop: bf16 parameters over fp32 accumulators, microbatches, overlapped reduction, sharded AdamW.
 
-Every rank runs :func:`train`, in its own process or as a simulated rank; rank 0 writes files and speaks.
+Every rank runs :func:`train`, in its own process or as a simulated rank. Rank 0 writes files and prints.
 """
 
 import json
@@ -36,31 +36,31 @@ _ROUTER_FIELDS = ("load_balancing_loss", "router_z_loss", "max_expert_load")
 
 
 class TrainResult(NamedTuple):
-    """What a run came to; the losses are the same on every rank."""
+    """The result of a run. Losses are equal on all ranks."""
 
     losses: tuple[float, ...]
     """Cross-entropy of every logged step, averaged over microbatches and ranks, in nats per token."""
     validation_loss: float | None
     """Last validation loss in nats per token; None if the run was interrupted before any."""
     bigram_loss: float | None
-    """The bigram model's on the same validation set; None on ranks other than 0 and for large vocabularies."""
+    """Loss of the bigram model on the same validation set; None on ranks other than 0 and for large vocabularies."""
     steps: int
     """Optimizer steps taken."""
     seconds: float
-    """Time from the first step to the end of the last validation."""
+    """Seconds from the first step to the end of the last validation."""
     interrupted: bool
     """Whether a signal ended the run."""
     is_main: bool
     """Whether this is rank 0, which writes files."""
     model: nn.Module
-    """The trained model; fully sharded, where it is, and in no other wrapper."""
+    """The trained model without ``DistributedDataParallel``; under ``fsdp`` and ``hsdp`` it is fully sharded."""
 
 
 def train(config: Config, *, stop: StopRequest | None = None, display: Display | None = None) -> TrainResult:
-    """Train as ``config`` says, on every rank of the default process group, or alone without one.
+    """Train as ``config`` says. Call it on every rank of the default process group, or without a group on one rank.
 
-    Writes ``metrics.jsonl`` and ``resolved_config.json`` to ``config.train.out_dir`` from rank 0. Raises
-    ``ConfigError`` for a batch that does not divide between the ranks and ``DataError`` for data that cannot be used.
+    Rank 0 writes ``metrics.jsonl`` and ``resolved_config.json`` to ``config.train.out_dir``. Raises ``ConfigError`` if
+    the batch does not divide evenly over ranks, and ``DataError`` for unusable data.
     """
     runtime = current_runtime(config.train.device)
     is_main = runtime.rank == 0
@@ -80,7 +80,7 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
 
 
 class _Trainer:
-    """One rank's state of a run."""
+    """The state of a run on one rank."""
 
     def __init__(
         self, config: Config, runtime: Runtime, metrics: MetricsWriter, stop: StopRequest, display: Display
@@ -98,7 +98,7 @@ class _Trainer:
         check_tokens(self.windows.largest, config.model.vocab_size)
         keeps = settings.save_every is not None or settings.resume is not None
         self.digests = self.corpus.digests() if keeps else {}
-        """Of the data as the run found it."""
+        """Digests of the data at the start of the run."""
         self.unit = "token" if config.data.source == "tokens" else "byte"
 
         # Model: weights from the seed alone.
@@ -107,7 +107,7 @@ class _Trainer:
         self.wrapped = wrap(self.module, config, runtime.device)
         self.model = self.wrapped.model
         self.router_sums: Tensor | None = None
-        """Of a model with experts: sums over microbatches since the last record, in the order of ``_ROUTER_FIELDS``."""
+        """Sums of ``_ROUTER_FIELDS`` over the microbatches since the last record; None without experts."""
         if config.model.num_experts:
             self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
         self.pace = pace = Pace(settings.steps, settings.max_seconds)
@@ -115,7 +115,7 @@ class _Trainer:
             self.wrapped.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
         )
         self.validated = True
-        """Whether nothing is owed for the steps taken: a validation that an interrupted run did not come to."""
+        """False if an interrupted run ended before the validation that was due."""
         if resume_from is not None:
             self.validated = resume_run(resume_from, config, pace, self.wrapped, self.scheduler, self.digests)
             metrics.resume(pace.step)
@@ -130,7 +130,7 @@ class _Trainer:
         )
 
     def run(self) -> TrainResult:
-        """All steps, validations and records."""
+        """Run all steps and validations, and write all records."""
         settings, pace = self.config.train, self.pace
         self._introduce()
         bigram_loss = self._bigram_loss()
@@ -149,7 +149,7 @@ class _Trainer:
             self.validated = False
             since_log += 1
             if since_log == settings.log_every or pace.step == settings.steps:
-                # The one place where the host waits for the device, and ranks for each other's hosts.
+                # Only here the host waits for the device, and ranks wait for each other.
                 elapsed, stopping = time.monotonic() - start, float(self.stop.requested)
                 with self.wrapped.failures.watch("the sum of losses"):
                     sums = self.runtime.all_reduce_sum(
@@ -189,7 +189,7 @@ class _Trainer:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
         settings, wrapped, recorder = self.config.train, self.wrapped, self.recorder
         recorder.step_begins(step)
-        # Dropout follows from seed, step and rank: like the data, without a state to keep.
+        # Seed, step and rank determine dropout, so a checkpoint needs no random state.
         entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
@@ -212,7 +212,7 @@ class _Trainer:
         return total / settings.num_microbatches
 
     def _is_validated_here(self) -> bool:
-        """Whether a validation follows the step that the run is after."""
+        """Whether a validation is due after the current step."""
         return self.pace.fraction >= 1.0 or self.pace.step % self.config.train.eval_every == 0
 
     def _save(self) -> None:
@@ -220,7 +220,7 @@ class _Trainer:
         self.display.message(f"step {self.pace.step:>5}  checkpoint in '{path}'")
 
     def _own_loss(self, loss: Tensor) -> Tensor:
-        """The cross-entropy of a training loss, so that records of dense models and others compare."""
+        """The cross-entropy without router losses, so that records of dense and expert models are comparable."""
         parts = self.module.loss_parts
         if self.router_sums is None or parts is None:
             return loss
@@ -254,7 +254,7 @@ class _Trainer:
 
     @torch.no_grad()
     def _validate(self) -> float:
-        """Mean loss over the fixed validation set, its rows dealt out to the ranks; the same number on each of them."""
+        """Mean loss over the fixed validation set, whose rows are divided over ranks. Equal on all ranks."""
         began = time.monotonic()
         self.model.eval()
         mine = slice(self.runtime.rank, None, self.runtime.world_size)

@@ -1,4 +1,4 @@
-"""The units of a GPT under ``parallel = "fsdp"``: every block, and the rest of the model around them."""
+"""The units of a GPT under ``parallel = "fsdp"``: one per block, and one for the rest of the model."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,17 +14,17 @@ __all__ = ["PlannedUnit", "units_of"]
 
 
 class PlannedUnit(NamedTuple):
-    """What one ``fully_shard`` call is given."""
+    """The arguments of one ``fully_shard`` call."""
 
     module: nn.Module
     policy: MixedPrecisionPolicy
 
 
 def units_of(model: GPT, settings: ModelConfig, fsdp: FsdpConfig) -> Iterator[PlannedUnit]:
-    """From the inside out, the model last.
+    """The units, inner units first, the model last.
 
-    Parameters are fp32 at rest and computed with in ``model.param_dtype``. Inputs are not cast: activations follow the
-    parameters, and the rotary tables stay in fp32. A router of another dtype than its block is a unit inside it.
+    Parameters are stored in fp32 and used in ``model.param_dtype``. Inputs are not cast: activations have the dtype of
+    the parameters, and rotary tables stay in fp32. A router with another dtype than its block is a unit of its own.
     """
     keeps_router = settings.num_experts > 0 and settings.router_dtype != settings.param_dtype
     policy = MixedPrecisionPolicy(

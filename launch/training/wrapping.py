@@ -1,4 +1,4 @@
-"""A model and its optimizer as the training loop uses them, whatever ``parallel`` says of where their tensors are.
+"""One interface to model and optimizer for the training loop, under every kind of ``parallel``.
 
 =====================  ==============================================  ================================================
 ``parallel``           model                                           optimizer
@@ -34,7 +34,7 @@ __all__ = ["HeldParameter", "Wrapped", "wrap"]
 
 
 class HeldParameter(NamedTuple):
-    """One parameter as the model computes with it."""
+    """One parameter in the dtype of computation."""
 
     name: str
     numel: int
@@ -44,30 +44,30 @@ class HeldParameter(NamedTuple):
 
 
 class Wrapped(abc.ABC):
-    """What the training loop asks of a model and its optimizer.
+    """What the training loop needs of a model and its optimizer.
 
-    model      called with tokens and targets; it has ``no_sync``, ``finish_grad_sync`` and ``record_timeline``
-    optimizer  what schedules and checkpoints act on
+    model      called with tokens and targets
+    optimizer  for learning rate schedules and checkpoints
     """
 
     model: DistributedDataParallel | FSDPModule
     optimizer: torch.optim.Optimizer
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For every microbatch but the last."""
+        """Context of every microbatch but the last."""
         return self.model.no_sync()
 
     def finish_grad_sync(self) -> None:
-        """After the last backward: reduce what is left, and wait."""
+        """Call this after the last backward: launches remaining reductions, and waits for all."""
         self.model.finish_grad_sync()
 
     def record_timeline(self) -> AbstractContextManager[Timeline]:
-        """Record when things run."""
+        """Record a timeline of computation and communication."""
         return self.model.record_timeline()
 
     @abc.abstractmethod
     def step(self) -> None:
-        """Clip and update."""
+        """Clip gradients and update parameters."""
 
     @abc.abstractmethod
     def clear_grads(self) -> None:
@@ -81,17 +81,17 @@ class Wrapped(abc.ABC):
     @property
     @abc.abstractmethod
     def failures(self) -> FailureReporter:
-        """Puts failed collectives into words."""
+        """Describes failed collectives."""
 
     @property
     @abc.abstractmethod
     def num_buckets(self) -> int:
-        """Buckets that are reduced."""
+        """Number of buckets that are reduced."""
 
     @property
     @abc.abstractmethod
     def records(self) -> Sequence[GradRecord]:
-        """Of every trainable parameter."""
+        """The gradient record of every trainable parameter."""
 
     @abc.abstractmethod
     def parameters(self) -> list[HeldParameter]:
@@ -99,14 +99,14 @@ class Wrapped(abc.ABC):
 
     @abc.abstractmethod
     def digest(self, *, wanted: bool) -> str | None:
-        """Of all weights, bit for bit: two runs that agree here ended in the same place. None where it is not wanted.
+        """SHA-256 of all weights, to compare runs bit for bit; None unless ``wanted``.
 
         Collective.
         """
 
 
 def wrap(module: GPT, config: Config, device: torch.device) -> Wrapped:
-    """Give the model its ranks and its optimizer, as ``config.parallel`` says. Collective over all ranks.
+    """Wrap or shard the model and create its optimizer, as ``config.parallel`` says. Collective over all ranks.
 
     module  on ``device``, in ``config.model.param_dtype``
     """
@@ -279,7 +279,7 @@ def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
 
 
 def _is_vector(name: str, parameter: Tensor) -> bool:
-    """Norms, biases and scalars: an expert's matrices are parameters of three dims."""
+    """Whether a parameter is a norm, a bias or a scalar. Packed experts have three dims."""
     return parameter.ndim < 2
 
 

@@ -1,4 +1,4 @@
-"""Linear layers, and what is built of them: one differentiable operation (``fused_linear.py``) and its modules.
+"""Linear layers: one differentiable operation (``fused_linear.py``) and the modules that use it.
 
 Imports ``te_integration/wgrad_queue.py`` and ``ddp/contract``.
 """

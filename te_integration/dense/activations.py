@@ -18,11 +18,11 @@ Pointwise = Callable[[Tensor], Tensor]
 
 
 class Activation(NamedTuple):
-    """What stands between the two products of an MLP."""
+    """The activation between the two products of an MLP."""
 
     function: Pointwise
     gated: bool
-    """The function takes [..., 2F] and returns [..., F], so that the first product has twice the features."""
+    """True: the function maps [..., 2F] to [..., F], and the first product has 2F output features."""
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -43,19 +43,19 @@ def _gated(activate: Pointwise, x: Tensor) -> Tensor:
 
 
 def _clamped_swiglu(x: Tensor, *, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
-    """GPT-OSS's: ``g sigmoid(alpha g) (1 + l)``, where g and l are clamped, g from above only."""
+    """GPT-OSS's activation ``g sigmoid(alpha g) (1 + l)``; g is clamped from above, l from both sides."""
     gate, linear = x.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + 1)
 
 
-# Partial functions, and no closures: modules that hold one can be pickled.
+# Partial functions instead of closures, so that modules that hold them can be pickled.
 def _gate(activate: Pointwise) -> Activation:
     return Activation(functools.partial(_gated, activate), gated=True)
 
 
 ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu": Activation(_gelu, gated=False),  # the tanh approximation, as there
+    "gelu": Activation(_gelu, gated=False),  # the tanh approximation, as in Transformer Engine
     "geglu": _gate(_gelu),
     "glu": _gate(torch.sigmoid),
     "qgelu": Activation(_quick_gelu, gated=False),
@@ -71,9 +71,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def activation_named(name: str, params: Mapping[str, float] | None = None) -> Activation:
-    """Look one up; ``params`` are of ``clamped_swiglu`` alone: ``limit`` (7.0) and ``alpha`` (1.702).
+    """Look up an activation. Only ``clamped_swiglu`` takes ``params``: ``limit`` (7.0) and ``alpha`` (1.702).
 
-    Raises ``ValueError`` for an unknown name, with the nearest known one, and for parameters the activation lacks.
+    Raises ``ValueError`` for an unknown name, with the most similar known name, and for unknown parameters.
     """
     found = ACTIVATIONS.get(name)
     if found is None:

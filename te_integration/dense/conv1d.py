@@ -1,7 +1,7 @@
 """Fused weight gradients for Hugging Face's ``Conv1D``: a linear layer whose weight is stored [in, out].
 
-transformers is never imported: the fused class is made from the class of the module at hand, so that it stays an
-instance of it. Legend: T rows, K input features (``nx``), N output features (``nf``).
+transformers is never imported. The fused class is a subclass of the class of the given module, so that ``isinstance``
+stays true. Legend: T rows, K input features (``nx``), N output features (``nf``).
 """
 
 import functools
@@ -15,13 +15,13 @@ __all__ = ["FusedConv1D", "fused_conv1d_class", "is_conv1d_class"]
 
 
 def is_conv1d_class(cls: type) -> bool:
-    """Whether ``cls`` is transformers' own ``Conv1D``, in whichever of its files a version keeps it."""
+    """Whether ``cls`` is ``Conv1D`` of transformers. The file that defines the class differs between versions."""
     return cls.__name__ == "Conv1D" and cls.__module__.partition(".")[0] == "transformers"
 
 
 @functools.cache
 def fused_conv1d_class(base: type) -> type[nn.Module]:
-    """The fused class of ``base``; one object for each ``base``, so that ``type(a) is type(b)`` holds."""
+    """The fused class of ``base``, cached so that all modules of one ``base`` have the same type."""
     return type(f"Fused{base.__name__}", (FusedConv1D, base), {"_unfused": base, "__doc__": FusedConv1D.__doc__})
 
 
@@ -35,8 +35,8 @@ class FusedConv1D(LinearModule, nn.Module):
     y          [..., N]  output
     =========  ========  ========================================
 
-    Backward: ``dx = dy W^T``, ``dW = x^T dy`` straight into ``weight.main_grad``, ``db = sum over rows of dy``.
-    A mixin in front of ``Conv1D`` itself: see ``fused_conv1d_class``.
+    Backward: ``dx = dy W^T``, ``dW = x^T dy`` written to ``weight.main_grad``, ``db = sum over rows of dy``.
+    This class is a mixin; ``fused_conv1d_class`` combines it with ``Conv1D``.
     """
 
     _unfused: type
@@ -61,7 +61,7 @@ class FusedConv1D(LinearModule, nn.Module):
         return f"nf={self.weight.shape[1]}, nx={self.weight.shape[0]}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle by the class it was made from, since no module holds the made class."""
+        """Pickle by the base class: the fused class is made at run time and no Python module contains it."""
         return _new_fused_conv1d, (self._unfused,), self.__getstate__()  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""``fused_linear``: the one differentiable linear operation behind every module here.
+"""``fused_linear``: the differentiable linear operation of every module in this folder.
 
 Legend: T rows (all leading dims of the input together), K input features, N output features.
 """
@@ -22,16 +22,16 @@ __all__ = ["LinearUse", "fused_linear", "refuse_split_backward", "run_outside_gr
 
 
 class LinearUse:
-    """How one product is used: everything about it that is not a tensor. Forwards that agree on all of it share one.
+    """The options of one product, all but the tensors. Forwards with equal options share one object.
 
-    owner                the module, for errors
-    fused                each ``dW_i = dy_i^T x`` is one GEMM into that weight's ``main_grad``; otherwise, with a
-                         ``queue``, it is added to the weight's ``.grad``
-    queue                weight gradients wait there; None: they are computed in backward
-    transposed           the one weight and its ``main_grad`` are [K, N]: ``y = x W + b``, ``dW = x^T dy``
-    save_original_input  keep the input for backward as it came, and not as autocast cast it, where somebody else keeps
-                         it anyway
-    only_save            do all that backward needs and leave the product out, for a recompute that nobody reads
+    owner                name of the module in error messages
+    fused                True: each ``dW_i = dy_i^T x`` is one GEMM into the weight's ``main_grad``. False, with a
+                         ``queue``: it is added to the weight's ``.grad``
+    queue                delayed weight gradients wait there; None: backward computes them
+    transposed           the single weight and its ``main_grad`` are [K, N]: ``y = x W + b``, ``dW = x^T dy``
+    save_original_input  save the input itself for backward instead of the copy that autocast made; this saves memory
+                         if another operation keeps the input anyway
+    only_save            save what backward needs and skip the product: for a recompute whose output is not read
     """
 
     __slots__ = ("_queue", "fused", "only_save", "owner", "save_original_input", "targets", "transposed")
@@ -48,7 +48,7 @@ class LinearUse:
         only_save: bool = False,
     ) -> None:
         self.owner, self.fused, self.transposed = owner, fused, transposed
-        self._queue = None if queue is None else weakref.ref(queue)  # a module keeps this object
+        self._queue = None if queue is None else weakref.ref(queue)  # weak: modules must not keep a queue alive
         self.save_original_input, self.only_save = save_original_input, only_save
         self.targets = tuple(WgradTarget(weight, owner, fused=fused, queue=queue) for weight in weights)
 
@@ -58,8 +58,10 @@ class LinearUse:
         return self._queue is not None
 
     def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
-        """Whether a forward with these may use this object again. Delayed gradients are checked anew in a wrapper of
-        torch's, which may have come since."""
+        """Whether a forward with these arguments may reuse this object.
+
+        Never for a delayed product inside torch's ``DistributedDataParallel``: a new object refuses it by name.
+        """
         return (
             (queue is None if self._queue is None else queue is not None and self._queue() is queue)
             and not (queue is not None and in_torch_ddp())
@@ -69,27 +71,27 @@ class LinearUse:
         )
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of a module has weights of its own, and makes its own
+        return type(None), ()  # a copied module has other weights, and creates its own object
 
 
 def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse) -> Tensor:
-    """``y = x W^T + b``; in backward ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` goes where ``use`` says.
+    """``y = x W^T + b``. Backward: ``dx = dy W``, ``db = sum dy``, and ``dW = dy^T x`` as ``use`` says.
 
     =======  ======================  ==============================================================
     input    [..., K]                any leading dims
     weights  [N_i, K] each           slices of W along N, in order; usually one
     bias     [N] or None             N = sum of N_i
-    y        [..., N]                in autocast's dtype under autocast, as ``nn.Linear``'s
+    y        [..., N]                in autocast's dtype under autocast, like ``nn.Linear``
     =======  ======================  ==============================================================
 
-    The weights are used as data and reached through weak references: see ``WgradTarget``. ``autograd.grad`` and a graph
-    of the gradients get ordinary gradients and write nothing.
+    Backward reaches the weights through weak references: see ``WgradTarget``. ``autograd.grad`` and
+    ``create_graph=True`` get ordinary gradients and write nothing.
     """
     dtype, device_type = input.dtype, input.device.type
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
     if not use.save_original_input:
-        input = _cast(input, dtype)  # outside the function: second derivatives need a saved input that has a graph
+        input = _cast(input, dtype)  # not in _FusedLinear: second derivatives need the cast in the graph
     output: Tensor = _apply_directly(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
@@ -101,15 +103,15 @@ def _run(forward: Forward, module: nn.Module, *args: Any) -> Any:
     return forward(module, *args)
 
 
-# A graph break and an autograd function, and not a custom op: the op's backward would have to hide its write to
-# main_grad and its flag from functionalisation, which may drop, reorder or repeat what it cannot see, and a compiled
-# backward runs no Python between the GEMM and the hook that launches the bucket. The break costs one guard check per
-# layer; everything between the layers is compiled. The caller names its forward: type(module)'s may be a subclass's.
+# A graph break and an autograd function instead of a custom op, for two reasons. Functionalisation may drop, reorder or
+# repeat side effects that it cannot see, such as the write to main_grad. A compiled backward runs no Python between the
+# GEMM and the hook that launches the bucket. The break costs one guard check per layer; all other code is compiled.
+# The caller passes its forward, because type(module).forward may belong to a subclass.
 run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
 
 
-# ``to`` and ``reshape`` cost host time where they change nothing, and a forward and backward have seven of them. On a
-# CPU, leaving them out saves a tiny layer (64 x 64, 16 rows) 9 % of its forward and backward.
+# ``to`` and ``reshape`` cost host time even if they change nothing, and a forward and backward have seven of them. On a
+# CPU, skipping these calls saves a tiny layer (64 x 64, 16 rows) 9 % of its forward and backward.
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
@@ -119,7 +121,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _Like(NamedTuple):
-    """What backward asks of a weight where nothing is multiplied by it."""
+    """What backward needs of a weight if the input needs no gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -135,11 +137,11 @@ class _FusedLinear(torch.autograd.Function):
         needs_dw = True in ctx.needs_input_grad[3:-1]
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(input if needs_dw else None, *weights)
-        else:  # backward asks of their shapes and dtypes alone: they may change in place until then
+        else:  # backward needs shapes and dtypes only, so the weights may change in place before it
             ctx.save_for_backward(input if needs_dw else None)
             ctx.likes = [_Like(weight.shape, weight.dtype) for weight in weights]
         ctx.use = use
-        # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
+        # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
         ctx.input_dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -158,8 +160,8 @@ class _FusedLinear(torch.autograd.Function):
         weights = weights or ctx.likes
         use: LinearUse = ctx.use
         needs_dx, _, _, *needs_dw, needs_db = ctx.needs_input_grad
-        # Who asks, and where each gradient goes, before any product. next_functions has the tensor inputs only: the
-        # input, then the weights.
+        # Find out who asks for each gradient and where it goes, so that errors are raised before any product.
+        # next_functions lists the tensor inputs only: the input, then the weights.
         nodes = ctx.next_functions
         wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs_dw)]
         if use.fused and Demand.ACCUMULATE not in wanted:
@@ -182,8 +184,8 @@ class _FusedLinear(torch.autograd.Function):
         return (dx, None, None, *dws, db)
 
 
-# Function.apply is Python around this C++ function, for torch.func's transforms, which never get here. Leaving it out
-# saves a tiny layer (64 x 64, 16 rows) 3 % of its forward and backward.
+# Function.apply in Python only adds support for torch.func transforms, which never get here. Its C++ base saves a tiny
+# layer (64 x 64, 16 rows) 3 % of its forward and backward.
 _apply_directly = super(torch.autograd.Function, _FusedLinear).apply
 
 
@@ -203,17 +205,17 @@ def _weight_grad(
             return None
         return _cast(x.t() @ dy if use.transposed else dy.t() @ x, weight.dtype)
     if use.delays:
-        x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
+        x = x.detach()  # the queue must not keep the graph of x, which keeps the weights
     backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
     left, right = (x, dy) if use.transposed else (dy, x)
     return use.targets[index].deliver(*place, left, right, backward)
 
 
 def refuse_split_backward(ctx: Any, returns: bool) -> None:
-    """Raise in the second half of torch.distributed.pipelining's split: a prehook, inputs alone, then weights alone.
+    """Raise in the second half of a split backward of torch.distributed.pipelining (inputs first, then weights).
 
-    Its captured weight gradients are put into ``.grad`` by hand, where no provider's hook sees them. ``autograd.grad``
-    of a user looks like each half, and both may be asked of one graph; the prehook on this node is what tells.
+    torch writes the weight gradients of the second half to ``.grad`` directly, so that no provider's hook sees them.
+    Each half alone looks like ``autograd.grad`` of a user. The prehook on this node distinguishes torch's split.
     """
     if not getattr(ctx, "has_prehook", False):
         return

@@ -1,4 +1,4 @@
-"""``LayerNormLinear``: a normalisation and the linear layer behind it.
+"""``LayerNormLinear``: a normalisation followed by a linear layer.
 
 Legend: K ``in_features``, N ``out_features``.
 """
@@ -31,11 +31,11 @@ class LayerNormLinear(SplitLinear, NormalizingModule):
     eps                      added to the variance
     normalization            "LayerNorm" or "RMSNorm"
     zero_centered_gamma      ``layer_norm_weight`` is gamma - 1
-    return_layernorm_output  also return ``norm(x)`` [..., K], after the bias where ``return_bias`` returns one
+    return_layernorm_output  also return ``norm(x)`` [..., K], as the last result
     others                   see ``Linear``
 
-    Names of arguments and parameters are Transformer Engine's; its arguments that have no effect here are accepted, and
-    the others refused by name. Raises ``ValueError`` for an unknown ``normalization``.
+    Names of arguments and parameters are those of Transformer Engine. Its other arguments are accepted if their value
+    has no effect, and refused by name otherwise. Raises ``ValueError`` for an unknown ``normalization``.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class LayerNormLinear(SplitLinear, NormalizingModule):
         super().reset_parameters()
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[..., K] -> [..., N]; or a tuple of it, the bias, and the normalised input, as far as they are asked for.
+        """[..., K] -> [..., N]; or a tuple of output, bias and normalised input, as the options ask for.
 
-        ``is_first_microbatch`` is accepted and changes nothing: which write overwrites is known in backward.
+        ``is_first_microbatch`` has no effect: backward knows which write is the first of an iteration.
         """
         normalized = self.normalize(input)
         output, bias = self.linear(normalized)
@@ -94,5 +94,5 @@ class LayerNormLinear(SplitLinear, NormalizingModule):
         return (output, *more, normalized) if self.return_layernorm_output else (output, *more)
 
     def sizes(self) -> str:
-        """Its sizes, by the names of its arguments."""
+        """The sizes of the layer, by the names of the constructor's arguments."""
         return f"in_features={self.in_features}, out_features={self.out_features}, normalization={self.normalization}"

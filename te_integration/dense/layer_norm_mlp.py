@@ -1,4 +1,4 @@
-"""``LayerNormMLP``: a normalisation and the two linear layers of a transformer's feed-forward part.
+"""``LayerNormMLP``: a normalisation and the two linear layers of a transformer's feed-forward block.
 
 Legend: K ``hidden_size``, F ``ffn_hidden_size``, G rows of the first weight: F, or 2F where the activation is gated.
 """
@@ -34,24 +34,25 @@ class LayerNormMLP(LinearModule, NormalizingModule):
     y                  [..., K]      output
     =================  ============  ========================================
 
-    The two weights have nothing to do with each other: each may be frozen, tied, fused and overwritten by itself.
+    The two weights are independent: each may be frozen, tied, fused and overwritten alone.
 
     eps                        added to the variance
     normalization              "LayerNorm" or "RMSNorm"
     zero_centered_gamma        ``layer_norm_weight`` is gamma - 1
-    activation                 by Transformer Engine's names: ``activations.py`` has them all
-    activation_params          of "clamped_swiglu": ``limit`` and ``alpha``
-    checkpoint                 keep x alone, and recompute the rest in backward (``torch.utils.checkpoint``, not
-                               reentrant); all but the second product, where that is fused or delayed
-    return_bias                return ``b2`` beside y, without adding it
-    return_layernorm_output    also return ``norm(x)`` [..., K], last
-    init_method                of W1, and ``output_layer_init_method`` of W2 (None: ``init_method``); biases are zeros
-                               then. None: as ``nn.Linear``
-    delay_wgrad_compute        ``backward_dw()`` computes the oldest pending microbatch's dW2, then its dW1
+    activation                 Transformer Engine's name; ``activations.py`` lists all
+    activation_params          for "clamped_swiglu": ``limit`` and ``alpha``
+    checkpoint                 save x only, and recompute the rest in backward (non-reentrant
+                               ``torch.utils.checkpoint``). A fused or delayed second product is not recomputed
+    return_bias                also return ``b2``, which is not added to y
+    return_layernorm_output    also return ``norm(x)`` [..., K], as the last result
+    init_method                initialises W1; None: like ``nn.Linear``. Biases are 0 if it is given
+    output_layer_init_method   initialises W2; None: ``init_method``
+    delay_wgrad_compute        ``backward_dw()`` computes dW2, then dW1, of the oldest pending microbatch
     others                     see ``Linear``
 
-    Names of arguments and parameters are Transformer Engine's; its arguments that have no effect here are accepted, and
-    the others refused by name. Raises ``ValueError`` for an unknown ``activation`` or ``normalization``.
+    Names of arguments and parameters are those of Transformer Engine. Its other arguments are accepted if their value
+    has no effect, and refused by name otherwise. Raises ``ValueError`` for an unknown ``activation`` or
+    ``normalization``.
     """
 
     weight_names: tuple[str, ...] = ("fc1_weight", "fc2_weight")
@@ -114,9 +115,9 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         reset_linear(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[..., K] -> [..., K]; or a tuple of it, b2, and the normalised input, as far as they are asked for.
+        """[..., K] -> [..., K]; or a tuple of output, b2 and normalised input, as the options ask for.
 
-        ``is_first_microbatch`` is accepted and changes nothing: which writes overwrite is known in backward.
+        ``is_first_microbatch`` has no effect: backward knows which write is the first of an iteration.
         """
         if self.checkpoint and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
@@ -131,7 +132,7 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         return (output, *more, normalized) if self.return_layernorm_output else (output, *more)
 
     def _run(self, input: Tensor, queue: WgradQueue | None, only_save: bool = False) -> tuple[Tensor, Tensor]:
-        """Output and normalised input; ``only_save`` leaves out the second product, which backward does not need."""
+        """Output and normalised input; ``only_save`` skips the second product, whose result backward does not need."""
         normalized = self.normalize(input)
         hidden = self.activate(self.multiply(normalized, (self.fc1_weight,), self.fc1_bias, queue))
         bias = None if self.return_bias else self.fc2_bias
@@ -150,7 +151,7 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         return result
 
     def sizes(self) -> str:
-        """Its sizes, by the names of its arguments."""
+        """The sizes of the layer, by the names of the constructor's arguments."""
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"normalization={self.normalization}, activation={self.activation}"

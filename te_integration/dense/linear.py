@@ -1,4 +1,4 @@
-"""``Linear``: ``nn.Linear`` whose weight gradient is one GEMM into ``main_grad``, in backward or later.
+"""``Linear``: an ``nn.Linear`` that computes its weight gradient by one GEMM into ``main_grad``.
 
 Legend: T rows (all leading dims of the input together), K ``in_features``, N ``out_features``.
 """
@@ -25,24 +25,24 @@ class Linear(SplitLinear, nn.Linear):
     y          [..., N]      output
     =========  ============  =====================================
 
-    Backward: ``dx = dy W``, ``dW = dy^T x`` straight into ``weight.main_grad``, ``db = sum over rows of dy``.
+    Backward: ``dx = dy W``, ``dW = dy^T x`` written to ``weight.main_grad``, ``db = sum over rows of dy``.
 
-    fuse_wgrad_accumulation  write the weight gradient into ``weight.main_grad``, which a provider (our
-                             ``DistributedDataParallel``, Megatron-core's) must have attached by the time of backward:
-                             ``RuntimeError`` otherwise. False: autograd delivers it, as ``nn.Linear`` does
-    delay_wgrad_compute      backward computes ``dx`` and ``db`` only; ``backward_dw()`` computes the oldest pending
-                             microbatch's ``dW``, into ``main_grad`` or, unfused, added to ``.grad``
-    params_dtype             another name of ``dtype``, Transformer Engine's
-    init_method              called with the weight instead of ``nn.Linear``'s initialisation; the bias becomes zeros
-    return_bias              return ``(x W^T, bias)`` and leave the addition to the caller
-    parameters_split         the weight is several parameters, slices of N in this order: names with equal sizes, or
-                             name -> size. ``"query_"`` is the parameter ``query_weight`` (and ``query_bias``); each has
-                             its own ``main_grad`` and there is no ``weight`` then
-    save_original_input      under autocast, keep the input as it came instead of its cast copy
-    name                     for errors
+    fuse_wgrad_accumulation  True: write the weight gradient to ``weight.main_grad``, which a provider (maingrad's or
+                             Megatron-core's ``DistributedDataParallel``) attaches before the first backward; backward
+                             raises ``RuntimeError`` without it. False: autograd delivers the weight gradient
+    delay_wgrad_compute      backward computes ``dx`` and ``db`` only. ``backward_dw()`` computes ``dW`` of the oldest
+                             pending microbatch and adds it to ``main_grad``, or to ``.grad`` if unfused
+    params_dtype             Transformer Engine's name of ``dtype``
+    init_method              initialises the weight instead of ``nn.Linear``; the bias is then 0
+    return_bias              return ``(x W^T, bias)``; the caller adds the bias
+    parameters_split         split the weight along N into several parameters, in this order: names with equal sizes, or
+                             name -> size. ``"query_"`` gives ``query_weight`` and ``query_bias``. Each slice has its
+                             own ``main_grad``; there is no ``weight``
+    save_original_input      under autocast, save the input itself for backward instead of its cast copy
+    name                     the layer's name in error messages
 
-    Parameter names and state dict are ``nn.Linear``'s and Transformer Engine's; other arguments of Transformer Engine's
-    are accepted where they have no effect, and refused by name otherwise. The fused backward is Megatron-LM's
+    Parameter names and state dict are those of ``nn.Linear`` and Transformer Engine. Other arguments of Transformer
+    Engine are accepted if their value has no effect, and refused by name otherwise. The fused backward is Megatron-LM's
     ``gradient_accumulation_fusion``. Under ``torch.compile`` a fused layer is a graph break: see ``run_outside_graph``.
     """
 
@@ -75,13 +75,13 @@ class Linear(SplitLinear, nn.Linear):
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
 
     def forward(self, input: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[..., K] -> [..., N]; with ``return_bias`` a pair of it and the bias.
+        """[..., K] -> [..., N]; with ``return_bias`` a pair of output and bias.
 
-        ``is_first_microbatch`` is accepted and changes nothing: which write overwrites is known in backward.
+        ``is_first_microbatch`` has no effect: backward knows which write is the first of an iteration.
         """
         output, bias = self.linear(input)
         return (output, bias) if self.return_bias else output
 
     def sizes(self) -> str:
-        """Its sizes, by the names of its arguments."""
+        """The sizes of the layer, by the names of the constructor's arguments."""
         return f"in_features={self.in_features}, out_features={self.out_features}"

@@ -1,4 +1,4 @@
-"""What all modules with linear layers share: which way each product takes, and which weights are fused and delayed."""
+"""The base of all modules with linear layers: how each product runs, and which weights are fused or delayed."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +22,9 @@ InitMethod = Callable[[Tensor], Any]
 
 
 class LinearModule(DelayedWgradModule):
-    """Mixin of modules with one or more products ``x W^T``. The defaults are those of a module that does nothing more.
+    """Mixin of modules with one or more products ``x W^T``.
 
-    They are the class's, so that a module may become one by a change of its class.
+    Defaults are class attributes, because ``convert_linears`` changes the class of a module without a constructor call.
     """
 
     fuse_wgrad_accumulation = False
@@ -35,7 +35,7 @@ class LinearModule(DelayedWgradModule):
     weight_names: tuple[str, ...] = ("weight",)
 
     def set_wgrad_options(self, *, fuse: bool, delay: bool, name: str | None) -> None:
-        """To be called when the parameters are there."""
+        """Set the options. Constructors call this after they have created the parameters."""
         self.fuse_wgrad_accumulation = fuse
         self.label = name
         if delay:
@@ -43,15 +43,15 @@ class LinearModule(DelayedWgradModule):
             self.mark_delayed_weights()
 
     def fused_wgrad_weights(self) -> Iterable[str]:
-        """The weights, where they are fused."""
+        """Names of the fused weights."""
         return self.weight_names if self.fuse_wgrad_accumulation else ()
 
     def delayed_wgrad_weights(self) -> Iterable[str]:
-        """The weights, where they are delayed by the module itself."""
+        """Names of the weights that the module delays into its own queue."""
         return self.weight_names if self.wgrad_queue is not None else ()
 
     def queue_now(self) -> WgradQueue | None:
-        """Where weight gradients of a forward that runs now will wait: the module's own queue comes first."""
+        """The queue for weight gradients of the current forward: the module's own, else that of ``delayed_wgrad``."""
         if self.wgrad_queue is not None:
             own: WgradQueue = self.wgrad_queue
             return own
@@ -81,9 +81,10 @@ class LinearModule(DelayedWgradModule):
         transposed: bool = False,
         only_save: bool = False,
     ) -> Tensor | None:
-        """The product by ``fused_linear``, which says what the arguments are; None where it is plain autograd's to do.
+        """Compute the product with ``fused_linear``, which describes the arguments. None: use plain autograd.
 
-        It is where no weight needs a gradient, none is to be fused or delayed, or somebody has to see the gradient.
+        Returns None if no weight needs a gradient, if gradients are neither fused nor delayed, or if a transform, a
+        hook or a tensor subclass must see the gradient.
         """
         if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
             if queue is not None:
@@ -111,7 +112,7 @@ class LinearModule(DelayedWgradModule):
         return fused_linear(input, weights, bias, self._use(weights, queue, transposed, only_save))
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:
-        """The same object as in the last forward, where nothing has changed.
+        """The object of the last forward if nothing has changed.
 
         A new one in each forward would cost a tiny layer (64 x 64, 16 rows) 3 % of its forward and backward.
         """
@@ -121,7 +122,7 @@ class LinearModule(DelayedWgradModule):
         key = id(weights[0]), only_save
         use = uses.get(key)
         if use is None or not use.serves(weights, self.fuse_wgrad_accumulation, queue):
-            if len(uses) > 8:  # weights that are new in each forward (torch.func.functional_call)
+            if len(uses) > 8:  # torch.func.functional_call brings new weights in each forward
                 uses.clear()
             use = uses[key] = LinearUse(
                 weights,
@@ -135,15 +136,15 @@ class LinearModule(DelayedWgradModule):
         return use
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.pop(f"{prefix}_extra_state", None)  # Transformer Engine's scaling factors of FP8
+        state_dict.pop(f"{prefix}_extra_state", None)  # FP8 scaling factors of Transformer Engine
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
 
     def describe(self) -> str:
-        """For errors: which layer this is."""
+        """The layer's name in error messages."""
         return self.label or f"{type(self).__name__}({self.sizes()})"
 
     def sizes(self) -> str:
-        """Its sizes, by the names of its arguments."""
+        """The sizes of the layer, by the names of the constructor's arguments."""
         raise NotImplementedError(f"{type(self).__name__} must say its sizes")
 
     def extra_repr(self) -> str:
@@ -155,7 +156,7 @@ class LinearModule(DelayedWgradModule):
 
 
 def reset_linear(weight: Tensor, bias: Tensor | None, init_method: InitMethod | None) -> None:
-    """As ``nn.Linear`` initialises; with an ``init_method`` that does the weight [N, K], and the bias is zeros."""
+    """Initialise like ``nn.Linear``. An ``init_method`` initialises the weight [N, K] instead; the bias is then 0."""
     if init_method is not None:
         init_method(weight)
         if bias is not None:
@@ -168,7 +169,7 @@ def reset_linear(weight: Tensor, bias: Tensor | None, init_method: InitMethod | 
 
 
 def one_dtype(module: str, dtype: torch.dtype | None, params_dtype: torch.dtype | None) -> torch.dtype | None:
-    """``dtype`` and ``params_dtype`` are PyTorch's and Transformer Engine's names of one argument."""
+    """Merge ``dtype`` (PyTorch's name) and ``params_dtype`` (Transformer Engine's name for the same argument)."""
     if dtype is not None and params_dtype is not None and dtype is not params_dtype:
         raise ValueError(f"{module} got dtype={dtype} and params_dtype={params_dtype}: they are one argument")
     return dtype or params_dtype

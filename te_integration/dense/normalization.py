@@ -1,4 +1,4 @@
-"""The normalisation in front of a linear layer, on torch's own kernels.
+"""The normalisation before a linear layer, computed by torch's kernels.
 
 Legend: K features, the last dim.
 """
@@ -16,11 +16,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class NormalizingModule(nn.Module):
-    """Base of modules that normalise their input: two parameters by Transformer Engine's names, and ``normalize``.
+    """Base of modules that normalise their input: ``normalize``, and two parameters with Transformer Engine's names.
 
     ===================  ===========  ==================================================================
-    layer_norm_weight    [K]          gamma; ones at first, zeros where it is zero-centred
-    layer_norm_bias      [K] or None  beta; zeros at first; None for RMSNorm
+    layer_norm_weight    [K]          gamma; initially 1, or 0 with ``zero_centered_gamma``
+    layer_norm_bias      [K] or None  beta; initially 0; None for RMSNorm
     ===================  ===========  ==================================================================
 
     LayerNorm: ``(x - mean(x)) / sqrt(var(x) + eps) * gamma + beta``; RMSNorm: ``x / sqrt(mean(x^2) + eps) * gamma``.
@@ -33,7 +33,7 @@ class NormalizingModule(nn.Module):
     def add_normalization(
         self, features: int, eps: float, normalization: str, zero_centered_gamma: bool, device: Any, dtype: Any
     ) -> None:
-        """Make the parameters, uninitialised. Raises ``ValueError`` for an unknown ``normalization``."""
+        """Create the parameters, uninitialised. Raises ``ValueError`` for an unknown ``normalization``."""
         if normalization not in _KINDS:
             raise ValueError(f"unknown normalization '{normalization}': it is one of {', '.join(_KINDS)}")
         self.eps = eps
@@ -45,13 +45,13 @@ class NormalizingModule(nn.Module):
         self.register_parameter("layer_norm_bias", bias)
 
     def reset_normalization(self) -> None:
-        """Initialise them: gamma 1, beta 0."""
+        """Initialise the parameters: gamma 1, beta 0."""
         nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             nn.init.zeros_(self.layer_norm_bias)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., K], as ``nn.LayerNorm`` and ``nn.RMSNorm`` do, also under autocast."""
+        """[..., K] -> [..., K], equal to ``nn.LayerNorm`` and ``nn.RMSNorm``, also under autocast."""
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
         if self.zero_centered_gamma:
             # In bf16, 1 + gamma would round a small gamma away.

@@ -1,4 +1,4 @@
-"""One linear layer whose weight may be several parameters: query, key and value, say."""
+"""One linear layer whose weight may be several parameters, such as query, key and value."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -14,14 +14,14 @@ ParametersSplit: TypeAlias = Sequence[str] | Mapping[str, int]
 
 
 class SplitLinear(LinearModule):
-    """Mixin of modules with one product, whose parameters are ``weight`` and ``bias``, or slices of them along N."""
+    """Mixin of modules with one product. The parameters are ``weight`` and ``bias``, or slices of both along N."""
 
     bias_names: tuple[str, ...] = ("bias",)
     weight: Tensor
     bias: Any  # Tensor | None, for which nn.Linear says Tensor
 
     def split_parameters(self, parameters_split: ParametersSplit | None) -> None:
-        """Replace weight and bias, initialised, by their slices if there are any."""
+        """Replace the initialised weight and bias by slices, if ``parameters_split`` is not None."""
         if parameters_split is None:
             return
         sizes = _split_sizes(parameters_split, self.weight.shape[0])
@@ -35,12 +35,12 @@ class SplitLinear(LinearModule):
         del self.weight, self.bias
 
     def reset_parameters(self) -> None:
-        """Initialise the weights and biases anew: after ``to_empty``, or to start over."""
+        """Initialise the weights and biases again, for example after ``to_empty``."""
         for weight_name, bias_name in zip(self.weight_names, self.bias_names, strict=True):
             reset_linear(getattr(self, weight_name), getattr(self, bias_name), self.init_method)
 
     def linear(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``x W^T + b`` [..., N] of x [..., K], and b; with ``return_bias`` b is not added."""
+        """x [..., K] -> ``x W^T + b`` [..., N], and b. With ``return_bias``, b is not added."""
         if self.weight_names == ("weight",):
             weights: tuple[Tensor, ...] = (self.weight,)
             bias: Tensor | None = self.bias

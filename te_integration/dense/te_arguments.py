@@ -1,10 +1,10 @@
-"""Transformer Engine's arguments that these modules lack: accepted at their neutral value, refused otherwise."""
+"""Arguments of Transformer Engine that maingrad lacks: accepted at a value without effect, refused otherwise."""
 
 from typing import Any
 
 __all__ = ["refuse_unsupported"]
 
-# Name -> the values that change nothing. What is not listed does not exist in Transformer Engine either: TypeError.
+# Name -> the values without effect. An unlisted argument does not exist in Transformer Engine either: TypeError.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False,),
     "tp_group": (None,),

@@ -1,4 +1,4 @@
-"""``torch.func``'s transforms (grad, vmap, jvp, ...) and forward-mode derivatives, which ask for ordinary autograd."""
+"""Detects ``torch.func`` transforms (grad, vmap, jvp, ...) and forward-mode AD, which need ordinary autograd."""
 
 import torch
 from torch.autograd import forward_ad
@@ -9,14 +9,14 @@ __all__ = ["in_transform", "refuse_in_transform"]
 
 
 def in_transform() -> bool:
-    """Whether one is running, around whatever tensors."""
+    """Whether a transform or forward-mode AD is active, for any tensor."""
     if torch.compiler.is_compiling():
-        return False  # a compiler sees to it by itself
+        return False  # Dynamo handles transforms itself
     return are_transforms_active() or forward_ad._current_level >= 0
 
 
 def refuse_in_transform(owner: str) -> None:
-    """Raise ``RuntimeError`` inside one. ``owner`` is what has formulas for backward alone."""
+    """Raise ``RuntimeError`` if a transform is active: ``owner`` implements backward only."""
     if in_transform():
         raise RuntimeError(
             f"{owner} has no rules for torch.func's transforms (grad, vmap, jvp, ...), nor for forward-mode "

@@ -1,4 +1,4 @@
-"""Experts: grouped products whose split sizes stay on the device, the modules around them, and tokens by expert.
+"""Experts: grouped products whose split sizes stay on the device, their modules, and the permutation of tokens.
 
 Imports ``dense``, and ``kernels`` for the products.
 """

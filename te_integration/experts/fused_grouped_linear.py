@@ -1,7 +1,7 @@
-"""``fused_grouped_linear``: the one differentiable grouped operation behind every module with experts.
+"""``fused_grouped_linear``: the differentiable grouped operation of every module with experts.
 
-Legend: E experts, T rows, K input features, N output features. Expert e has the rows offsets[e] to offsets[e + 1]; rows
-from offsets[E] on are padding.
+Legend: E experts, T rows, K input features, N output features. Expert e has the rows from offsets[e] up to, but not
+including, offsets[e + 1]. Rows from offsets[E] on are padding.
 """
 
 import weakref
@@ -32,16 +32,15 @@ __all__ = ["GroupedUse", "fused_grouped_linear"]
 
 
 class GroupedUse:
-    """How one grouped product is used: ``LinearUse`` for experts. Forwards that agree on all of it share one.
+    """The options of one grouped product, all but the tensors: ``LinearUse`` for experts.
 
-    weights              the experts' [N, K], or the one packed [E, N, K]
-    names                of the weights, for errors
-    fused, queue         where weight gradients go, as in ``LinearUse``; neither: autograd delivers them
-    save_original_input  keep the input for backward as it came, and not as autocast cast it
-    only_save            do all that backward needs and leave the product out
+    weights              E weights [N, K], or one packed weight [E, N, K]
+    names                names of the weights in error messages
+    fused, queue         where weight gradients go, as in ``LinearUse``. False and None: autograd delivers them
+    save_original_input  as in ``LinearUse``
     """
 
-    __slots__ = ("_queue", "fused", "only_save", "owner", "packed", "save_original_input", "target")
+    __slots__ = ("_queue", "fused", "owner", "packed", "save_original_input", "target")
 
     def __init__(
         self,
@@ -52,11 +51,10 @@ class GroupedUse:
         fused: bool = True,
         queue: WgradQueue | None = None,
         save_original_input: bool = False,
-        only_save: bool = False,
     ) -> None:
         self.owner, self.fused = owner, fused
-        self._queue = None if queue is None else weakref.ref(queue)  # a module keeps this object
-        self.save_original_input, self.only_save = save_original_input, only_save
+        self._queue = None if queue is None else weakref.ref(queue)  # weak: modules must not keep a queue alive
+        self.save_original_input = save_original_input
         self.packed = weights[0].dim() == 3
         self.target: GroupedWgradTarget | None = None
         if fused or queue is not None:
@@ -68,7 +66,7 @@ class GroupedUse:
         return self._queue is not None
 
     def serves(self, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None) -> bool:
-        """Whether a forward with these may use this object again: see ``LinearUse``."""
+        """Whether a forward with these arguments may reuse this object: see ``LinearUse``."""
         if queue is not None and in_torch_ddp():
             return False
         if not (queue is None if self._queue is None else queue is not None and self._queue() is queue):
@@ -76,15 +74,15 @@ class GroupedUse:
         return self.fused is fused and (self.target is None or self.target.refers_to(weights))
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a copy of a module has weights of its own, and makes its own
+        return type(None), ()  # a copied module has other weights, and creates its own object
 
 
 class _Call(NamedTuple):
-    """What one forward hands to its autograd function beside the tensors that may need a gradient."""
+    """What one forward passes to its autograd function, except the tensors that may need a gradient."""
 
     offsets: Tensor
     dtype: torch.dtype
-    """Of the products."""
+    """Dtype of the products."""
     num_weights: int
     packed_bias: bool
     out: Tensor | None
@@ -106,24 +104,24 @@ def fused_grouped_linear(
 
     ==========  =========================  =================================================================
     input       [T, K]                     x
-    weights     [E, N, K], or E x [N, K]   W: one packed tensor, or one for each expert
-    bias        [E, N], or E x [N]         b; None: none is added
-    offsets     [E + 1]                    int64, from 0 to at most T; on the device, and never read by the host
+    weights     [E, N, K], or E x [N, K]   W: one packed tensor, or one per expert
+    bias        [E, N], or E x [N]         b; None: no bias
+    offsets     [E + 1]                    int64, from 0 to at most T; on the device, never read by the host
     bias_scale  [T]                        s; None: ones
     out         [T, N]                     memory for y
     grad_input  [T, K]                     memory for dx
-    y           [T, N]                     in autocast's dtype under autocast, as ``nn.Linear``'s
+    y           [T, N]                     in autocast's dtype under autocast, like ``nn.Linear``
     ==========  =========================  =================================================================
 
-    Backward: ``dx[t] = dy[t] W_e``; ``dW_e = dy_e^T x_e`` goes where ``use`` says, each expert's by its own row of the
-    return table; ``db_e`` is the sum of ``s[t] dy[t]`` over the expert's rows, and ``ds[t] = dy[t] . b_e``. Pad rows of
-    x and dy are read by nobody. The weights are used as data and reached through weak references.
+    Backward: ``dx[t] = dy[t] W_e``; ``db_e`` is the sum of ``s[t] dy[t]`` over the expert's rows;
+    ``ds[t] = dy[t] . b_e``; ``dW_e = dy_e^T x_e`` goes where ``use`` says, decided for each expert by the return table
+    of the contract. Pad rows of x and dy are never read. Backward reaches the weights through weak references.
 
-    ``out`` and ``grad_input`` are the caller's: plain tensors of the products' dtype, without a gradient. y, and the
-    gradient that backward hands on, are those very memories: before they are filled again, everything that reads y
-    must be done, its own backward included, and so must everything that reads dx (the ``.grad`` of a leaf is one).
+    ``out`` and ``grad_input`` belong to the caller: tensors of the products' dtype that require no gradient. y and dx
+    are views of this memory. Do not overwrite ``out`` before every reader of y has finished, including its backward,
+    and ``grad_input`` before every reader of dx has finished (the ``.grad`` of a leaf reads it).
 
-    ``autograd.grad`` and a graph of the gradients get ordinary gradients and write nothing.
+    ``autograd.grad`` and ``create_graph=True`` get ordinary gradients and write nothing.
     """
     dtype, device_type = input.dtype, input.device.type
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
@@ -175,20 +173,20 @@ def _per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> 
         return _cast(first, dtype)
     if all(tensor.dtype is dtype for tensor in tensors):
         return tensors
-    together = first.new_empty(len(tensors), *first.shape, dtype=dtype)  # which kernels find without a table
+    together = first.new_empty(len(tensors), *first.shape, dtype=dtype)  # needs no table of pointers
     torch._foreach_copy_(together.unbind(), tuple(tensors))
     return together
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Operands are cast already, and what sums in fp32 is to do so."""
+    """Autocast off: operands are cast already, and fp32 sums must stay fp32."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _written(buffer: Tensor) -> Tensor:
-    """An alias for autograd of memory that a kernel wrote: the caller's own tensor gets no history."""
-    if not buffer.is_inference():  # which has no version
-        torch.autograd.graph.increment_version(buffer)  # kernels go by the address; who saved the old content must know
+    """A view, for autograd, of memory that a kernel wrote: the caller's tensor itself gets no history."""
+    if not buffer.is_inference():  # an inference tensor has no version
+        torch.autograd.graph.increment_version(buffer)  # a graph that saved the old content must fail
     return buffer.detach()
 
 
@@ -201,7 +199,6 @@ class _FusedGroupedLinear(torch.autograd.Function):
         weights, biases, scale = tensors[:count], tensors[count:-1], tensors[-1]
         needs_dx, _, _, *needs = ctx.needs_input_grad
         needs_dw, needs_db, needs_ds = True in needs[:count], True in needs[count:-1], needs[-1]
-        # Next_functions and needs_input_grad go by the arguments; everything that is saved has its own place.
         ctx.save_for_backward(
             input if needs_dw else None,
             call.offsets,
@@ -210,14 +207,12 @@ class _FusedGroupedLinear(torch.autograd.Function):
             *(biases if needs_ds else ()),
         )
         ctx.use, ctx.call = use, call._replace(out=None)
-        # A forward that runs in a backward is a reentrant recompute, whose nested backward belongs to that one.
+        # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
         ctx.outer_backward = current_backward()
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = biases[0].dtype if biases else None
         ctx.scale_dtype = None if scale is None else scale.dtype
         x = _cast(input, call.dtype)
-        if use.only_save:
-            return x.new_empty(0)
         with _without_autocast(x.device.type):
             y = grouped_linear(
                 x,
@@ -232,7 +227,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         count, use = ctx.call.num_weights, ctx.use
-        # Who asks, before any product. next_functions has the tensors only: the input, then the weights.
+        # next_functions lists the tensor inputs only: the input, then the weights.
         nodes, needs = ctx.next_functions, ctx.needs_input_grad[3 : 3 + count]
         wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs)]
         if use.fused and Demand.ACCUMULATE not in wanted:
@@ -241,7 +236,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
             return (_gradients_with_graph if torch.is_grad_enabled() else _gradients)(ctx, grads[0], wanted)
 
 
-# The C++ function below Function.apply: see ``fused_linear.py``. torch.func's transforms are refused.
+# Its C++ base is faster: see ``dense/fused_linear.py``. torch.func's transforms are refused.
 _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 
@@ -255,7 +250,7 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
     needs_db, needs_ds = needs[call.num_weights : -1], needs[-1]
     weights = others[: call.num_weights] if needs_dx else ()
     biases = others[len(weights) :]
-    # Where each gradient goes, before any product.
+    # Decide where each gradient goes first, so that errors are raised before any product.
     places: list[Place | None] = [None] * len(wanted)
     if use.target is not None:
         places = use.target.resolve([want is Demand.ACCUMULATE for want in wanted])
@@ -290,14 +285,14 @@ def _weight_grads(
     if use.target is None or all(place is None for place in places):
         return results
     if use.delays:
-        x = x.detach()  # a queue must not hold the graph that made x, and through it the weights
+        x = x.detach()  # the queue must not keep the graph of x, which keeps the weights
     backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
     delivered = use.target.deliver(places, dy, x, offsets, backward)
     return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
 
 
 def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
-    """The same where somebody will differentiate the gradients: nobody's ``main_grad`` is written then."""
+    """``_gradients`` under ``create_graph=True``: differentiable, and without a write to ``main_grad``."""
     call: _Call = ctx.call
     x, offsets, scale, *others = ctx.saved_tensors
     needs_dx, _, _, *needs = ctx.needs_input_grad

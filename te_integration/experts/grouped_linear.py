@@ -1,4 +1,4 @@
-"""``GroupedLinear``: a linear layer with a weight for each expert, all of them in one product.
+"""``GroupedLinear``: one linear layer per expert, computed as one grouped product.
 
 Legend: E ``num_gemms``, the experts; T rows; K ``in_features``; N ``out_features``.
 """
@@ -23,29 +23,30 @@ class GroupedLinear(GroupedModule):
 
     =======================  ===========  =========================================================
     inp                      [..., K]     x: T rows, those of expert 0 first; pad rows last, if any
-    m_splits                 E            rows of each expert: a list of ints, or a tensor [E]
-    weight0, ... weight{E-1} [N, K] each  with ``single_grouped_weight`` one ``weight`` [E, N, K]
-    bias0, ... bias{E-1}     [N] each     with ``single_grouped_bias`` one ``bias`` [E, N]
+    m_splits                 E            number of rows of each expert: a list of ints, or a tensor [E]
+    weight0, ... weight{E-1} [N, K] each  or one packed ``weight`` [E, N, K]
+    bias0, ... bias{E-1}     [N] each     or one packed ``bias`` [E, N]
     y                        [..., N]     zeros in pad rows
     =======================  ===========  =========================================================
 
-    A tensor of splits stays on the device: nothing here waits for it, an expert may have no rows, and a captured CUDA
-    graph may be replayed with other splits. A list is checked on the host.
+    A tensor ``m_splits`` stays on the device: the host does not wait for it, and a captured CUDA graph may be replayed
+    with other values. The host checks a list. An expert may have no rows.
 
-    Each weight has its own flag, its own first write and its own frozen state; a packed weight is one parameter, with
-    one ``main_grad`` [E, N, K], and its experts are frozen together. Without a fused or delayed weight gradient
-    autograd gets ordinary gradients from the same kernels.
+    Separate weights are independent parameters, each with its own main_grad, flags and ``requires_grad``. A packed
+    weight is one parameter with one ``main_grad`` [E, N, K]; its experts are frozen together. If the weight gradients
+    are neither fused nor delayed, autograd gets ordinary gradients from the same kernels.
 
-    single_grouped_weight    one packed weight; the state dict of either form loads into the other
-    single_grouped_bias      one packed bias, likewise
-    scale_bias               ``y[t] = x[t] W_e^T + s[t] b_e``: ``forward`` takes s [T], which gets its gradient too
-    return_bias              return ``(x W^T, [b_0, ...])`` and leave the addition to the caller
+    single_grouped_weight    one packed weight; a state dict of either form loads into the other
+    single_grouped_bias      one packed bias; state dicts likewise
+    scale_bias               ``y[t] = x[t] W_e^T + s[t] b_e``: ``forward`` takes s [T] and returns its gradient
+    return_bias              return ``(x W^T, [b_0, ...])``; the caller adds the biases
     fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, init_method, save_original_input, name
                              see ``Linear``; ``init_method`` is called with each expert's [N, K]
 
-    Names of arguments and parameters are those of Transformer Engine's module, ``scale_bias`` of its operation; other
-    arguments of theirs are accepted where they have no effect, and refused by name otherwise. From one seed packed and
-    discrete weights are equal. Raises ``ValueError`` for sizes below 1 and for a scaled bias without a bias to add.
+    Names of arguments and parameters are those of Transformer Engine's module; ``scale_bias`` is that of its operation.
+    Other arguments of Transformer Engine are accepted if their value has no effect, and refused by name otherwise.
+    Packed and separate weights have equal initial values for one seed. Raises ``ValueError`` for sizes below 1, and for
+    ``scale_bias`` without an added bias.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class GroupedLinear(GroupedModule):
 
     @property
     def num_extra_inputs(self) -> int:
-        """For ``Sequential``: the splits, and the scales of the bias."""
+        """Extra inputs in a ``Sequential``: ``m_splits``, and ``bias_scales`` with ``scale_bias``."""
         return 2 if self.scale_bias else 1
 
     def reset_parameters(self) -> None:
-        """Initialise the weights and biases anew, expert by expert: after ``to_empty``, or to start over."""
+        """Initialise the weights and biases again, expert by expert, for example after ``to_empty``."""
         self.reset_layer(self.layer, self.init_method)
 
     def forward(
@@ -110,15 +111,15 @@ class GroupedLinear(GroupedModule):
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
     ) -> Any:
-        """[..., K] -> [..., N]; with ``return_bias`` a pair of it and the list of biases, None without any.
+        """[..., K] -> [..., N]; with ``return_bias`` a pair of output and list of biases (None without biases).
 
-        bias_scales  [...], one for each row, with ``scale_bias``
-        out          [T, N], memory for the output, and ``grad_input`` [T, K] for the input's gradient:
-                     ``fused_grouped_linear`` says until when they must be left alone
+        bias_scales  [...], one per row; required with ``scale_bias``, refused without
+        out          [T, N], memory for the output; ``fused_grouped_linear`` says when it may be overwritten
+        grad_input   [T, K], memory for the gradient of the input; likewise
 
-        ``is_first_microbatch`` is accepted and changes nothing: which write overwrites is known in backward. Raises
-        ``ValueError`` for splits that do not fit (``row_offsets``), for scales that are missing or in vain, and for
-        shapes and dtypes that do not fit together.
+        ``is_first_microbatch`` has no effect: backward knows which write is the first of an iteration. Raises
+        ``ValueError`` for splits that do not fit the rows (``row_offsets``), missing or unused scales, and shapes or
+        dtypes that do not match.
         """
         if torch.compiler.is_compiling():
             output: Tensor = run_outside_graph(
@@ -168,7 +169,7 @@ class GroupedLinear(GroupedModule):
         return list(biases[0].unbind()) if self.single_grouped_bias else list(biases)
 
     def sizes(self) -> str:
-        """Its sizes, by the names of its arguments."""
+        """The sizes of the layer, by the names of the constructor's arguments."""
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""``GroupedMLP``: the experts of a mixture, two grouped linear layers around a gated activation.
+"""``GroupedMLP``: experts as two grouped linear layers with a gated activation between them.
 
 Legend: E ``num_gemms``, the experts; T rows; K ``hidden_size``; F ``ffn_hidden_size``.
 """
@@ -25,32 +25,32 @@ class GroupedMLP(GroupedModule):
 
     ===========================  ============  =====================================================================
     input                        [..., K]      x: T rows, those of expert 0 first; pad rows last, if any
-    m_splits                     E             rows of each expert: a list of ints, or a tensor [E]
-    probs                        [...]         p, one for each row: routing probabilities; None: ones
+    m_splits                     E             number of rows of each expert: a list of ints, or a tensor [E]
+    probs                        [...]         p, one per row: routing probabilities; None: 1
     fc1_weight0, fc1_weight1...  [2F, K] each  W1, the gate's rows first; packed: one ``fc1_weight`` [E, 2F, K]
     fc1_bias0, ...               [2F] each     b1; packed: one ``fc1_bias`` [E, 2F]
     fc2_weight0, ...             [K, F] each   W2; packed: one ``fc2_weight`` [E, K, F]
     fc2_bias0, ...               [K] each      b2; packed: one ``fc2_bias`` [E, K]
-    y                            [..., K]      zeros in pad rows, whatever x and p hold there
+    y                            [..., K]      zeros in pad rows, for any x and p there
     ===========================  ============  =====================================================================
 
-    Bit for bit what ``Sequential(GroupedLinear(E, K, 2F), ScaledSwiGLU(), GroupedLinear(E, F, K))`` computes of
-    ``(x, m_splits, p, m_splits)``, in forward and backward, with one split tensor: a tensor of splits stays on the
-    device, and the offsets are computed once. Each weight has its own flag, its own first write and its own frozen
-    state. Probabilities get their gradient, in fp32 if that is their dtype.
+    Forward and backward equal, bit for bit, ``Sequential(GroupedLinear(E, K, 2F), ScaledSwiGLU(), GroupedLinear(E, F,
+    K))`` applied to ``(x, m_splits, p, m_splits)``, but offsets are computed once. A tensor ``m_splits`` stays on the
+    device. Separate weights are independent parameters, each with its own main_grad, flags and ``requires_grad``. The
+    gradient of p has the dtype of p.
 
     bias                     add b1 and b2
-    single_grouped_weight    packed weights; the state dict of either form loads into the other
-    single_grouped_bias      packed biases, likewise
-    scale_bias               ``+ p[t] b2_e``: the probability scales all of the expert's output
-    activation               a gated one by Transformer Engine's names: swiglu, geglu, clamped_swiglu, qgeglu, ...
-    activation_params        of "clamped_swiglu": ``limit``, ``alpha`` and ``glu_linear_offset``
-    init_method              of each W1_e, and ``output_layer_init_method`` of each W2_e (None: ``init_method``)
-    delay_wgrad_compute      ``backward_dw()`` computes the oldest pending microbatch's dW2, then its dW1: two products
+    single_grouped_weight    packed weights; a state dict of either form loads into the other
+    single_grouped_bias      packed biases; state dicts likewise
+    scale_bias               add ``p[t] b2_e`` instead of ``b2_e``, so that p scales the whole output of the expert
+    activation               a gated one, by Transformer Engine's name: swiglu, geglu, clamped_swiglu, qgeglu, ...
+    activation_params        for "clamped_swiglu": ``limit``, ``alpha`` and ``glu_linear_offset``
+    init_method              initialises each W1_e
+    output_layer_init_method initialises each W2_e; None: ``init_method``
+    delay_wgrad_compute      ``backward_dw()`` computes dW2, then dW1, of the oldest pending microbatch
     others                   see ``GroupedLinear``
 
-    Raises ``ValueError`` for sizes below 1, an activation that is unknown or has no gate, and a scaled bias without a
-    bias.
+    Raises ``ValueError`` for sizes below 1, an unknown or ungated activation, and ``scale_bias`` without ``bias``.
     """
 
     num_extra_inputs = 2
@@ -103,15 +103,15 @@ class GroupedMLP(GroupedModule):
         self.set_wgrad_options(fuse=fuse_wgrad_accumulation, delay=delay_wgrad_compute, name=name)
 
     def reset_parameters(self) -> None:
-        """Initialise all parameters anew, expert by expert: after ``to_empty``, or to start over."""
+        """Initialise all parameters again, expert by expert, for example after ``to_empty``."""
         self.reset_layer(self.fc1, self.init_method)
         self.reset_layer(self.fc2, self.output_layer_init_method)
 
     def forward(self, input: Tensor, m_splits: Tensor | Sequence[int], probs: Tensor | None = None) -> Tensor:
         """[..., K] -> [..., K].
 
-        Raises ``ValueError`` for splits that do not fit (``row_offsets``), missing probabilities under ``scale_bias``,
-        and shapes and dtypes that do not fit together.
+        Raises ``ValueError`` for splits that do not fit the rows (``row_offsets``), missing probabilities under
+        ``scale_bias``, and shapes or dtypes that do not match.
         """
         if torch.compiler.is_compiling():
             output: Tensor = run_outside_graph(GroupedMLP._forward, self, input, m_splits, probs)
@@ -139,15 +139,15 @@ class GroupedMLP(GroupedModule):
     def _run(self, rows: Tensor, offsets: Tensor, probs: Tensor | None, queue: WgradQueue | None) -> Tensor:
         """The three steps: rows [T, K], offsets [E + 1], probs [T] -> [T, K].
 
-        In backward the second layer comes first, and its weight gradients are queued first. Between the layers lies
-        h [T, 2F], and the activation [T, F], which the second layer's weight gradient needs.
+        Backward runs the second layer first, so its weight gradients are queued first. Saved for backward between the
+        layers: h [T, 2F], the input of the activation, and its output [T, F], for the second weight gradient.
         """
         hidden = self.multiply_rows(self.fc1, rows, offsets, None, queue)
         activated = scaled_activation(hidden, probs, self.glu)
         return self.multiply_rows(self.fc2, activated, offsets, probs if self.scale_bias else None, queue)
 
     def sizes(self) -> str:
-        """Its sizes, by the names of its arguments."""
+        """The sizes of the layer, by the names of the constructor's arguments."""
         return (
             f"num_gemms={self.num_gemms}, hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"activation={self.activation}"

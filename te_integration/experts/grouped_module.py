@@ -1,4 +1,4 @@
-"""What modules with experts share: a linear layer of all experts under one prefix, and the way its product takes.
+"""The base of all modules with experts: parameters of a grouped linear layer, and how its product runs.
 
 Legend: E ``num_gemms``, the experts; T rows; K input features; N output features.
 """
@@ -19,8 +19,8 @@ __all__ = ["ExpertLayer", "GroupedModule"]
 
 
 class ExpertLayer(NamedTuple):
-    """What the parameters of one linear layer of all experts are called: ``{prefix}weight0`` and so on, [N, K] each, or
-    one packed ``{prefix}weight`` [E, N, K]; biases likewise.
+    """Parameter names of one grouped linear layer: ``{prefix}weight0`` and so on, [N, K] each, or one packed
+    ``{prefix}weight`` [E, N, K]. Biases likewise.
     """
 
     prefix: str
@@ -49,7 +49,7 @@ class GroupedModule(LinearModule, nn.Module):
     def add_layer(
         self, layer: ExpertLayer, out_features: int, in_features: int, *, bias: bool, device: Any, dtype: Any
     ) -> None:
-        """Make the parameters, uninitialised: the weights next to each other in the order of backward, then biases."""
+        """Create the parameters, uninitialised: weights first, so that they are adjacent in a bucket, then biases."""
 
         def empty(packed: bool, *shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty((self.num_gemms,) * packed + shape, device=device, dtype=dtype))
@@ -60,7 +60,7 @@ class GroupedModule(LinearModule, nn.Module):
             self.register_parameter(name, empty(layer.packed_bias, out_features) if bias else None)
 
     def reset_layer(self, layer: ExpertLayer, init_method: InitMethod | None) -> None:
-        """Initialise it anew, expert by expert, so that both forms start from the same numbers."""
+        """Initialise a layer expert by expert, so that packed and separate weights get the same values."""
         weights, biases = self.parameters_named(layer.weight_names), self.parameters_named(layer.bias_names)
         for expert in range(self.num_gemms):
             weight = weights[0].detach()[expert] if layer.packed_weight else weights[expert]
@@ -70,8 +70,8 @@ class GroupedModule(LinearModule, nn.Module):
             reset_linear(weight, bias, init_method)
 
     def parameters_named(self, names: Sequence[str]) -> tuple[Tensor, ...]:
-        """Those of them that there are: a layer has all of its biases, or none."""
-        own = self._parameters  # getattr costs a microsecond for each; what is not there is computed (parametrize)
+        """The parameters with these names. A layer without biases has none of its bias names."""
+        own = self._parameters  # getattr takes a microsecond each; parametrize computes names that are missing
         found = [own[name] if name in own else getattr(self, name) for name in names]
         return tuple(each for each in found if each is not None)
 
@@ -86,11 +86,10 @@ class GroupedModule(LinearModule, nn.Module):
         add_bias: bool = True,
         out: Tensor | None = None,
         grad_input: Tensor | None = None,
-        only_save: bool = False,
     ) -> Tensor:
-        """The layer's product where the offsets are known: rows [T, K], offsets [E + 1] from ``row_offsets`` -> [T, N].
+        """The product of a layer: rows [T, K], offsets [E + 1] from ``row_offsets`` -> [T, N].
 
-        bias_scales  [T]: see ``fused_grouped_linear``, as of ``out`` and ``grad_input``
+        bias_scales, out, grad_input  see ``fused_grouped_linear``
         """
         weights = self.parameters_named(layer.weight_names)
         biases = self.parameters_named(layer.bias_names) if add_bias else ()
@@ -106,7 +105,7 @@ class GroupedModule(LinearModule, nn.Module):
             weights[0] if layer.packed_weight else weights,
             None if not biases else biases[0] if layer.packed_bias else biases,
             offsets,
-            self._grouped_use(layer, weights, queue, only_save),
+            self._grouped_use(layer, weights, queue),
             bias_scale=bias_scales,
             out=out,
             grad_input=grad_input,
@@ -120,10 +119,8 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{self.describe()}: the input is {rows.dtype} and the parameters {found}; cast one or use autocast"
             )
 
-    def _grouped_use(
-        self, layer: ExpertLayer, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool
-    ) -> GroupedUse:
-        """The same object as in the last forward, where nothing has changed."""
+    def _grouped_use(self, layer: ExpertLayer, weights: Sequence[Tensor], queue: WgradQueue | None) -> GroupedUse:
+        """The object of the last forward if nothing has changed."""
         if queue is not None:
             if torch.is_grad_enabled():
                 refuse_delay_in_recompute(self, self.describe)
@@ -136,8 +133,8 @@ class GroupedModule(LinearModule, nn.Module):
                 fused, queue = False, None
             elif queue is not None and queue is not self.wgrad_queue:
                 check_delayable(needing, self.describe())
-        uses: dict[tuple[str, bool, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
-        key = layer.prefix, fused, only_save
+        uses: dict[tuple[str, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
+        key = layer.prefix, fused
         use = uses.get(key)
         if use is None or not use.serves(weights, fused, queue):
             use = uses[key] = GroupedUse(
@@ -147,7 +144,6 @@ class GroupedModule(LinearModule, nn.Module):
                 fused=fused,
                 queue=queue,
                 save_original_input=self.save_original_input,
-                only_save=only_save,
             )
         return use
 
@@ -171,9 +167,9 @@ class GroupedModule(LinearModule, nn.Module):
 
 
 def _repack(state_dict: dict[str, Any], whole: str, count: int, packed: bool) -> str | None:
-    """Bring the experts' tensors under ``whole`` into the other form, where that is the one asked for.
+    """Convert the tensors named ``whole`` in a state dict to the module's form, packed or separate.
 
-    Returns what is wrong with their number, if anything.
+    Returns an error message if their number is wrong, else None.
     """
     discrete: list[str] = []
     while f"{whole}{len(discrete)}" in state_dict:

@@ -1,4 +1,4 @@
-"""The three products of a grouped linear layer, each of which has the other two for its derivatives.
+"""The three products of a grouped linear layer; the derivatives of each are the other two.
 
 Legend: E experts, T rows, N output features, K input features; W and H [E, N, K], x and g [T, K], y and dy [T, N].
 
@@ -6,7 +6,7 @@ Legend: E experts, T rows, N output features, K input features; W and H [E, N, K
     dgrad   x[t] = y[t] W_e      dy = linear(g, W)     dW = wgrad(y, g)
     wgrad   W_e = y_e^T x_e      dy = linear(x, H)     dx = dgrad(y, H)
 
-Only derivatives of derivatives need them as functions of autograd: a first backward calls the kernels.
+Only second derivatives need these autograd functions: a first backward calls the kernels directly.
 """
 
 from typing import Any
@@ -47,13 +47,13 @@ def differentiable_scale_grad(dy: Tensor, bias: Tensor, offsets: Tensor) -> Tens
 
 
 def _members(dy: Tensor, offsets: Tensor) -> Tensor:
-    """[E, T]: ones where row t is of expert e. A sum by a product with it has one order; ``index_add``'s has none."""
+    """[E, T]: 1 where row t belongs to expert e. A product with it sums in a fixed order; ``index_add`` does not."""
     row = torch.arange(dy.shape[0], device=dy.device)
     return ((row >= offsets[:-1, None]) & (row < offsets[1:, None])).to(dy.dtype)
 
 
 def _without_padding(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Zeros in pad rows, which may hold anything."""
+    """Set pad rows, which may hold any value, to zero."""
     filled = torch.arange(rows.shape[0], device=rows.device) < offsets[-1]
     return torch.where(filled[:, None], rows, 0.0)
 

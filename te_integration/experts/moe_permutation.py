@@ -1,7 +1,7 @@
-"""Tokens in the order of their experts, and back: what stands on both sides of a ``GroupedLinear`` or ``GroupedMLP``.
+"""Sort tokens by expert before a ``GroupedLinear`` or ``GroupedMLP``, and undo the sort after it.
 
-Legend: T tokens, k experts chosen by each, E experts, R = T k rows, D features. Counts are computed where the choices
-are: the host reads nothing and waits for nothing, so that a step may be captured in a CUDA graph.
+Legend: T tokens, k experts per token, E experts, R = T k rows, D features. Counts are computed on the device: the host
+reads nothing and does not wait, so a step may be captured in a CUDA graph.
 """
 
 from typing import Any, NamedTuple
@@ -16,32 +16,32 @@ __all__ = ["RowIdMap", "moe_permute", "moe_permute_with_probs", "moe_unpermute",
 
 
 class RowIdMap(NamedTuple):
-    """Where each copy of each token lies among the rows, which are sorted by expert."""
+    """Maps copies of tokens to rows. Rows are sorted by expert."""
 
     places: Tensor
     """[T, k] int64: copy j of token t is row ``places[t, j]``."""
     copies: Tensor
-    """[R] int64: row r is copy ``copies[r] = t k + j``, the inverse of ``places``."""
+    """[R] int64, the inverse of ``places``: row r is copy j of token t, and ``copies[r] = t k + j``."""
     splits: Tensor
-    """[E] int64: rows of each expert; the ``m_splits`` of a grouped layer."""
+    """[E] int64: number of rows of each expert; ``m_splits`` of a grouped layer."""
 
 
 def row_id_map(expert_ids: Tensor, num_experts: int) -> RowIdMap:
-    """Sort the choices ``expert_ids`` [T, k], integers in [0, E], by expert; equal ones stay in the tokens' order.
+    """Sort the choices ``expert_ids`` [T, k], integers in [0, E], by expert; the sort is stable.
 
-    An id of E drops that copy: its row lies behind the last expert, where grouped layers write zeros.
-    Raises ``ValueError`` for other shapes and dtypes; values are not read.
+    An id of E drops the copy: its row lies behind the last expert, where grouped layers write zeros. Raises
+    ``ValueError`` for other shapes and dtypes; the values are not checked.
     """
     if expert_ids.dim() != 2 or not expert_ids.shape[1] or expert_ids.is_floating_point() or num_experts < 1:
         raise ValueError(
             f"row_id_map needs integer expert_ids [tokens, k] and at least one expert; got {tuple(expert_ids.shape)}, "
             f"{expert_ids.dtype}, num_experts={num_experts}"
         )
-    # A radix sort's passes go by the width of its keys.
+    # The number of passes of a radix sort grows with the width of its keys.
     keys = expert_ids.reshape(-1).to(torch.int16 if num_experts < 2**15 else torch.int32)
     sorted_keys, copies = torch.sort(keys, stable=True)
     places = torch.empty_like(copies).scatter_(0, copies, torch.arange(len(copies), device=copies.device))
-    # Counting by adding ones would be atomic; the sorted ids say where each expert begins.
+    # A histogram would use atomics; a search in the sorted ids does not.
     bounds = torch.arange(num_experts + 1, device=keys.device, dtype=keys.dtype)
     splits = torch.searchsorted(sorted_keys, bounds).diff()
     return RowIdMap(places.view_as(expert_ids), copies, splits)
@@ -57,8 +57,8 @@ def moe_permute(inp: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tens
     map                     for ``moe_unpermute``; second result
     ==========  ==========  ===================================
 
-    The gradient of a token is the sum over its copies, in fp32, rounded once and the same in every run. The name is
-    Transformer Engine's (``map_type="index"``). Raises ``ValueError`` for ids that do not fit the tokens.
+    The gradient of a token is the sum over its copies, computed in fp32 in a fixed order and rounded once. The name is
+    Transformer Engine's (``map_type="index"``). Raises ``ValueError`` if ids and tokens do not match in shape.
     """
     refuse_in_transform("moe_permute")
     sorting = _sorting(inp, expert_ids, num_experts)
@@ -69,7 +69,7 @@ def moe_permute(inp: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tens
 def moe_permute_with_probs(
     inp: Tensor, probs: Tensor, expert_ids: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor, RowIdMap]:
-    """``moe_permute``, and the probability of each row beside it: ``probs`` [T, k] -> [R], the second result."""
+    """``moe_permute`` that also permutes probabilities: ``probs`` [T, k] -> [R], the second result."""
     if probs.shape != expert_ids.shape:
         raise ValueError(
             f"moe_permute_with_probs needs a probability for each choice: probs {tuple(probs.shape)}, "
@@ -82,7 +82,7 @@ def moe_permute_with_probs(
 
 
 def moe_unpermute(inp: Tensor, sorting: RowIdMap) -> Tensor:
-    """Sum each token's rows: ``inp`` [R, D] -> [T, D], in fp32 and rounded once; see ``moe_permute``."""
+    """Sum the rows of each token, in fp32, rounded once: ``inp`` [R, D] -> [T, D]. See ``moe_permute``."""
     refuse_in_transform("moe_unpermute")
     output: Tensor = _Unpermute.apply(inp, sorting.places)  # type: ignore[no-untyped-call]
     return output

@@ -1,4 +1,4 @@
-"""From rows of each expert to offsets on the device: what the host gave is checked, what is on a GPU is not read."""
+"""Converts row counts per expert to offsets on the device. Counts on the host are checked; counts on a GPU are not."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ def row_offsets(
 ) -> Tensor:
     """``[0, m_0, m_0 + m_1, ...]`` of ``num_experts`` experts, [E + 1] int64 on ``device``.
 
-    A list of ints is the host's: there must be one for each expert, none negative, and together ``rows``. A tensor [E]
-    of int32 or int64 may leave rows over, padding behind the last expert; on a GPU it is never read by the host, on the
-    CPU it is checked to be no more than ``rows``. Raises ``ValueError`` that names ``owner`` and the counts.
+    A list must have one count per expert, none negative, and must add up to ``rows``. A tensor [E] of int32 or int64
+    may add up to less: the remaining rows are padding behind the last expert. A tensor on the CPU is checked; a tensor
+    on a GPU is never read by the host. Raises ``ValueError`` with ``owner`` and the counts.
     """
     if isinstance(m_splits, Tensor):
         if m_splits.dim() != 1 or m_splits.dtype not in (torch.int32, torch.int64):
@@ -42,7 +42,7 @@ def row_offsets(
 
 
 def _checked(counts: Sequence[int], num_experts: int, rows: int, padded: bool, owner: str) -> list[int]:
-    """The offsets of what the host has given."""
+    """The offsets for counts on the host."""
     if len(counts) != num_experts:
         raise ValueError(f"{owner} has {num_experts} experts, and m_splits counts for {len(counts)}")
     if min(counts) < 0:
@@ -63,5 +63,5 @@ def _to_device(offsets: list[int], device: torch.device, owner: str) -> Tensor:
             f"{owner}: m_splits on the host during a CUDA graph capture would be those of every replay; give a tensor "
             f"on {device}"
         )
-    # From pinned memory the copy is queued like a kernel; the allocator keeps that memory until it is done.
+    # A copy from pinned memory is asynchronous; the allocator keeps the memory until the copy is done.
     return torch.tensor(offsets, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Gated activations scaled by row: what stands between the two grouped products of experts, as modules.
+"""Modules for gated activations scaled by row, which lie between the two grouped products of experts.
 
 Legend: T rows (all leading dims together), F features.
 """
@@ -20,17 +20,17 @@ class ScaledSwiGLU(nn.Module):
     """``y[t] = s[t] silu(g[t]) l[t]``, where g is the first half of the input's features and l the second.
 
     ======  =========  ==========================================
-    input   [..., 2F]  what the first product of an expert gives
-    scales  [...]      s, one for each row: routing probabilities
+    input   [..., 2F]  output of the first product
+    scales  [...]      s, one per row: routing probabilities
     y       [..., F]   dtype of the input, or autocast's
     ======  =========  ==========================================
 
     glu_interleave_size          None; other layouts of g and l are refused
-    activation_recompute_in_mlp  without effect: backward always computes the activation again, from the input and the
-                                 scales, which are all it keeps
+    activation_recompute_in_mlp  no effect: forward saves only the input and the scales, and backward always recomputes
+                                 the activation
 
-    Computed in fp32 and rounded once; the scales' gradient is summed in fp32, in a fixed order. The
-    module's name and arguments are Transformer Engine's; the scales are not rounded to the input's dtype here.
+    The result is computed in fp32 and rounded once. The gradient of the scales is summed in fp32 in a fixed order. The
+    name and the arguments are Transformer Engine's; unlike there, scales are not rounded to the dtype of the input.
     """
 
     num_extra_inputs = 1
@@ -46,18 +46,18 @@ class ScaledSwiGLU(nn.Module):
         self.glu = glu_options(type(self).__name__, self.activation)
 
     def forward(self, input: Tensor, scales: Tensor) -> Tensor:
-        """[..., 2F] and [...] -> [..., F]. Raises ``ValueError`` for shapes that do not fit together."""
+        """[..., 2F] and [...] -> [..., F]. Raises ``ValueError`` for shapes that do not match."""
         return scaled_activation(input, scales, self.glu)
 
     def extra_repr(self) -> str:
-        """The numbers of the activation, if it has any."""
+        """The parameters of the activation, if any."""
         return ", ".join(f"{name}={value}" for name, value in self.glu.items() if name != "activation")
 
 
 class ScaledClampedQGeGLU(ScaledSwiGLU):
     """``y[t] = s[t] c sigmoid(alpha c) (clamp(l[t], -limit, limit) + glu_linear_offset)`` for ``c = min(g[t], limit)``.
 
-    GPT-OSS's activation, with the shapes and the other arguments of ``ScaledSwiGLU``.
+    This is GPT-OSS's activation. Shapes and other arguments are those of ``ScaledSwiGLU``.
     """
 
     activation = "clamped_swiglu"
@@ -77,10 +77,10 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
 
 
 def glu_options(owner: str, activation: str, params: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The options of ``scaled_glu`` for a gated activation by Transformer Engine's name.
+    """The arguments of ``scaled_glu`` for a gated activation, given by Transformer Engine's name.
 
-    ``params`` are of "clamped_swiglu" alone: ``limit``, ``alpha`` and ``glu_linear_offset``. Raises ``ValueError`` for
-    other names and parameters, and for an activation without a gate.
+    Only "clamped_swiglu" takes ``params``: ``limit``, ``alpha`` and ``glu_linear_offset``. Raises ``ValueError`` for
+    unknown names and parameters, and for an ungated activation.
     """
     params = dict(params or {})
     offset = params.pop("glu_linear_offset", None)
@@ -93,7 +93,7 @@ def glu_options(owner: str, activation: str, params: Mapping[str, float] | None 
 
 
 def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-    """See ``ScaledSwiGLU``; ``options`` are ``glu_options``'. ``scales`` None: ones."""
+    """See ``ScaledSwiGLU``. ``options`` come from ``glu_options``; ``scales`` None: 1."""
     if input.dim() == 0 or input.shape[-1] % 2 or (scales is not None and scales.shape != input.shape[:-1]):
         raise ValueError(
             f"a scaled {options['activation']} needs an input [..., 2 features] and a scale for each of its rows; got "
@@ -105,7 +105,7 @@ def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1])
     row_scales = None if scales is None else scales.reshape(-1)
     if torch.compiler.is_compiling() or in_transform():
-        # A compiler fuses the steps that it sees, and chooses what to keep; transforms differentiate them.
+        # A compiler fuses visible operations and chooses what to save; transforms differentiate them.
         output = scaled_glu(rows, row_scales, **options)
     else:
         output = _ScaledActivation.apply(rows, row_scales, options)  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class _ScaledActivation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, scales = ctx.saved_tensors
-        # Under create_graph autograd records in here, and what is called says so by itself.
+        # Under create_graph autograd records these calls, which are differentiable.
         d_rows, d_scales = scaled_glu_backward(grads[0], rows, scales, **ctx.options)
         if d_scales is None or not ctx.needs_input_grad[1]:
             return d_rows, None, None

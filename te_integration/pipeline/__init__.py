@@ -1,22 +1,18 @@
-"""Pipelines: order lists and their eager execution, and stages of torch's schedules with delayed weight gradients.
+"""Pipeline parallelism: an executor of order lists, and stages for torch's schedules with delayed weight gradients.
 
 Imports ``te_integration/wgrad_queue.py`` and ``ddp``. The names below are public.
 """
 
-from .executor import ChunkLink, ConnectedChunks, ScheduleExecutor, SlotRecord
-from .order import Entry, Kind, Schedule, ScheduleError, parse_order, render_entries
+from .executor import ChunkLink, ScheduleExecutor
+from .order import Kind, Schedule, ScheduleError, parse_order
 from .stage import PipelineStage
 
 __all__ = [
     "ChunkLink",
-    "ConnectedChunks",
-    "Entry",
     "Kind",
     "PipelineStage",
     "Schedule",
     "ScheduleError",
     "ScheduleExecutor",
-    "SlotRecord",
     "parse_order",
-    "render_entries",
 ]

@@ -4,8 +4,8 @@
     dgrad of chunk c       backward of that output with the gradient that chunk c + 1 sent
     wgrad of chunk c       backward_dw() of the chunk's delaying modules, last layer first, for that microbatch only
 
-A module delays if it has ``need_backward_dw()`` and ``backward_dw()`` (ours, Transformer Engine's) and holds no other
-module that has: a container that only forwards the call must not run its children twice.
+A delaying module has ``need_backward_dw()`` and ``backward_dw()`` (maingrad's and Transformer Engine's modules do) and
+contains no other such module: a container that only passes the call on would run its children twice.
 """
 
 from collections import deque
@@ -30,34 +30,34 @@ LossFunction: TypeAlias = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRecord:
-    """What one step of a schedule ran. Modules are named as ``named_modules`` of their chunk names them."""
+    """What one step of a schedule ran. Module names are those of ``named_modules`` of the chunk."""
 
     entry: Entry
     """The step: an entry of the order, or the implied wgrad after a dgrad."""
     modules: tuple[str, ...]
     """Modules with parameters whose GEMMs ran here, in order: forward, input gradient or delayed weight gradient."""
     delayed: tuple[str, ...] = ()
-    """Of a dgrad: those that put their weight gradients off. The others computed theirs here too."""
+    """For a dgrad: the modules that delayed their weight gradients. All others computed theirs in this step."""
 
 
 class ChunkLink(Protocol):
-    """Where a chunk's tensors come from and go to. ``microbatch`` counts from 0, ``chunk`` from 1."""
+    """Delivers the tensors of a chunk. ``microbatch`` counts from 0, ``chunk`` from 1."""
 
     def receive_input(self, chunk: int, microbatch: int) -> Tensors:
-        """What the chunk is called with; a gradient comes back for tensors that require one."""
+        """The inputs of the chunk. ``send_input_grad`` returns a gradient for each tensor that requires one."""
 
     def send_output(self, chunk: int, microbatch: int, output: tuple[Tensor, ...]) -> None:
-        """What the chunk returned, detached; ``requires_grad`` says which tensors have a graph."""
+        """Take the detached outputs of the chunk. ``requires_grad`` is set on tensors that have a graph."""
 
     def receive_output_grad(self, chunk: int, microbatch: int) -> tuple[Tensor | None, ...]:
-        """Gradients of the outputs; None for an unused one, and for a loss."""
+        """The gradient of each output; None for an unused output and for a loss."""
 
     def send_input_grad(self, chunk: int, microbatch: int, grad: tuple[Tensor | None, ...]) -> None:
-        """Gradients of the inputs; None where there is none."""
+        """Take the gradient of each input, or None."""
 
 
 class ConnectedChunks:
-    """A whole pipeline in one process: each chunk's output is the next one's input, the last one's is the loss."""
+    """A whole pipeline in one process: each chunk feeds the next chunk, and the last chunk returns the loss."""
 
     def __init__(self, schedule: Schedule, inputs: Sequence[Tensors]) -> None:
         schedule.check_connected()
@@ -71,26 +71,26 @@ class ConnectedChunks:
 
     @property
     def losses(self) -> list[Tensor]:
-        """Detached, by microbatch."""
+        """The detached losses, by microbatch."""
         return [loss.detach() for _, loss in sorted(self._losses.items())]
 
     def receive_input(self, chunk: int, microbatch: int) -> Tensors:
-        """The caller's input, or the output of the chunk before."""
+        """The caller's input for chunk 1, else the output of the previous chunk."""
         return self._inputs[microbatch] if chunk == 1 else self._forward.pop((chunk, microbatch))
 
     def send_output(self, chunk: int, microbatch: int, output: tuple[Tensor, ...]) -> None:
-        """To the next chunk."""
+        """Keep the outputs for the next chunk."""
         if chunk == self._last:
             (self._losses[microbatch],) = output
         else:
             self._forward[chunk + 1, microbatch] = output
 
     def receive_output_grad(self, chunk: int, microbatch: int) -> tuple[Tensor | None, ...]:
-        """From the next chunk; the loss starts with 1."""
+        """The gradients that the next chunk sent; None for the loss, whose backward starts with 1."""
         return (None,) if chunk == self._last else self._backward.pop((chunk, microbatch))
 
     def send_input_grad(self, chunk: int, microbatch: int, grad: tuple[Tensor | None, ...]) -> None:
-        """To the chunk before; on into the graph of the caller's input, or its ``.grad``, from the first."""
+        """Keep the gradients for the previous chunk. Chunk 1 runs backward through the graph of the caller's input."""
         if chunk > 1:
             self._backward[chunk - 1, microbatch] = grad
             return
@@ -101,17 +101,18 @@ class ConnectedChunks:
 
 
 class ScheduleExecutor:
-    """``ScheduleExecutor(schedule, chunks)``, then ``run`` as often as there are iterations.
+    """Runs a schedule over chunks of a model; call ``run`` once for each iteration.
 
-    chunks  of the schedule, in order: modules, or lists of layers that are called one after another. ``ValueError`` for
-            another number of chunks, or of layers where the schedule knows their number
+    chunks  one per chunk of the schedule, in order: a module, or a list of layers that are called in sequence.
+            ``ValueError`` if the number of chunks is wrong, or the number of layers where the schedule has one
 
-    Gradients land where the modules put them: ``.grad``, or ``main_grad``. Per weight they are added in the order of
-    microbatches, so that any valid order gives bitwise the gradients of any other, unless chunks share weights.
+    Modules write to ``.grad`` or ``main_grad``, and add a weight's gradients in the order of microbatches. Valid orders
+    therefore give equal gradients bit for bit, unless chunks share weights.
 
-    Our wrappers, in chunks or around several, learn which dgrad and wgrad of a chunk is the last. One wrapper for all
-    chunks launches each bucket as soon as it is complete; of several, or of sharded chunks, all with a chunk's last
-    entry. ``no_sync`` around ``run`` leaves reductions to a later one; ``finish_grad_sync()`` ends the iteration.
+    maingrad wrappers, in or around chunks, learn which dgrad and wgrad of a chunk are the last. One wrapper around all
+    chunks launches each bucket when it is complete. With several wrappers or sharded chunks, a chunk's buckets launch
+    together after its last entry. ``no_sync`` around ``run`` leaves reductions to a later ``run``.
+    ``finish_grad_sync()`` ends the iteration.
     """
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
@@ -123,16 +124,16 @@ class ScheduleExecutor:
             if chunk.num_layers not in (None, layers):
                 raise ValueError(f"chunk {chunk.number} has {chunk.num_layers} layers, the schedule says {layers}")
         self.records: list[SlotRecord] = []
-        """What the latest run ran, step by step."""
+        """What the latest run did, step by step."""
 
     def run(self, inputs: Sequence[Tensors], loss_fn: LossFunction) -> list[Tensor]:
         """Run all microbatches; returns their losses, detached.
 
         inputs   of chunk 1, one per microbatch: a tensor, or a tuple of tensors
-        loss_fn  ``loss_fn(*output of the last chunk, microbatch=k)``, a scalar, scaled as it should be
+        loss_fn  ``loss_fn(*output of the last chunk, microbatch=k)``: a scalar tensor, scaled by the caller
 
-        ``ScheduleError``, with the index, for an order in which a chunk runs before its neighbour: the chunks are one
-        pipeline here. See ``run_linked`` for those that are not.
+        The chunks form one pipeline here. Raises ``ScheduleError``, with the index, if an entry comes before the entry
+        of the neighbouring chunk that it needs. ``run_linked`` has no such requirement.
         """
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of the last chunk's output, not {loss_fn!r}")
@@ -141,12 +142,12 @@ class ScheduleExecutor:
         return link.losses
 
     def run_linked(self, link: ChunkLink, loss_fn: LossFunction | None = None) -> None:
-        """Run with tensors that come from ``link`` and go to it: one rank's chunks, others' between them.
+        """Run the chunks of one rank; ``link`` delivers tensors to and from the chunks of other ranks.
 
-        loss_fn  as in ``run``, where the last chunk here is the pipeline's last
+        loss_fn  as in ``run``, if the last chunk here is the last one of the pipeline; else None
 
-        Raises ``RuntimeError`` that names the entry: a wgrad in a chunk in which nothing delays (some is enough), and
-        any backward entry while gradients are disabled.
+        Raises ``RuntimeError`` that names the entry for a wgrad of a chunk without any delaying module, and for a
+        backward entry while gradients are disabled.
         """
         for chunk in self._chunks:
             chunk.find_modules()
@@ -161,9 +162,7 @@ class ScheduleExecutor:
             raise
         finally:
             run.close()
-        pending = [
-            f"{module_name} of chunk {chunk.number}" for chunk in self._chunks for module_name in chunk.pending()
-        ]
+        pending = [f"{name} of chunk {chunk.number}" for chunk in self._chunks for name in chunk.pending()]
         if pending:
             raise RuntimeError(
                 f"after the last entry, weight gradients are still pending in {', '.join(pending)}: backward_dw() must "
@@ -171,10 +170,10 @@ class ScheduleExecutor:
             )
 
     def _check_runnable(self) -> None:
-        """What can be refused before anything ran."""
+        """Raise every error that is known before anything runs."""
         if not torch.is_grad_enabled():
             backwards = [entry for entry in self.schedule.entries if entry.kind is not Kind.FORWARD]
-            first = min(backwards, key=lambda entry: entry.kind is not Kind.WGRAD)  # a wgrad, if there is one
+            first = min(backwards, key=lambda entry: entry.kind is not Kind.WGRAD)  # prefers a wgrad
             raise RuntimeError(f"{first} in inference: gradients are disabled, so that there is no backward to run")
         undelayed = {chunk.number: chunk for chunk in self._chunks if not chunk.delaying}
         for entry in self.schedule.entries:
@@ -189,7 +188,7 @@ class ScheduleExecutor:
 
 
 class _Chunk:
-    """One chunk: how it is called, and its modules by name."""
+    """One chunk: calls its layers, and names its modules."""
 
     def __init__(self, number: int, chunk: Chunk) -> None:
         self.number = number
@@ -204,11 +203,11 @@ class _Chunk:
         if not self.layers:
             raise ValueError(f"chunk {number} has no layers")
         self.num_layers = len(chunk) if isinstance(chunk, nn.Sequential | nn.ModuleList | Sequence) else None
-        """Where it can be known."""
+        """None if the chunk is a module other than ``nn.Sequential``."""
         self.find_modules()
 
     def find_modules(self) -> None:
-        """Look again: modules may have been replaced or converted."""
+        """Find the modules anew: some may have been replaced or converted since the last run."""
         self.names: dict[nn.Module, str] = {}
         for index, layer in enumerate(self.layers):
             for name, module in layer.named_modules(prefix=str(index) if self._is_list else ""):
@@ -220,7 +219,7 @@ class _Chunk:
             for module in self.names
             if module in self._able and not any(inner in self._able for inner in list(module.modules())[1:])
         ]
-        """Modules with the delaying verbs, but not the containers of such modules; in layer order."""
+        """Delaying modules, in layer order."""
 
     def pending(self) -> list[str]:
         """Names of modules with pending weight gradients, containers too."""
@@ -236,7 +235,7 @@ class _Chunk:
 
 
 class _Run:
-    """The state of one run. Inputs and outputs live from a forward to its dgrad."""
+    """The state of one run. The inputs and outputs of a forward are kept until its dgrad."""
 
     def __init__(self, schedule: Schedule, chunks: list[_Chunk], link: ChunkLink, loss_fn: LossFunction | None) -> None:
         self._schedule = schedule
@@ -244,14 +243,14 @@ class _Run:
         self._link = link
         self._loss_fn = loss_fn
         self._live: dict[tuple[int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        self._reached: dict[nn.Module, None] = {}  # in this step, in order
+        self._reached: dict[nn.Module, None] = {}  # modules that ran in this step, in order
         self._in_forward = False
-        # (chunk, microbatch) of what each delaying module has pending, oldest first.
+        # For each delaying module: (chunk, microbatch) of its pending weight gradients, oldest first.
         self._pending = {module: deque[tuple[int, int]]() for chunk in chunks for module in chunk.delaying}
-        self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}  # who reduces each one's gradients
+        self._parts = {chunk: parts_of(chunk.layers) for chunk in chunks}  # wrappers that reduce its gradients
         self._hosts = [parts.host for found in self._parts.values() for parts in found]
         everybody = {parts for found in self._parts.values() for parts in found}
-        self._launches_early = len(everybody) == 1  # of several, replicas might launch in different orders
+        self._launches_early = len(everybody) == 1  # several could launch in different orders on replicas
         self._last_dgrads = {step.chunk: step.index for step in schedule.steps if step.kind is Kind.DGRAD}
         self._last_steps = {step.chunk: number for number, step in enumerate(schedule.steps)}
         self._num_steps = 0
@@ -264,16 +263,16 @@ class _Run:
                 self._handles.append(module.register_forward_hook(self._watch))
 
     def fail(self) -> None:
-        """Nobody waits for gradients that do not come."""
+        """Tell the wrappers that the remaining gradients of this run will not come."""
         for chunk, found in self._parts.items():
             for parts in found:
                 parts.leave(chunk)
 
     def close(self) -> None:
-        """Take the hooks off the modules, and let go of graphs."""
+        """Remove the hooks from the modules, and free graphs."""
         for handle in self._handles:
             handle.remove()
-        self._live.clear()  # after an error: graph -> hook -> run -> graph is a circle that no collector sees
+        self._live.clear()  # after an error: gc cannot see the cycle graph -> hook -> run
 
     def step(self, entry: Entry) -> SlotRecord:
         """Run one step."""
@@ -312,7 +311,7 @@ class _Run:
         self._link.send_output(entry.chunk, entry.microbatch, detached)
 
     def _run_dgrad(self, chunk: _Chunk, entry: Entry) -> list[nn.Module]:
-        """Returns the modules that put their weight gradients off."""
+        """Returns the modules that delayed their weight gradients."""
         key = entry.chunk, entry.microbatch
         inputs, outputs = self._live.pop(key)
         grads = self._link.receive_output_grad(*key)
@@ -334,7 +333,7 @@ class _Run:
         delayed = []
         for module in reversed(chunk.delaying):
             pending = self._pending[module]
-            # Not every backward of such a module delays something: its weight may be frozen, or the delay switched off.
+            # A delaying module delays nothing if its weight is frozen or its delay is switched off.
             if _needs_backward_dw(module) and (module in self._reached or not pending):
                 pending.append(key)
                 delayed.append(module)
@@ -358,16 +357,16 @@ class _Run:
             raise _nothing_delays(entry, chunk)
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: note the forward, and the backward when it comes."""
-        if self._in_forward:  # and not in a recompute during backward
+        """Forward hook: record that the module runs, in this forward and in the backward."""
+        if self._in_forward:  # a recompute during backward does not count
             self._reached[module] = None
         for tensor in _tensors(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(lambda grad: self._reached.setdefault(module))  # dies with the graph
+                tensor.register_hook(lambda grad: self._reached.setdefault(module))  # freed with the graph
 
 
 def _needs_backward_dw(module: Any) -> bool:
-    """Whether weight gradients are pending. Transformer Engine's verb says whether the module delays at all."""
+    """Whether weight gradients are pending. Transformer Engine's method says only whether the module delays at all."""
     store = getattr(module, "wgrad_store", None)
     if store is not None:
         return store.context is not None and not store.context.empty()

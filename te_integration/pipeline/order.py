@@ -1,23 +1,23 @@
-"""Order lists of pipeline schedules: what one rank computes, in which order, checked before anything runs.
+"""Order lists of pipeline schedules: what one rank computes, and in which order. Checked before anything runs.
 
-An order is a list of numbers, chunks counted from 1::
+An order is a list of numbers. Chunks count from 1::
 
      c          forward of chunk c
-    -c          dgrad of chunk c: the backward that leaves out the weight gradients, if they come later
+    -c          dgrad of chunk c: the backward without delayed weight gradients
     -c - 0.5    wgrad of chunk c: its delayed weight gradients, in reverse layer order
 
-Each entry is about one microbatch: the k-th forward of a chunk is microbatch k, and so are its k-th dgrad and its k-th
-wgrad, each counted for itself. A wgrad may come any number of dgrads later::
+Each entry computes one microbatch. The k-th forward, the k-th dgrad and the k-th wgrad of a chunk all belong to
+microbatch k. A wgrad may come any number of dgrads later::
 
     >>> print(parse_order([1, 1, -1, -1, -1.5, -1.5]))
     entry     0  1  2  3  4  5
     chunk 1  F0 F1 D0 D1 W0 W1
 
-A chunk without any wgrad entry computes its weight gradients right after each dgrad (``B``, the whole backward). A
-chunk has a wgrad entry for each of its dgrads, or none at all. The numbers are those of Transformer Engine's graphed
-callables, the idea is that of zero-bubble schedules (Qi et al., 2023).
+A chunk has a wgrad entry for each of its dgrads, or none at all. Without wgrad entries, a chunk computes its weight
+gradients right after each dgrad (``B``, the whole backward). The numbers are those of Transformer Engine's graphed
+callables; the idea is that of zero-bubble schedules (Qi et al., 2023).
 
-No tensors, no modules: ``schedule_executor`` runs an order.
+This file knows no tensors and no modules: ``executor.py`` runs an order.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-__all__ = ["Entry", "Kind", "Schedule", "ScheduleError", "parse_order", "render_entries"]
+__all__ = ["Entry", "Kind", "Schedule", "ScheduleError", "parse_order"]
 
 Layer = TypeVar("Layer")
 
 LINE_WIDTH = 120  # characters
 MAX_CHUNK = 2**31  # far beyond any pipeline, and small enough for c + 0.5 to be exact
-ERROR_WINDOW = 8  # entries shown before and after the one that an error is about
+ERROR_WINDOW = 8  # entries shown before and after the entry at fault
 
 
 class Kind(enum.Enum):
@@ -51,10 +51,7 @@ LETTERS = {Kind.FORWARD: "F", Kind.DGRAD: "D", Kind.WGRAD: "W"}
 
 
 class ScheduleError(ValueError):
-    """An order that cannot be run.
-
-    index  of the entry that is at fault
-    """
+    """An order that cannot be run. ``index`` is that of the entry at fault."""
 
     def __init__(self, index: int, message: str) -> None:
         super().__init__(message)
@@ -70,15 +67,15 @@ class Entry:
     chunk: int
     """From 1."""
     microbatch: int
-    """From 0: how many entries of this kind and chunk come before."""
+    """From 0: the number of earlier entries of this kind and chunk."""
     index: int
-    """Place in the list. A wgrad that is not written down has the place of its dgrad."""
+    """Place in the list. An implied wgrad has the place of its dgrad."""
     implied: bool = False
-    """A wgrad that is not written down: it follows right after its dgrad."""
+    """True for a wgrad that is not in the list: it follows right after its dgrad."""
 
     @property
     def number(self) -> int | float:
-        """As it is written in an order."""
+        """The entry as a number in an order."""
         if self.kind is Kind.FORWARD:
             return self.chunk
         return -self.chunk if self.kind is Kind.DGRAD else -self.chunk - 0.5
@@ -91,16 +88,16 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A valid order. ``parse_order`` makes it from numbers; ``ScheduleError`` for entries that break a rule."""
+    """A valid order, made by ``parse_order``. Raises ``ScheduleError`` for entries that break a rule."""
 
     entries: tuple[Entry, ...]
-    """As written."""
+    """The entries of the list; implied wgrads are not among them."""
     num_chunks: int
-    """Chunks 1 to ``num_chunks``; every one of them runs every microbatch."""
+    """Chunks are 1 to ``num_chunks``; each runs every microbatch."""
     num_layers_per_chunk: tuple[int, ...] | None = None
-    """Number of layers of each chunk, where it matters."""
+    """Number of layers of each chunk; None: unknown."""
     strict: bool = False
-    """The next backward entry after a dgrad is its wgrad, where wgrads are written down; forwards may come between."""
+    """After a dgrad of a chunk with wgrad entries, the next backward entry is its wgrad. Forwards may lie between."""
 
     def __post_init__(self) -> None:
         if not self.entries:
@@ -115,12 +112,12 @@ class Schedule:
 
     @cached_property
     def delayed_chunks(self) -> frozenset[int]:
-        """Chunks whose wgrads are written down."""
+        """Chunks that have wgrad entries."""
         return _chunks_with_wgrads(self.entries)
 
     @cached_property
     def steps(self) -> tuple[Entry, ...]:
-        """The entries, and after each dgrad its wgrad where that is not written down."""
+        """The entries, with implied wgrads after their dgrads."""
         steps: list[Entry] = []
         for entry in self.entries:
             steps.append(entry)
@@ -130,11 +127,11 @@ class Schedule:
 
     @property
     def order(self) -> list[int | float]:
-        """The numbers again."""
+        """The order as a list of numbers."""
         return [entry.number for entry in self.entries]
 
     def split_layers(self, layers: Sequence[Layer]) -> list[list[Layer]]:
-        """A model's layers, in order, as one list per chunk. ``ValueError`` where the numbers do not match."""
+        """Split the layers of a model into one list per chunk. Raises ``ValueError`` if the numbers do not match."""
         counts = self.num_layers_per_chunk
         if counts is None:
             raise ValueError("this schedule knows no layers: give parse_order num_layers_per_chunk or num_layers")
@@ -144,11 +141,11 @@ class Schedule:
         return [list(layers[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
     def check_connected(self) -> None:
-        """Raise ``ScheduleError`` at the first entry that comes before what it needs from another chunk.
+        """Raise ``ScheduleError`` at the first entry that comes before an entry of another chunk that it needs.
 
-        For whoever runs all chunks of a pipeline in this order: a forward needs the forward of the chunk before it, a
-        dgrad the dgrad of the chunk behind it. The order of one rank of several need not satisfy that, since another
-        rank's chunks may lie between its own.
+        Call this where one process runs all chunks of a pipeline: a forward needs the forward of the previous chunk,
+        and a dgrad needs the dgrad of the next chunk. The order of one rank among several need not satisfy this, since
+        chunks of other ranks may lie between its own.
         """
         done: set[tuple[Kind, int, int]] = set()
         for entry in self.entries:
@@ -165,7 +162,7 @@ class Schedule:
             )
 
     def __str__(self) -> str:
-        return render_entries(self.entries, self.delayed_chunks)
+        return _render(self.entries, self.delayed_chunks)
 
 
 def parse_order(
@@ -176,22 +173,21 @@ def parse_order(
     num_layers: int | None = None,
     strict: bool = False,
 ) -> Schedule:
-    """The schedule that a list of numbers means; ``ScheduleError``, with the index, where it means none.
+    """Make a schedule from a list of numbers. Raises ``ScheduleError``, with the index of the entry at fault.
 
-    order                 ints, or real numbers of such values: ``1.0`` is ``1``. Booleans, strings, NaN and everything
-                          that is not c, -c or -c - 0.5 for a chunk c is refused
-    num_chunks            which chunks there are; by default as many as there are layer counts, or else up to the
-                          highest that occurs
+    order                 ints, or real numbers of such values: ``1.0`` is ``1``. Every value other than c, -c and
+                          -c - 0.5 for a chunk c is refused; so are booleans, strings and NaN
+    num_chunks            number of chunks; default: the number of layer counts, else the highest chunk in the order
     num_layers_per_chunk  number of layers of each chunk
-    num_layers            instead of it: of all chunks together, split evenly
-    strict                require that the next backward entry after a dgrad is its wgrad, in chunks that have wgrad
+    num_layers            instead: the number of layers of all chunks together, split evenly
+    strict                require that after a dgrad the next backward entry is its wgrad, in chunks that have wgrad
                           entries (forwards may lie between)
 
-    What is checked, in this order: each entry by itself; then, from left to right, that the chunk exists and that the
-    forward comes before the dgrad and the dgrad before the wgrad of its microbatch, and ``strict``; then that every
-    chunk runs every microbatch, forward, dgrad and, where the chunk has any, wgrad. There the entry at fault is the
-    first one whose microbatch is not finished, or not run by every chunk. Dependencies between chunks are not checked:
-    see ``Schedule.check_connected``.
+    Three checks run in this order. First, each entry by itself. Second, from left to right: the chunk exists, the
+    forward of a microbatch comes before its dgrad, the dgrad before its wgrad, and ``strict`` holds. Third: every chunk
+    runs the forward, the dgrad and (if it has wgrads) the wgrad of every microbatch; the entry at fault is the first
+    whose microbatch is not finished or not run by every chunk. Dependencies between chunks are not checked: see
+    ``Schedule.check_connected``.
     """
     if isinstance(order, str | bytes) or not isinstance(order, Iterable):
         raise TypeError(f"an order is a list of numbers, not {order!r}")
@@ -234,7 +230,7 @@ def _positive(count: int, name: str) -> int:
 
 
 def _decode(number: object, index: int) -> tuple[Kind, int]:
-    """The kind and chunk that a number stands for."""
+    """The kind and the chunk of a number."""
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ScheduleError(index, f"entry {index} is {number!r}, a {type(number).__name__}, not a number")
     value: Any = int(number) if isinstance(number, Integral) else number  # fixed-width ints overflow in abs
@@ -257,10 +253,10 @@ def _chunks_with_wgrads(entries: Iterable[Entry]) -> frozenset[int]:
 
 
 def _check_sequence(entries: Sequence[Entry], num_chunks: int, strict: bool) -> None:
-    """Known chunks, cause before effect, and the strict rule, from left to right."""
+    """From left to right: chunks exist, causes come before effects, and the strict rule holds."""
     delayed_chunks = _chunks_with_wgrads(entries)
     count: Counter[tuple[Kind, int]] = Counter()
-    open_dgrad: Entry | None = None  # its wgrad must be the next backward entry
+    open_dgrad: Entry | None = None  # strict: its wgrad must be the next backward entry
     for entry in entries:
         if entry.chunk > num_chunks:
             raise _error(entry, entries, f"is about chunk {entry.chunk} of {num_chunks}")
@@ -276,10 +272,10 @@ def _check_sequence(entries: Sequence[Entry], num_chunks: int, strict: bool) -> 
 
 
 def _check_balance(entries: Sequence[Entry], num_chunks: int) -> None:
-    """Every microbatch is finished by every chunk."""
+    """Every chunk finishes every microbatch."""
     delayed_chunks = _chunks_with_wgrads(entries)
     count = Counter((entry.kind, entry.chunk) for entry in entries)
-    # Only as many chunks as can occur: an order of three entries may name chunk 10**9.
+    # At most as many chunks as entries are searched: a short order may name chunk 10**9.
     shortest = min(range(1, min(num_chunks, len(entries)) + 1), key=lambda chunk: count[Kind.FORWARD, chunk])
     for entry in entries:
         chunk = entry.chunk
@@ -302,19 +298,17 @@ def _counts(count: Counter[tuple[Kind, int]], chunk: int) -> str:
 
 
 def _error(entry: Entry, entries: Sequence[Entry], fault: str) -> ScheduleError:
-    """An error with a picture of the order around the entry."""
+    """An error that shows the order around the entry."""
     around = entries[max(0, entry.index - ERROR_WINDOW) : entry.index + ERROR_WINDOW + 1]
-    picture = render_entries(around, _chunks_with_wgrads(entries), mark=entry.index)
+    picture = _render(around, _chunks_with_wgrads(entries), mark=entry.index)
     return ScheduleError(entry.index, f"{entry} {fault}\n{picture}")
 
 
-def render_entries(
-    entries: Sequence[Entry], delayed_chunks: Iterable[int], *, width: int = LINE_WIDTH, mark: int | None = None
-) -> str:
-    """One row per chunk, one column per entry, in blocks of at most ``width`` characters.
+def _render(entries: Sequence[Entry], delayed_chunks: Iterable[int], *, mark: int | None = None) -> str:
+    """One row per chunk, one column per entry, in blocks of at most ``LINE_WIDTH`` characters.
 
-    F forward, D dgrad, W wgrad, B both where wgrads are not written down (chunks not in ``delayed_chunks``), each with
-    its microbatch. ``mark`` points at one entry's index.
+    F forward, D dgrad, W wgrad, each with its microbatch. B is the whole backward of a chunk outside
+    ``delayed_chunks``. A caret marks the entry whose index is ``mark``.
     """
     delayed_chunks = frozenset(delayed_chunks)
 
@@ -326,7 +320,7 @@ def render_entries(
     names = {chunk: f"chunk {chunk}" for chunk in chunks}
     margin = max(map(len, names.values()), default=0) + 1
     column = max((max(len(cell(entry)), len(str(entry.index))) for entry in entries), default=0) + 1
-    per_block = max(1, (width - margin) // column)
+    per_block = max(1, (LINE_WIDTH - margin) // column)
     blocks = []
     for start in range(0, len(entries), per_block):
         block = entries[start : start + per_block]

@@ -1,12 +1,12 @@
 """``PipelineStage``: delayed weight gradients in the W slots of torch.distributed.pipelining's schedules.
 
-    F   forward; our modules will put their weight gradients into the stage's queue
-    B   the whole backward, which computes input gradients, biases and everything that is not delayed
+    F   forward; maingrad modules will delay their weight gradients into the queue of the stage
+    B   one backward, which computes input gradients, bias gradients and everything else that is not delayed
     W   the delayed weight gradients of that microbatch, in bucket order
 
-A schedule without W slots (1F1B, GPipe) computes them right after each B. torch's own split of a backward runs the
-graph twice, for inputs and again for weights, and puts what it finds into ``.grad`` by hand, so that no hook sees it:
-it is never used here, and refused elsewhere (see ``SplitBackwardWatch``).
+A schedule without W slots (1F1B, GPipe) computes delayed weight gradients right after each B. torch's own split runs
+backward twice, for inputs and for weights, and writes to ``.grad`` directly, so that no hook sees the gradients. This
+stage never uses that split, and fused modules refuse it (see ``refuse_split_backward``).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,9 +27,9 @@ __all__ = ["PipelineStage"]
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """torch's ``PipelineStage`` whose weight gradients wait in ``queue`` for the schedule's W slots.
+    """torch's ``PipelineStage`` with weight gradients that wait in ``queue`` for the W slots of the schedule.
 
-    It goes wherever torch's does: ``Schedule1F1B``, ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ...::
+    Every schedule of torch takes it (``Schedule1F1B``, ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``)::
 
         stage_module = DistributedDataParallel(stage_module, config, process_group=mesh.get_group("dp"))
         stage = PipelineStage(stage_module, index, num_stages, device, group=mesh.get_group("pp"))
@@ -38,20 +38,20 @@ class PipelineStage(pipelining.PipelineStage):
         schedule.step(inputs, target=target, losses=losses)
         stage_module.finish_grad_sync()
 
-    submodule            this stage's module. Our wrappers in it, or around it, learn which backward is the last: the
-                         others run as under ``no_sync``. On a rank with several stages, each one's buckets are reduced
-                         from its last W on, under what the other stages still compute
+    submodule            module of this stage. maingrad wrappers in it or around it learn which backward is the last
+                         of the step; all others run as under ``no_sync``. If a rank has several stages, the buckets of
+                         a stage are reduced after its last W, while the other stages compute
     stage_index          from 0
     num_stages           of the pipeline
     device               where the stage runs
-    average_microbatches gradients are of the mean over the microbatches: the backward of each loss starts with
-                         1 / num_microbatches instead of 1. The losses that the schedule reports are not scaled. False:
-                         of their sum
+    average_microbatches True: gradients of the mean loss over the microbatches; the backward of each loss starts with
+                         1 / num_microbatches instead of 1. False: gradients of the sum. The losses that the schedule
+                         reports are not scaled
     options              torch's other arguments: ``group``, ``input_args``, ``output_args``, ...
 
-    The schedule must be built with ``scale_grads=False``: torch divides ``.grad``, where no gradient is, at a time when
-    buckets may be under way already; ``RuntimeError`` at the end of its first step otherwise. ``ValueError`` for a
-    ``dw_builder``, and for modules that delay into queues of their own, which no W slot would empty.
+    Build the schedule with ``scale_grads=False``: torch would divide ``.grad``, but the gradients are in ``main_grad``,
+    and reductions may be under way. The first step raises ``RuntimeError`` otherwise. The constructor raises
+    ``ValueError`` for a ``dw_builder``, and for modules with their own queues, which no W slot would drain.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class PipelineStage(pipelining.PipelineStage):
         super().__init__(submodule, stage_index, num_stages, device, dw_builder=self._wgrad_runner, **options)
         self.average_microbatches = average_microbatches
         self.queue = WgradQueue()
-        """What waits for its W slot; its ``log`` records what ran."""
+        """Weight gradients that wait for their W slot; ``queue.log`` records what ran."""
         self._find_parts()
-        self._microbatch = -1  # of the running or latest backward
+        self._microbatch = -1  # index of the running or latest backward
         self._num_backwards = 0  # in this step
-        self._is_incomplete = False  # some backwards of this step were begun, and not all are done
-        self._iterations: list[int] = []  # of the wrappers, when the first was begun
+        self._is_incomplete = False  # this step began a backward and has not done all
+        self._iterations: list[int] = []  # of each wrapper, at the first backward
 
     def _find_parts(self) -> None:
-        """Everybody who reduces gradients of this stage, and of others on this rank perhaps."""
+        """Find the wrappers that reduce gradients of this stage. They may serve other stages of this rank too."""
         self._parts: list[Parts] = parts_of([self.submod])
-        self._hosts = [parts.host for parts in self._parts]  # a wrapper around several stages may have no other keeper
+        self._hosts = [parts.host for parts in self._parts]  # keeps a wrapper around several stages alive
 
     def clear_runtime_states(self) -> None:
-        """The start of a step. ``RuntimeError`` where one that failed has left gradients: they would be added."""
+        """Start a step. Raises ``RuntimeError`` if a failed step has left gradients, which this step would add to."""
         step = running_pipeline_step()
         if step is not None:
             self.chunks = step.num_microbatches
-            step.losses.clear()  # of a step that failed: torch would run backward from them
+            step.losses.clear()  # torch would run backward from losses of a failed step
         if not self._has_leavings():
             self._num_backwards, self._is_incomplete = 0, False
         elif self.has_backward:
@@ -110,11 +110,11 @@ class PipelineStage(pipelining.PipelineStage):
         super().clear_runtime_states()
 
     def abandon_step(self) -> None:
-        """Give up a step that failed, and all gradients of the iteration with it, those of steps under ``no_sync`` too.
+        """Drop a failed step and all gradients of the iteration, including those of steps under ``no_sync``.
 
-        Every stage and every rank must call it, replicas as well: buckets that one of them has launched are reduced to
-        their end. What was sent between ranks and not received is not taken back: where a rank of a longer pipeline has
-        failed by itself, make process groups, stages and schedule anew.
+        Call it for every stage on every rank, replicas included: reductions that some rank has launched must finish on
+        all. Messages between stages that were sent and not received remain. If one rank of a pipeline failed alone,
+        create new process groups, stages and schedules.
         """
         self.queue.clear()
         for parts in self._parts:
@@ -124,22 +124,22 @@ class PipelineStage(pipelining.PipelineStage):
         self._num_backwards, self._is_incomplete = 0, False
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """F."""
+        """Run F."""
         with delayed_wgrad(self.queue):
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """B; where the schedule does not split this backward, W too."""
+        """Run B, and W too if the schedule does not split this backward."""
         self._microbatch = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """The backward itself, marked as the final one of this step where it is.
+        """Run the backward, and tell wrappers whether it is the last one of this step.
 
-        Counted, since a schedule that splits backwards sets ``last_backward`` with its last W only: too late for what
-        is complete in B.
+        Backwards are counted here. A schedule that splits backwards sets ``last_backward`` only at its last W, which is
+        too late for gradients that are complete in B.
         """
         final = self._launches_early and (last_backward or self._num_backwards + 1 == self.chunks)
         if not self._is_incomplete:
@@ -147,7 +147,7 @@ class PipelineStage(pipelining.PipelineStage):
             self._iterations = [parts.iteration for parts in self._parts]
         loss = bwd_kwargs["stage_output"]
         if self.is_last and self.average_microbatches and isinstance(loss, torch.Tensor):
-            if loss.numel() != 1:  # torch.autograd refuses it without a gradient to start with
+            if loss.numel() != 1:  # torch.autograd would demand an initial gradient
                 raise RuntimeError(
                     f"stage {self.stage_index}: loss_fn must return a scalar, got shape {tuple(loss.shape)}; return "
                     f"its mean() or sum()"
@@ -162,18 +162,19 @@ class PipelineStage(pipelining.PipelineStage):
         return result
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """To a stage before on this rank. torch's schedules ask in ``eval()`` too, where torch's stage fails."""
+        """Gradients for the previous stage on this rank. Schedules ask in ``eval()`` too, where torch's stage fails."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """From a stage behind on this rank."""
+        """Gradients from the next stage on this rank."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """After the stage's last W: what is not under way yet is reduced from here on. Nothing in ``schedule.eval()``.
+        """Launch the reductions that are still missing; the schedule calls this after the last W of the stage.
 
-        ``RuntimeError`` where the step had another number of backwards than of microbatches: the mean is wrong then.
+        Does nothing in ``schedule.eval()``. Raises ``RuntimeError`` if the number of backwards is not the number of
+        microbatches, since the mean over microbatches would be wrong.
         """
         if not self.has_backward:
             return
@@ -189,7 +190,7 @@ class PipelineStage(pipelining.PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Refused, but for 1."""
+        """Raise ``RuntimeError`` unless the factor is 1."""
         if grad_scale_factor != 1:
             raise RuntimeError(
                 f"stage {self.stage_index}: the schedule would divide .grad by {grad_scale_factor}, and gradients are "
@@ -198,7 +199,7 @@ class PipelineStage(pipelining.PipelineStage):
             )
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        with self._no_sync():  # torch tries the module with the first microbatch, to learn shapes
+        with self._no_sync():  # torch runs the module once to learn shapes
             return super()._prepare_forward_infra(*args, **kwargs)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,17 +208,18 @@ class PipelineStage(pipelining.PipelineStage):
 
     @property
     def _launches_early(self) -> bool:
-        """Whether buckets may launch as they become ready, and not in ``perform_reduce_grad``, together.
+        """Whether buckets launch as they become ready; otherwise ``perform_reduce_grad`` launches them together.
 
-        Collectives of one group must be issued in one order on all replicas. A wrapper sees to that for its own
-        buckets, also around several stages. Of several in one process, one may be held back on one replica only, by a
-        parameter that its last microbatch does not use; then the place in the schedule decides, the same on all.
+        All replicas must issue the collectives of a group in the same order. One wrapper keeps that order for its own
+        buckets, also around several stages. With several wrappers in a process, a parameter that the last microbatch of
+        one replica does not use could hold one wrapper back on that replica only. The place in the schedule, which is
+        the same on all replicas, then decides the order.
         """
         stages_here = list(self.stage_index_to_group_rank.values()).count(self.group_rank)
         return len(self._parts) == 1 and self._parts[0].num_begun == stages_here
 
     def _has_leavings(self) -> bool:
-        """Whether a step that failed has left gradients, and nobody has thrown them away since."""
+        """Whether a failed step has left gradients that were not dropped since."""
         if len(self.queue):
             return True
         if not self._is_incomplete:
@@ -235,7 +237,7 @@ class PipelineStage(pipelining.PipelineStage):
         return [param for param in self.submod.parameters() if id(param) not in wrapped]
 
     def _wgrad_runner(self) -> Callable[[], None]:
-        """torch's ``dw_builder``: called after each B, for what its W slot will call."""
+        """torch's ``dw_builder``: called after each B; returns what the W slot of that microbatch calls."""
         return partial(self.queue.drain_microbatch, self._microbatch)
 
     @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....kernels.tuning import Problem
 from ...config.run import ConfigError
 
-__all__ = ["GROUPED_OPS", "GroupedOperands", "Shape", "dtype_name", "error_of", "parse_shape", "split_sizes"]
+__all__ = ["GROUPED_OPS", "GroupedOperands", "Shape", "dtype_name", "error_of", "parse_shape"]
 
 Shape: TypeAlias = tuple[int, int, int, int]
 """E experts (1: a dense layer), T rows, N output features, K input features."""
@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def split_sizes(experts: int, rows: int, seed: int = 0) -> list[int]:
+def _split_sizes(experts: int, rows: int, seed: int = 0) -> list[int]:
     """Uneven sizes, multiples of 16 that sum to ``rows`` (as far as it is one): some experts several times others."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(experts, generator=generator) + 0.2
@@ -55,7 +55,7 @@ class GroupedOperands:
             return torch.randn(*shape, device=device, dtype=dtype)
 
         self.shape = (experts, rows, n, k)
-        self.sizes = split_sizes(experts, rows)
+        self.sizes = _split_sizes(experts, rows)
         offsets = [sum(self.sizes[:e]) for e in range(experts + 1)]
         self.offsets = torch.tensor(offsets, device=device)
         self.slices = [slice(start, start + size) for start, size in zip(offsets, self.sizes, strict=False)]
