@@ -4,7 +4,7 @@
     extra = load_checkpoint("runs/step-100", model, optimizer)
 
 Each rank writes its own slices through torch.distributed.checkpoint (DCP), whose tools read the folder too. Follow a
-save: the wrapper says what this rank holds (``checkpoint_source.py``); every rank offers `Piece`s of full-shape tensors
+save: the wrapper says what this rank holds (``checkpoint_source.py``); every rank offers ``TensorSlice``s
 (``checkpoint_contents.py``, ``checkpoint_optimizer.py``); the first rank deals out what several hold
 (``checkpoint_planner.py``); when all is written (``checkpoint_writer.py``) it adds the manifest, with the index of
 where everything lies (``checkpoint_manifest.py``, ``checkpoint_index.py``), and moves the folder into its place
@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 
 from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
-from .files.boxes import Piece
+from .files.boxes import TensorSlice
 from .files.folder import Staging
 from .files.index import Index
 from .files.manifest import SavedOptimizer
-from .files.storage import Stored, check_files, check_stored, open_checkpoint, read_pieces
-from .model import ModelLoad, Notes, StoredNames, check_model, make_manifest, pieces_of_model
-from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
+from .files.storage import Stored, check_files, check_stored, open_checkpoint, read_slices
+from .model import ModelLoad, Notes, StoredNames, check_model, make_manifest, slices_of_model
+from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, slices_of_optimizer
 from .ranks import check_same_call
 from .wrapper_source import check_saved_once, source_of
 
@@ -53,7 +53,7 @@ def save_checkpoint(
     already is replaced then; anything else at ``path``, and another save to it that is under way, is refused with
     ``FileExistsError``. All ranks raise alike.
     """
-    from .files.writer import write_pieces  # here: it needs a torch with torch.distributed
+    from .files.writer import write_slices  # here: it needs a torch with torch.distributed
 
     check_saved_once(model)
     source = source_of(model)
@@ -62,14 +62,14 @@ def save_checkpoint(
     staging = Staging(target)
     names = StoredNames(*experts)
 
-    def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
+    def prepare() -> tuple[list[TensorSlice], Notes, SavedOptimizer | None]:
         holding = source.hold(optimizer, saving=True)
         # Running statistics may differ between ranks: the first one's count, as they do in broadcast_params.
-        parts = pieces_of_model(holding, names, buffers=ranks.leads)
+        parts = slices_of_model(holding, names, buffers=ranks.leads)
         saved = None
         if holding.optimizer is not None:
             saved = describe_optimizer(holding.optimizer)
-            parts += pieces_of_optimizer(holding, names)
+            parts += slices_of_optimizer(holding, names)
         notes = Notes.of(holding, names, describe_slices(holding))
         if ranks.leads:
             _check_json(extra)
@@ -83,10 +83,10 @@ def save_checkpoint(
             staging.complete()
 
     with staging:
-        pieces, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+        slices, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
         all_notes, index = ranks.alike(
             lambda: (
-                write_pieces(staging.folder, save_id, pieces, notes, ranks.group)
+                write_slices(staging.folder, save_id, slices, notes, ranks.group)
                 if ranks.writes
                 else ([], Index({}, {}))
             ),
@@ -124,7 +124,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)
         values = ModelLoad.plan(manifest, holding, names)
         load = _Load(stored, values, state)
-        check_stored(manifest.index, load.pieces)
+        check_stored(manifest.index, load.slices)
         return load
 
     load, opened = ranks.alike_telling(
@@ -133,7 +133,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     if len(set(opened)) > 1:
         raise ValueError(f"'{target}' was replaced while it was opened, and ranks have different ones: load it again")
     try:
-        ranks.alike(lambda: read_pieces(load.stored, load.pieces), f"the reading of checkpoint '{target}'")
+        ranks.alike(lambda: read_slices(load.stored, load.slices), f"the reading of checkpoint '{target}'")
     except Exception as error:
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
         raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
@@ -152,9 +152,9 @@ class _Load(NamedTuple):
     state: OptimizerLoad | None
 
     @property
-    def pieces(self) -> list[Piece]:
+    def slices(self) -> list[TensorSlice]:
         """Everything that this rank reads."""
-        return self.values.pieces + ([] if self.state is None else self.state.pieces)
+        return self.values.slices + ([] if self.state is None else self.state.slices)
 
 
 def _begin(staging: Staging, alone: bool) -> None:

@@ -1,7 +1,7 @@
 """What of a model goes into a checkpoint, under which names, and whether a checkpoint fits a model.
 
-Everything is by parameter: where a bucket begins and which rank holds which shard shows in the `Piece`s that a rank
-offers and asks for, and nowhere in the file::
+Everything is by parameter: where a bucket begins and which rank holds which shard shows in the ``TensorSlice``s that a
+rank offers and asks for, and nowhere in the file::
 
     model.NAME                   parameters and buffers, in their own dtypes
     master.NAME                  fp32 masters of parameters in half precision; others are their own masters
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .files.boxes import Piece
+from .files.boxes import TensorSlice
 from .files.index import Index
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, dtype_named
@@ -28,7 +28,7 @@ __all__ = [
     "check_model",
     "make_manifest",
     "model_tensors",
-    "pieces_of_model",
+    "slices_of_model",
 ]
 
 
@@ -41,7 +41,7 @@ class StoredNames(NamedTuple):
 
     def of(self, name: str, param: HeldParam) -> str:
         """Under which name ``param``, called ``name`` in the model, is stored."""
-        return self._named(name, param.kind == "expert")
+        return self._named(name, param.is_expert)
 
     def of_buffers(self, holding: Holding) -> dict[str, Tensor]:
         """All buffers, by the names under which they are stored."""
@@ -88,14 +88,14 @@ def model_tensors(module: nn.Module) -> ModelTensors:
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def pieces_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[Piece]:
+def slices_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[TensorSlice]:
     """This rank's parameters, masters and buffers, to be saved: views of its memory, rounded copies where it keeps
     masters alone.
 
     buffers  those that all ranks have are among them; those of experts that not all ranks have always are
     """
-    pieces = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
-    pieces += [
+    slices = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
+    slices += [
         _whole(stored, buffer.detach())
         for stored, buffer in names.of_buffers(holding).items()
         if buffers or stored not in holding.buffers
@@ -103,20 +103,20 @@ def pieces_of_model(holding: Holding, names: StoredNames, *, buffers: bool = Tru
     for part in holding.slices:
         param = holding.params[part.name]
         stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
-        pieces.append(Piece(("model", stored), *place, part.param))
+        slices.append(TensorSlice(("model", stored), *place, part.param))
         if part.master.dtype is not param.dtype:
-            pieces.append(Piece(("master", stored), *place, part.master))
-    return pieces
+            slices.append(TensorSlice(("master", stored), *place, part.master))
+    return slices
 
 
-def _whole(stored: str, tensor: Tensor) -> Piece:
-    return Piece(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
+def _whole(stored: str, tensor: Tensor) -> TensorSlice:
+    return TensorSlice(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
 
 
 class ModelLoad(NamedTuple):
     """Where a model's values are read to."""
 
-    pieces: list[Piece]
+    slices: list[TensorSlice]
     converted: list[tuple[Tensor, Tensor]]
     """(as it is read, where it goes): values that the file has in another dtype than this rank keeps."""
 
@@ -131,7 +131,7 @@ class ModelLoad(NamedTuple):
                     f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
                     f"checkpoint's; make it a tensor of its own with clone()"
                 )
-        pieces = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
+        slices = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
         converted = []
         for part in holding.slices:
             if part.name in holding.whole:
@@ -145,12 +145,12 @@ class ModelLoad(NamedTuple):
                 read = torch.empty_like(target, dtype=dtype)
                 converted.append((read, target))
                 target = read
-            pieces.append(Piece((kind, stored), entry.shape, part.start, part.end, target))
-        return cls(pieces, converted)
+            slices.append(TensorSlice((kind, stored), entry.shape, part.start, part.end, target))
+        return cls(slices, converted)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All pieces are read."""
+        """All slices are read."""
         for read, target in self.converted:
             target.copy_(read)
 
@@ -195,7 +195,7 @@ def make_manifest(
             # A rank without an element of a parameter knows nothing of its state.
             both = known if known.state or known.scalars else entry
             knows = bool(entry.state or entry.scalars)
-            if (knows and entry != both) or (entry.kind, entry.group) != (both.kind, both.group):
+            if (knows and entry != both) or (entry.description, entry.group) != (both.description, both.group):
                 raise ValueError(f"ranks disagree on parameter '{name}': one has {both}, another {entry}")
             parameters[name] = both
     for expert_set in range(names.num_expert_sets):
@@ -216,12 +216,12 @@ def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> Non
             f"ranks have {names.num_expert_sets}: experts do not move between ranks"
         )
     present = {
-        names.of(name, param): [_entry(param.shape, dtype).kind for dtype in (param.dtype, param.kept)]
+        names.of(name, param): [_entry(param.shape, dtype).description for dtype in (param.dtype, param.kept)]
         for name, param in holding.params.items()
     }
     saved = {name: entry for name, entry in manifest.parameters.items() if not names.elsewhere(name)}
     _check_same("parameter", saved, present)
-    buffers = {name: [SavedTensor.of(buffer).kind] for name, buffer in names.of_buffers(holding).items()}
+    buffers = {name: [SavedTensor.of(buffer).description] for name, buffer in names.of_buffers(holding).items()}
     _check_same("buffer", {n: entry for n, entry in manifest.buffers.items() if not names.elsewhere(n)}, buffers)
 
 
@@ -234,10 +234,10 @@ def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[st
         sides += [f"the checkpoint's {what} {_in_words(unknown)} is not in the model"] if unknown else []
         raise ValueError("; ".join(sides))
     for name, kinds in present.items():
-        if saved[name].kind not in kinds:
+        if saved[name].description not in kinds:
             raise ValueError(
-                f"{what} '{name}' is {' or '.join(dict.fromkeys(kinds))} in the model and {saved[name].kind} in the "
-                f"checkpoint"
+                f"{what} '{name}' is {' or '.join(dict.fromkeys(kinds))} in the model and {saved[name].description} in "
+                f"the checkpoint"
             )
 
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files.boxes import Piece
+from .files.boxes import TensorSlice
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, dtype_named, from_json, to_json
 from .model import StoredNames
 from .source import HeldOptimizer, HeldSlice, Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "pieces_of_optimizer"]
+__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "slices_of_optimizer"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
 """Keys of a parameter group that say how a step is computed here: never taken from a checkpoint."""
@@ -63,14 +63,16 @@ def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
     }
 
 
-def pieces_of_optimizer(holding: Holding, names: StoredNames) -> list[Piece]:
+def slices_of_optimizer(holding: Holding, names: StoredNames) -> list[TensorSlice]:
     """This rank's slices of moments, to be saved."""
-    pieces = []
+    slices = []
     for part in holding.slices:
         param = holding.params[part.name]
         stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
-        pieces += [Piece(("optimizer", "state", stored, key), *place, value) for key, value in part.state().items()]
-    return pieces
+        slices += [
+            TensorSlice(("optimizer", "state", stored, key), *place, value) for key, value in part.state().items()
+        ]
+    return slices
 
 
 def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None:
@@ -86,7 +88,7 @@ class OptimizerLoad(NamedTuple):
     """A load that was checked and waits for the tensors."""
 
     optimizer: HeldOptimizer
-    pieces: list[Piece]
+    slices: list[TensorSlice]
     """Where this rank's slices of moments are read to."""
     state: Mapping[Tensor, dict[str, Any]]
     """What the optimizer will know of each of its tensors."""
@@ -116,7 +118,7 @@ class OptimizerLoad(NamedTuple):
         groups = _match_groups(saved, optimizer, [(part, entries[part.name]) for part in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
         first: dict[Tensor, str] = {}
-        pieces = []
+        slices = []
         for part in holding.slices:
             entry = entries[part.name]
             if part.group is None or part.updated is None:
@@ -140,18 +142,18 @@ class OptimizerLoad(NamedTuple):
             for key in entry.state:
                 flat = state[updated][key].view(-1)[part.offset : part.offset + numel]
                 path = ("optimizer", "state", stored, key)
-                pieces.append(Piece(path, entry.shape, part.start, part.end, flat))
+                slices.append(TensorSlice(path, entry.shape, part.start, part.end, flat))
         for group in optimizer.groups:  # what has no element is saved nowhere, and stepped with the others
             like = next((updated for updated in group["params"] if updated in first), None)
             for updated in group["params"]:
                 if updated.numel() == 0 and updated.requires_grad and updated not in state:
                     state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
         _check_frozen(manifest, holding, names)
-        return cls(optimizer, pieces, state, {here: saved.groups[there] for here, there in groups.items()})
+        return cls(optimizer, slices, state, {here: saved.groups[there] for here, there in groups.items()})
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All pieces are read: install the state and the hyperparameters."""
+        """All slices are read: install the state and the hyperparameters."""
         for updated, state in self.state.items():
             self.optimizer.state[updated] = state
         for index, saved in self.groups.items():

@@ -27,8 +27,8 @@ class HeldParam(NamedTuple):
     """What the model computes with: the dtype of the file's ``model`` entry."""
     kept: torch.dtype
     """What ranks keep between steps: wider where they keep masters alone. Either dtype can be read."""
-    kind: str
-    """Dense, or expert: not all ranks have it."""
+    is_expert: bool
+    """Whether other ranks hold other experts under this name."""
 
 
 class HeldSlice(Protocol):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
-from ..plan.owned_params import kind_of
+from ..plan.owned_params import grid_name_of
 from ..wrapper.data_parallel import DistributedDataParallel
 from .model import ModelTensors, model_tensors
 from .ranks import CheckpointRanks
@@ -89,7 +89,7 @@ class WrapperSource:
         sliced = set() if read_whole else {part.name for part in slices}
         return Holding(
             params={
-                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, kind_of(param))
+                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, is_expert=grid_name_of(param) == "expert")
                 for name, param in tensors.parameters.items()
             },
             buffers=tensors.buffers,
@@ -99,7 +99,7 @@ class WrapperSource:
             optimizer=None
             if held is None
             else HeldOptimizer(held.optimizer_class.__name__, held.param_groups, held.state),
-            expert_buffers=[name for name, buffer in tensors.buffers.items() if kind_of(buffer) == "expert"],
+            expert_buffers=[name for name, buffer in tensors.buffers.items() if grid_name_of(buffer) == "expert"],
         )
 
     def loaded(self, optimizer: object) -> None:

@@ -24,7 +24,7 @@ from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, layout_key, shard_of_how_many
-from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, runs_of, slices_of
+from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .step_order import step_order
@@ -85,12 +85,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
-        self._runs = runs_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
+        self._segments = segments_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
 
         # The optimizer that does the arithmetic; one list of groups and one state for both, so that schedulers and
         # state dicts act on what the step reads.
-        self._inner = optimizer_class(inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
-        self._masters = WatchedMasters({run.master: run.flat.bucket.name for run in self._runs})
+        self._inner = optimizer_class(inner_groups(self._segments, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self._segments})
         self._inner.state = StateByMaster(self._masters, self._inner.state)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         self.slices: list[ParamSlice] = slices_of(
             self._flats,
-            self._runs,
+            self._segments,
             lambda wired: groups[wired.owned.name],
             self.state,
         )
@@ -114,12 +114,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 flat.bucket.name,
                 flat.params,
                 [wired.owned.param for wired in flat.wired],
-                model.grids[group],
+                model.grids[flat.bucket.layout.grid_name],
                 model.failures,
                 self._threads,
             )
             for flat in reversed(self._flats)
-            if placements_of(model.ddp_config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
+            if placements_of(model.ddp_config).inner.gathers and model.grids[flat.bucket.layout.grid_name].size > 1
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
         self._keepers = find_keepers(model.module, self._gathers)
@@ -317,8 +317,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None) -> None:
         """One pass over the masters of these buckets: the others have no gradient in it."""
         chosen = {id(flat.params) for flat in flats}
-        for run in self._runs:
-            run.master.grad = run.grads.to(run.master.dtype) if id(run.flat.params) in chosen else None
+        for segment in self._segments:
+            segment.master.grad = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
         found_inf = vars(self).get("found_inf")
         if self._runs_fused():
             self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
@@ -326,14 +326,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.step()
             self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
         else:  # gradients are divided first, and the host asks once whether to skip
-            grads = [run.master.grad for run in self._runs if run.master.grad is not None]
+            grads = [segment.master.grad for segment in self._segments if segment.master.grad is not None]
             if divisor is not None and grads:  # with whole parameters this rank may have none
                 torch._foreach_div_(grads, divisor)
             if found_inf is None or not found_inf.item():
                 prepare_skippable_step(self._inner)
                 self._inner.step()
-        for run in self._runs:
-            run.master.grad = None
+        for segment in self._segments:
+            segment.master.grad = None
 
     def _runs_fused(self) -> bool:
         """Whether the kernel itself divides gradients and skips; groups say it, also those that were loaded."""
@@ -370,7 +370,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         guard_reads(modules, self._gathers, self._keepers, self._threads)
 
     def _layout_key(self) -> str:
-        return layout_key(self.optimizer_class, self.model.plan, self._runs)
+        return layout_key(self.optimizer_class, self.model.plan, self._segments)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.settle()

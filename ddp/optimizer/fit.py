@@ -7,14 +7,17 @@ from typing import Any
 from ..collectives.placements import placements_of
 from ..plan.layout import GradPlan
 from ..wrapper.data_parallel import DistributedDataParallel
-from .flat_params import Run
+from .flat_params import Segment
 
 __all__ = ["check_fits", "layout_key", "shard_of_how_many"]
 
 
-def layout_key(optimizer_class: type, plan: GradPlan, runs: Sequence[Run]) -> str:
+def layout_key(optimizer_class: type, plan: GradPlan, segments: Sequence[Segment]) -> str:
     """Equal where states fit each other."""
-    cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in runs]
+    cuts = [
+        (segment.flat.bucket.index, segment.flat.first, segment.start, segment.end, segment.group)
+        for segment in segments
+    ]
     digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
     return f"{optimizer_class.__name__}/{plan.fingerprint[:16]}/{digest}"
 

@@ -1,10 +1,10 @@
 """Parameters in flat buffers with the gradients' own layout, and what of them this rank updates.
 
 A rank's shard of parameters, masters, moments and gradients is the same range of elements everywhere, so that the
-all-gather runs in place and an elementwise optimizer sees a few long tensors::
+all-gather segments in place and an elementwise optimizer sees a few long tensors::
 
     bucket of gradients (reduce-scattered)   | rank 0 | rank 1 | rank 2 | rank 3 |
-    master, moments on rank 1                         | a  b a |                         runs: parameter groups a, b, a
+    master, moments on rank 1                         | a  b a |                         segments: groups a, b, a
     bucket of parameters (all-gathered)      | rank 0 | rank 1 | rank 2 | rank 3 |
 """
 
@@ -22,7 +22,7 @@ from ..plan.layout import ParamSlot
 from ..stock.master_param import MasterParameter, make_master
 from ..wrapper.data_parallel import DistributedDataParallel
 
-__all__ = ["FlatBucket", "ParamSlice", "Run", "flatten_params", "inner_groups", "runs_of", "slices_of"]
+__all__ = ["FlatBucket", "ParamSlice", "Segment", "flatten_params", "inner_groups", "segments_of", "slices_of"]
 
 
 class FlatBucket(NamedTuple):
@@ -43,7 +43,7 @@ class FlatBucket(NamedTuple):
     """Its parameters, in the order of the layout's slots."""
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive elements of this rank's range with one parameter group: what the inner optimizer takes for one
     parameter."""
 
@@ -76,10 +76,10 @@ class ParamSlice(NamedTuple):
     """[end - start] its elements in the master."""
     group: int
     """Its parameter group."""
-    run: Run | None
+    segment: Segment | None
     offset: int
-    """Place of the first element in its run."""
-    run_state: Mapping[Any, Any]
+    """Place of the first element in its segment."""
+    state_by_master: Mapping[Any, Any]
     """State of the inner optimizer by master."""
 
     @property
@@ -95,29 +95,29 @@ class ParamSlice(NamedTuple):
     @property
     def grad(self) -> Tensor:
         """[end - start] its elements of the gradients, which are reduced after ``finish_grad_sync``: a view."""
-        grads = self.param.new_empty(0) if self.run is None else self.run.grads.view(-1)
+        grads = self.param.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 
     @property
     def updated(self) -> Tensor | None:
         """What the inner optimizer takes for one parameter, with these elements in it."""
-        return None if self.run is None else self.run.master
+        return None if self.segment is None else self.segment.master
 
     def state(self) -> dict[str, Tensor]:
         """Elementwise state of the inner optimizer, [end - start] each: views. Empty before the first step."""
         return {
             key: value.view(-1)[self.offset : self.offset + self.end - self.start]
-            for key, value in self._run_state().items()
-            if isinstance(value, Tensor) and self.run is not None and value.shape == self.run.master.shape
+            for key, value in self._segment_state().items()
+            if isinstance(value, Tensor) and self.segment is not None and value.shape == self.segment.master.shape
         }
 
     def scalars(self) -> dict[str, Any]:
         """The rest of its state, such as the number of steps."""
         elementwise = self.state()
-        return {key: value for key, value in self._run_state().items() if key not in elementwise}
+        return {key: value for key, value in self._segment_state().items() if key not in elementwise}
 
-    def _run_state(self) -> Mapping[str, Any]:
-        return {} if self.run is None else self.run_state.get(self.run.master, {})
+    def _segment_state(self) -> Mapping[str, Any]:
+        return {} if self.segment is None else self.state_by_master.get(self.segment.master, {})
 
 
 def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
@@ -127,7 +127,7 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
     by_index = {bucket.index: bucket for bucket in model.buckets}
     flats = []
     for layout in model.plan.buffers:
-        gather = model.grids[layout.group].gather if model.ddp_config.copy_engine_param_gather else None
+        gather = model.grids[layout.grid_name].gather if model.ddp_config.copy_engine_param_gather else None
         mapped_in = gather if group_size(gather) > 1 else None
         buffer = FlatBuffer(layout, layout.param_dtype, model.device, mapped_in=mapped_in)
         for bucket_layout in layout.buckets:
@@ -162,22 +162,22 @@ def check_flattenable(model: DistributedDataParallel) -> None:
             )
 
 
-def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], *, whole: bool) -> list[Run]:
-    """Cut this rank's range of every bucket into runs; together they are all of it, padding included.
+def segments_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], *, whole: bool) -> list[Segment]:
+    """Cut this rank's range of every bucket into segments; together they are all of it, padding included.
 
-    A range of padding alone has no run: no checkpoint has state of it, which it would lack after a load.
+    A range of padding alone has no segment: no checkpoint has state of it, which it would lack after a load.
 
     group_of  index of a parameter's group
-    whole     one run for each parameter, in its shape; padding belongs to none
+    whole     one segment for each parameter, in its shape; padding belongs to none
     """
-    runs = []
+    segments = []
     for flat in flats:
         pieces = list(_pieces(flat))
         if whole:
             for piece in pieces:
                 shape = piece.slot.spec.shape or (1,)  # so that a scalar's moments differ from its counter of steps
                 master = make_master(flat.master[piece.start : piece.end].view(shape))
-                runs.append(Run(flat, piece.start, piece.end, group_of(piece.wired), master))
+                segments.append(Segment(flat, piece.start, piece.end, group_of(piece.wired), master))
             continue
         cuts: list[tuple[int, int]] = []  # (first element, group)
         for piece in pieces:
@@ -187,8 +187,8 @@ def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], 
         if not cuts:
             continue
         for (start, group), (end, _) in zip(cuts, [*cuts[1:], (flat.master.numel(), 0)], strict=True):
-            runs.append(Run(flat, start, end, group, make_master(flat.master[start:end])))
-    return runs
+            segments.append(Segment(flat, start, end, group, make_master(flat.master[start:end])))
+    return segments
 
 
 class _Piece(NamedTuple):
@@ -213,14 +213,14 @@ def _pieces(flat: FlatBucket) -> Iterator[_Piece]:
 
 def slices_of(
     flats: Sequence[FlatBucket],
-    runs: Sequence[Run],
+    segments: Sequence[Segment],
     group_of: Callable[[WiredParam], int],
-    run_state: Mapping[Any, Any],
+    state_by_master: Mapping[Any, Any],
 ) -> list[ParamSlice]:
     """Every parameter's part in this rank's range, in the order of buckets; empty for those in other ranks' ranges."""
-    by_flat: dict[int, list[Run]] = {}
-    for run in runs:
-        by_flat.setdefault(id(run.flat.params), []).append(run)
+    by_flat: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_flat.setdefault(id(segment.flat.params), []).append(segment)
     slices = []
     for flat in flats:
         pieces = {piece.slot.spec.name: piece for piece in _pieces(flat)}
@@ -239,18 +239,18 @@ def slices_of(
                     param=flat.mine[first:last],
                     master=flat.master[first:last],
                     group=group_of(wired),
-                    run=own if piece is not None else None,
+                    segment=own if piece is not None else None,
                     offset=0 if own is None else first - own.start,
-                    run_state=run_state,
+                    state_by_master=state_by_master,
                 )
             )
     return slices
 
 
-def inner_groups(runs: Sequence[Run], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def inner_groups(segments: Sequence[Segment], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Groups of masters, the default one last; one that lies in other ranks' shards is empty here."""
     members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
-    for run in runs:
-        members[run.group].append(run.master)
+    for segment in segments:
+        members[segment.group].append(segment.master)
     options = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
     return [{**own, "params": masters} for own, masters in zip([*options, {}], members, strict=True)]

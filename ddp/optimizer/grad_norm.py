@@ -24,14 +24,14 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     model.check_reduced("the gradient norm")
     squares, widest = [], torch.float32
     summed = False  # over ranks
-    for kind in ("dense", "expert"):
-        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in model.reduced_grads(kind)]
+    for grid_name in ("dense", "expert"):
+        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in model.reduced_grads(grid_name)]
         if not grads:
             continue
         widest = max(widest, *(grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
         square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
         # Summed over all ranks, what so many of them hold alike counts so often.
-        replicas = model.reductions[kind].num_replicas
+        replicas = model.reductions[grid_name].num_replicas
         summed = summed or replicas < model.grids["dense"].size
         squares.append(square / replicas)
     total = torch.stack(squares).sum()

@@ -34,7 +34,7 @@ from functools import cached_property
 
 import torch
 
-from .atoms import cuts_an_atom, place
+from .atoms import arrange, cuts_an_atom
 from .cut import PARAM_ALIGNMENT, bucket_numel_for, cut, stack_whole
 from .split import split
 
@@ -58,8 +58,9 @@ class ParamSpec:
     """Dtype of the parameter itself."""
     grad_dtype: torch.dtype
     """Dtype of its ``main_grad``."""
-    group: str = "dense"
-    """Parameters of different groups (dense, expert) reduce over different ranks and never share a buffer."""
+    grid_name: str = "dense"
+    """Which ranks the gradient is reduced over: "dense", all data-parallel ranks, or "expert", those that hold the same
+    experts. Parameters of different grids never share a buffer."""
     delayed: bool = False
     """Its weight gradient is computed after the main backward: never in a bucket with undelayed parameters."""
     own_bucket: bool = False
@@ -146,9 +147,9 @@ class BucketLayout:
         return self.slots[0].spec.delayed
 
     @property
-    def group(self) -> str:
-        """Dense or expert: over which ranks it is reduced."""
-        return self.slots[0].spec.group
+    def grid_name(self) -> str:
+        """Which ranks it is reduced over: "dense" or "expert"."""
+        return self.slots[0].spec.grid_name
 
     def shard(self, rank: int) -> tuple[int, int]:
         """[start, end) of one rank's shard, relative to the bucket's own start."""
@@ -168,11 +169,11 @@ class BucketLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferLayout:
-    """One allocation: parameters of one dtype with gradients of one dtype, of one group."""
+    """One allocation: parameters of one dtype with gradients of one dtype, reduced over the same ranks."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
-    group: str
+    grid_name: str
     buckets: tuple[BucketLayout, ...]
 
     def __post_init__(self) -> None:
@@ -228,7 +229,7 @@ def plan_gradients(
 ) -> GradPlan:
     """Lay out the gradients of ``specs``, which come **in the order in which backward reaches them**.
 
-    shard_degree           ranks that a bucket is divided between; one number, or one for each group
+    shard_degree           ranks that a bucket is divided between; one number, or one for each grid name
     bucket_numel           a bucket is closed once it holds this many elements; None: max(40M, 1M x degree)
     num_buckets            instead: buckets of each buffer. Its bucket size is the smallest at which at most so many
                            come out, counting those with ``own_bucket``. Delayed and undelayed parameters need a bucket
@@ -252,14 +253,15 @@ def plan_gradients(
         raise ValueError(
             f"max_atom_padding={max_atom_padding}: it is at least 0, and None where parameters are kept whole"
         )
-    degrees = {s.group: shard_degree if isinstance(shard_degree, int) else shard_degree[s.group] for s in specs}
-    for group, degree in degrees.items():
+    names = {spec.grid_name: None for spec in specs}
+    degrees = {name: shard_degree if isinstance(shard_degree, int) else shard_degree[name] for name in names}
+    for grid_name, degree in degrees.items():
         if degree < 1:
-            raise ValueError(f"shard_degree of group '{group}' must be at least 1, got {degree}")
+            raise ValueError(f"shard_degree of '{grid_name}' parameters must be at least 1, got {degree}")
 
     by_buffer: dict[tuple[torch.dtype, torch.dtype, str], list[ParamSpec]] = {}
     for spec in specs:
-        by_buffer.setdefault((spec.param_dtype, spec.grad_dtype, spec.group), []).append(spec)
+        by_buffer.setdefault((spec.param_dtype, spec.grad_dtype, spec.grid_name), []).append(spec)
     runs = {}
     for key, members in by_buffer.items():
         degree = degrees[key[2]]
@@ -273,25 +275,25 @@ def plan_gradients(
     launch_index = _launch_order(specs, (run for buffer_runs in runs.values() for run in buffer_runs))
 
     buffers = []
-    loads = {group: [0] * degree for group, degree in degrees.items()}
-    for (param_dtype, grad_dtype, group), buffer_runs in runs.items():
-        alignment = _bucket_alignment(degrees[group], pad_for_bus_bandwidth)
+    loads = {grid_name: [0] * degree for grid_name, degree in degrees.items()}
+    for (param_dtype, grad_dtype, grid_name), buffer_runs in runs.items():
+        alignment = _bucket_alignment(degrees[grid_name], pad_for_bus_bandwidth)
         buckets: list[BucketLayout] = []
         for run in buffer_runs:
             start = buckets[-1].end if buckets else 0
-            slots, numel = _place(run, start, alignment, loads[group], keep_params_whole)
+            slots, numel = _place(run, start, alignment, loads[grid_name], keep_params_whole)
             buckets.append(
                 BucketLayout(
                     index=launch_index[run[0].name],
                     start=start,
                     end=start + numel,
-                    shard_degree=degrees[group],
+                    shard_degree=degrees[grid_name],
                     slots=slots,
                     keeps_params_whole=keep_params_whole,
                 )
             )
         buffers.append(
-            BufferLayout(param_dtype=param_dtype, grad_dtype=grad_dtype, group=group, buckets=tuple(buckets))
+            BufferLayout(param_dtype=param_dtype, grad_dtype=grad_dtype, grid_name=grid_name, buckets=tuple(buckets))
         )
     return GradPlan(buffers=tuple(buffers))
 
@@ -364,7 +366,7 @@ def _place(
     if keep_whole:  # shards start where parameters may start, and together they end where a bucket may end
         starts, shard_numel = stack_whole(numels, loads, math.lcm(PARAM_ALIGNMENT, alignment // degree))
     else:
-        starts, shard_numel = place(numels, [spec.atom for spec in run], degree, alignment // degree)
+        starts, shard_numel = arrange(numels, [spec.atom for spec in run], degree, alignment // degree)
     slots = (ParamSlot(spec=spec, start=start + offset) for spec, offset in zip(run, starts, strict=True))
     return tuple(slots), shard_numel * degree
 

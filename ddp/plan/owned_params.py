@@ -9,7 +9,7 @@ from torch import nn
 from ..contract.main_grad import is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
 
-__all__ = ["OwnedParam", "find_owned_params", "kind_of"]
+__all__ = ["OwnedParam", "find_owned_params", "grid_name_of"]
 
 
 class OwnedParam(NamedTuple):
@@ -32,8 +32,11 @@ class OwnedParam(NamedTuple):
         )
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """Over which ranks it is reduced: "expert" where Megatron-core's mark says that not all have it, else "dense"."""
+def grid_name_of(tensor: torch.Tensor) -> str:
+    """Which ranks a parameter's gradient is reduced over, or a buffer is copied to: "dense" or "expert".
+
+    "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
+    """
     return "dense" if getattr(tensor, "allreduce", True) else "expert"
 
 

@@ -4,7 +4,7 @@ A parameter longer than two shards makes the shard a multiple of its atom, so th
 in one bucket make it a multiple of 184,320. Apart, each bucket's shard is a multiple of its own rows only. The price is
 one more collective for each bucket, so that atoms are joined again where that costs little padding.
 
-Decided on lower bounds (``layout_atoms.least_shard_numel``), which ``layout_atoms.place`` nearly always reaches.
+Decided on lower bounds (``atoms.least_shard_numel``), which ``atoms.arrange`` nearly always reaches.
 """
 
 import itertools

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from .cut import PARAM_ALIGNMENT, round_up
 
-__all__ = ["MAX_PILES", "Kind", "piles_of", "walk"]
+__all__ = ["MAX_PILES", "ParamSize", "piles_of", "walk"]
 
 MAX_PILES = 16  # atoms that one step of the walk looks at; with more, the coarsest
 
 
-class Kind(NamedTuple):
+class ParamSize(NamedTuple):
     """Size of one parameter in elements, and its atom."""
 
     numel: int
@@ -42,26 +42,26 @@ class _Option(NamedTuple):
     """Its place in the pile."""
 
 
-def piles_of(kinds: Sequence[Kind]) -> dict[int, _Pile]:
+def piles_of(sizes: Sequence[ParamSize]) -> dict[int, _Pile]:
     """By atom, coarsest first: what may not be cut (0), then falling atoms, then single elements (1)."""
     piles: dict[int, _Pile] = {}
-    for index in sorted(range(len(kinds)), key=lambda index: (kinds[index].numel, -index)):
-        pile = piles.setdefault(_pile_atom(kinds[index]), _Pile(_pile_atom(kinds[index]), [], []))
-        pile.numels.append(kinds[index].numel)
+    for index in sorted(range(len(sizes)), key=lambda index: (sizes[index].numel, -index)):
+        pile = piles.setdefault(_pile_atom(sizes[index]), _Pile(_pile_atom(sizes[index]), [], []))
+        pile.numels.append(sizes[index].numel)
         pile.indices.append(index)
     return dict(sorted(piles.items(), key=lambda entry: -(entry[0] or math.inf)))
 
 
-def walk(kinds: Sequence[Kind], shard_numel: int) -> tuple[list[int], int] | None:
+def walk(sizes: Sequence[ParamSize], shard_numel: int) -> tuple[list[int], int] | None:
     """Place everything at this length of shards; returns the starts and the end of the last parameter.
 
     The number of shards is unlimited here. None: some parameter fits nowhere.
     """
-    piles = piles_of([kind for kind in kinds if kind.numel])
-    numbers = [index for index, kind in enumerate(kinds) if kind.numel]  # those without elements stay at 0
+    piles = piles_of([size for size in sizes if size.numel])
+    numbers = [index for index, size in enumerate(sizes) if size.numel]  # those without elements stay at 0
     free = piles.pop(1, _Pile(1, [], []))
     coarse = list(piles.values())
-    starts = [0] * len(kinds)
+    starts = [0] * len(sizes)
     position = 0
     while coarse or free.numels:
         first = round_up(position, PARAM_ALIGNMENT)
@@ -122,5 +122,5 @@ def _congruent(first: int, border: int, atom: int) -> int | None:
     return first + (count * PARAM_ALIGNMENT - first) % (period * PARAM_ALIGNMENT)
 
 
-def _pile_atom(kind: Kind) -> int:
-    return 0 if 1 < kind.atom >= kind.numel else kind.atom
+def _pile_atom(size: ParamSize) -> int:
+    return 0 if 1 < size.atom >= size.numel else size.atom

@@ -24,7 +24,7 @@ def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -
     """Tell the records of experts that not all ranks hold them."""
     everyone = grids["dense"]
     for entry in wired:
-        if grids[entry.bucket.layout.group].size < everyone.size:
+        if grids[entry.bucket.layout.grid_name].size < everyone.size:
             entry.record.everyone = everyone
             _have_scalers_agree()
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Box", "Piece", "boxes_of_range", "check_tiling", "flat_range"]
+__all__ = ["Box", "TensorSlice", "boxes_of_range", "check_tiling", "flat_range"]
 
 
 class Box(NamedTuple):
@@ -34,7 +34,7 @@ class Box(NamedTuple):
         return self.start + math.prod(self.sizes)
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """Elements [start, end) of a stored tensor, as this rank holds them."""
 
     path: tuple[str, ...]

@@ -4,7 +4,7 @@
     "tensors": {"model.up.weight": {"dtype": "bfloat16", "shape": [17, 15],
                                     "chunks": [[128, 0, 768, 2190183011], [127, 1, 704, 871223907]]}}
 
-A chunk is a run of elements of the flattened tensor that lies in one piece: how many elements, in which of the files,
+A chunk is a run of elements of the flattened tensor that lies in one each: how many elements, in which of the files,
 from which byte on, and the CRC-32 of their bytes. Chunks stand in the order of the elements, so that none can be there
 twice, and that none is missing is a sum. Bytes are those of the machine's memory, row by row.
 """
@@ -46,7 +46,7 @@ class StoredTensor(NamedTuple):
     """In the order of their elements: all of the tensor's."""
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         """Dtype and shape, in words."""
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
 

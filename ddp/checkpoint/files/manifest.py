@@ -70,7 +70,7 @@ class SavedTensor:
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype), **optimizer)
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         """Dtype and shape, in words."""
         return f"{self.dtype} {list(self.shape)}"
 

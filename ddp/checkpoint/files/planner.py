@@ -1,7 +1,7 @@
 """The plan of a save for torch.distributed.checkpoint (DCP): which rank writes which elements of which tensor.
 
-A rank offers `Piece`s, each a flat range of a tensor in that tensor's own coordinates. What several ranks hold alike is
-written by one of them, the one with the least to write so far.
+A rank offers ``TensorSlice``s. What several ranks hold alike is written by one of them: the one with the least to write
+so far.
 """
 
 import math
@@ -20,19 +20,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from .boxes import Piece, check_tiling
+from .boxes import TensorSlice, check_tiling
 
-__all__ = ["PiecesSavePlanner"]
+__all__ = ["SliceSavePlanner"]
 
 
-class PiecesSavePlanner(SavePlanner):
-    """Plans the writing of every rank's pieces.
+class SliceSavePlanner(SavePlanner):
+    """Plans the writing of every rank's slices.
 
     notes  what this rank has to say to the coordinator: anything that can be pickled
     """
 
-    def __init__(self, pieces: Sequence[Piece], notes: Any = None) -> None:
-        self._pieces = pieces
+    def __init__(self, slices: Sequence[TensorSlice], notes: Any = None) -> None:
+        self._slices = slices
         self._notes = notes
         self._views: dict[MetadataIndex, Tensor] = {}
         self.all_notes: list[Any] = []
@@ -43,20 +43,20 @@ class PiecesSavePlanner(SavePlanner):
     ) -> None:
         """In here, an error of one rank is every rank's."""
         self._views = {
-            MetadataIndex(piece.key, box.offsets): view for piece in self._pieces for box, view in piece.boxes()
+            MetadataIndex(each.key, box.offsets): view for each in self._slices for box, view in each.boxes()
         }
 
     def create_local_plan(self) -> SavePlan:
         """All of this rank's boxes, whether or not others hold them as well."""
         items = []
-        for piece in self._pieces:
-            properties = TensorProperties(dtype=piece.data.dtype)
-            for box, _ in piece.boxes():
+        for each in self._slices:
+            properties = TensorProperties(dtype=each.data.dtype)
+            for box, _ in each.boxes():
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                written = TensorWriteData(chunk, properties, torch.Size(piece.shape))
-                index = MetadataIndex(piece.key, box.offsets)
+                written = TensorWriteData(chunk, properties, torch.Size(each.shape))
+                index = MetadataIndex(each.key, box.offsets)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
-        paths = {piece.key: piece.path for piece in self._pieces}
+        paths = {each.key: each.path for each in self._slices}
         return SavePlan(items, planner_data=(paths, self._notes))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

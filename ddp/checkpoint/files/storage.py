@@ -15,13 +15,13 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from .boxes import Piece, boxes_of_range
+from .boxes import TensorSlice, boxes_of_range
 from .folder import describe_missing, find
 from .index import Chunk, Index
 from .manifest import Manifest
 from .save_id import check_head
 
-__all__ = ["Stored", "check_files", "check_stored", "open_checkpoint", "read_pieces"]
+__all__ = ["Stored", "check_files", "check_stored", "open_checkpoint", "read_slices"]
 
 _BLOCK = 2**18
 """Bytes that are read and checked at a time: they stay in a core's cache."""
@@ -108,31 +108,31 @@ def _check_told(manifest: Manifest) -> None:
         raise ValueError(f"'{unknown}' is in the index of the checkpoint's manifest, and nowhere else in it")
 
 
-def check_stored(index: Index, pieces: Sequence[Piece]) -> None:
-    """Raise ``ValueError`` where a piece is of a tensor that is not there, or of another shape or dtype."""
-    for piece in pieces:
-        stored = index.tensors.get(piece.key)
+def check_stored(index: Index, slices: Sequence[TensorSlice]) -> None:
+    """Raise ``ValueError`` where a each is of a tensor that is not there, or of another shape or dtype."""
+    for each in slices:
+        stored = index.tensors.get(each.key)
         if stored is None:
-            raise ValueError(f"'{piece.key}' is missing in the index of the checkpoint's manifest")
-        if (stored.shape, stored.dtype) != (piece.shape, piece.data.dtype):
+            raise ValueError(f"'{each.key}' is missing in the index of the checkpoint's manifest")
+        if (stored.shape, stored.dtype) != (each.shape, each.data.dtype):
             raise ValueError(
-                f"'{piece.key}' is {stored.kind} in the index of the checkpoint's manifest, though the rest of it has "
-                f"{piece.data.dtype} {list(piece.shape)}"
+                f"'{each.key}' is {stored.description} in the index of the checkpoint's manifest, though the rest of "
+                f"it has {each.data.dtype} {list(each.shape)}"
             )
 
 
-def read_pieces(stored: Stored, pieces: Sequence[Piece]) -> None:
-    """Fill the pieces' memory, on any device.
+def read_slices(stored: Stored, slices: Sequence[TensorSlice]) -> None:
+    """Fill the slices' memory, on any device.
 
     Raises ``ValueError`` for a file that does not hold what was written, and names the tensor.
     """
     index, save_id = stored.manifest.index, stored.manifest.save_id
     # As copy_ does, which most elements go without: whoever compares versions sees the change.
-    torch.autograd.graph.increment_version([piece.data for piece in pieces])
-    wanted: dict[tuple[Chunk, str], list[Piece]] = {}
-    for piece in pieces:
-        for chunk in index.tensors[piece.key].overlapping(piece.start, piece.end):
-            wanted.setdefault((chunk, piece.key), []).append(piece)
+    torch.autograd.graph.increment_version([each.data for each in slices])
+    wanted: dict[tuple[Chunk, str], list[TensorSlice]] = {}
+    for each in slices:
+        for chunk in index.tensors[each.key].overlapping(each.start, each.end):
+            wanted.setdefault((chunk, each.key), []).append(each)
     in_order = sorted(wanted, key=lambda each: (each[0].file, each[0].position))
     scratch = memoryview(bytearray(_BLOCK))
     for name, chunks in itertools.groupby(in_order, key=lambda each: each[0].file):
@@ -140,7 +140,7 @@ def read_pieces(stored: Stored, pieces: Sequence[Piece]) -> None:
         with path.open("rb") as file:
             check_head(file, path, save_id)
             for chunk, key in chunks:
-                parts = [_Part.of(piece, chunk) for piece in wanted[chunk, key]]
+                parts = [_Part.of(each, chunk) for each in wanted[chunk, key]]
                 try:
                     _read_chunk(file, chunk, index.tensors[key].dtype.itemsize, parts, scratch)
                 except (ValueError, OSError) as error:
@@ -152,24 +152,24 @@ def read_pieces(stored: Stored, pieces: Sequence[Piece]) -> None:
 
 
 class _Part(NamedTuple):
-    """Elements [start, end) of a tensor that a piece wants of a chunk."""
+    """Elements [start, end) of a tensor that a each wants of a chunk."""
 
-    piece: Piece
+    each: TensorSlice
     start: int
     end: int
     landing: Tensor
-    """Contiguous memory on the CPU for them: the piece's own where that is such."""
+    """Contiguous memory on the CPU for them: the each's own where that is such."""
 
     @classmethod
-    def of(cls, piece: Piece, chunk: Chunk) -> "_Part":
-        start, end = max(piece.start, chunk.start), min(piece.end, chunk.end)
-        if piece.data.is_cpu and piece.data.is_contiguous():
-            return cls(piece, start, end, piece.data.view(-1)[start - piece.start : end - piece.start])
-        return cls(piece, start, end, torch.empty(end - start, dtype=piece.data.dtype, device="cpu"))
+    def of(cls, each: TensorSlice, chunk: Chunk) -> "_Part":
+        start, end = max(each.start, chunk.start), min(each.end, chunk.end)
+        if each.data.is_cpu and each.data.is_contiguous():
+            return cls(each, start, end, each.data.view(-1)[start - each.start : end - each.start])
+        return cls(each, start, end, torch.empty(end - start, dtype=each.data.dtype, device="cpu"))
 
     def finish(self) -> None:
-        """All elements have landed: take them to the piece."""
-        data, start = self.piece.data, self.piece.start
+        """All elements have landed: take them to the each."""
+        data, start = self.each.data, self.each.start
         if data.is_cpu and data.is_contiguous():
             return
         if data.ndim == 1 or data.is_contiguous():

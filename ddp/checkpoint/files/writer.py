@@ -24,24 +24,24 @@ from torch.futures import Future
 
 from ...collectives.agreement import saying
 from .archive import place_in_archive
-from .boxes import Piece, flat_range
+from .boxes import TensorSlice, flat_range
 from .index import Chunk, Index, StoredTensor
-from .planner import PiecesSavePlanner
+from .planner import SliceSavePlanner
 from .save_id import head_of
 
-__all__ = ["PieceWriter", "write_pieces"]
+__all__ = ["SliceWriter", "write_slices"]
 
 
-def write_pieces(
-    folder: Path, save_id: str, pieces: Sequence[Piece], notes: Any, group: dist.ProcessGroup | None
+def write_slices(
+    folder: Path, save_id: str, slices: Sequence[TensorSlice], notes: Any, group: dist.ProcessGroup | None
 ) -> tuple[list[Any], Index]:
     """Write what the ranks of ``group`` hold between them, once; on the first of them returns everybody's notes, and
     where everything lies.
 
     Collective over ``group``; None: this rank alone. Raises ``ValueError`` on all for elements that no rank holds.
     """
-    planner = PiecesSavePlanner(pieces, notes)
-    writer = PieceWriter(folder, save_id)
+    planner = SliceSavePlanner(slices, notes)
+    writer = SliceWriter(folder, save_id)
     _run(lambda **how: save({}, storage_writer=writer, planner=planner, **how), group)
     return planner.all_notes, writer.index
 
@@ -55,7 +55,7 @@ class _PlacedResult(WriteResult):
     """Of the whole file."""
 
 
-class PieceWriter(FileSystemWriter):
+class SliceWriter(FileSystemWriter):
     """DCP's writer of one file for each rank. The metadata does not say on which machine's path it was written."""
 
     def __init__(self, path: Path, save_id: str) -> None:

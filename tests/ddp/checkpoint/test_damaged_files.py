@@ -23,8 +23,8 @@ from loops import assert_same, wrap
 from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.boxes import Piece
-from maingrad.ddp.checkpoint.files.storage import open_checkpoint, read_pieces
+from maingrad.ddp.checkpoint.files.boxes import TensorSlice
+from maingrad.ddp.checkpoint.files.storage import open_checkpoint, read_slices
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors, load_safetensors
 
@@ -341,8 +341,8 @@ def read_everything(folder: Path) -> None:
         cut = min(1, numel)
         for start, end in ((0, cut), (cut, numel)):
             data = torch.empty(end - start, dtype=entry.dtype)
-            pieces.append(Piece((key,), entry.shape, start, end, data))
-    read_pieces(stored, pieces)
+            pieces.append(TensorSlice((key,), entry.shape, start, end, data))
+    read_slices(stored, pieces)
 
 
 def test_bytes_of_two_tensors_in_each_others_place_are_noticed(of_two_ranks: Path, tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files import folder as checkpoint_folder
-from maingrad.ddp.checkpoint.files.boxes import Piece
+from maingrad.ddp.checkpoint.files.boxes import TensorSlice
 from maingrad.ddp.checkpoint.files.save_id import new_id
-from maingrad.ddp.checkpoint.files.writer import PieceWriter, write_pieces
+from maingrad.ddp.checkpoint.files.writer import SliceWriter, write_slices
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -349,7 +349,7 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -
 
 
 STAGES = {
-    "tensors": "maingrad.ddp.checkpoint.files.writer.PieceWriter.finish",
+    "tensors": "maingrad.ddp.checkpoint.files.writer.SliceWriter.finish",
     "manifest": "maingrad.ddp.checkpoint.files.manifest.Manifest.write",
     "move": "maingrad.ddp.checkpoint.files.folder.Staging.complete",
 }
@@ -444,16 +444,16 @@ def save_where_rank_1_cannot_write(folder: Path) -> str:
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = PieceWriter.write_data
+    original = SliceWriter.write_data
 
-    def full(self: PieceWriter, plan: Any, planner: Any) -> Any:
+    def full(self: SliceWriter, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == 1:
             raise OSError("No space left on device")
         return original(self, plan, planner)
 
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(PieceWriter, "write_data", full)
+        patch.setattr(SliceWriter, "write_data", full)
         errors = simulate(save_where_rank_1_cannot_write, 3, checkpoint)
     assert set(errors) == {"OSError: No space left on device (on rank 1)"}
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
@@ -461,15 +461,15 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
 
 def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank does not see what the others wrote."""
-    original = PieceWriter.write_data
+    original = SliceWriter.write_data
 
-    def elsewhere(self: PieceWriter, plan: Any, planner: Any) -> Any:
+    def elsewhere(self: SliceWriter, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == 1:
             self.path = tmp_path / "disk of rank 1"
             self.path.mkdir()
         return original(self, plan, planner)
 
-    monkeypatch.setattr(PieceWriter, "write_data", elsewhere)
+    monkeypatch.setattr(SliceWriter, "write_data", elsewhere)
     errors = simulate(save_where_rank_1_cannot_write, 2, tmp_path / "c")
     assert errors[0] == errors[1]
     assert "__1_0.distcp' is missing" in errors[0]
@@ -496,19 +496,19 @@ def test_a_model_in_torchs_wrapper_is_refused_on_all_ranks(tmp_path: Path) -> No
 
 def save_while_another_rank_does(path: Path) -> str:
     """Rank 1 comes when rank 0 is in the middle."""
-    original = PieceWriter.write_data
+    original = SliceWriter.write_data
 
-    def slow(self: PieceWriter, plan: Any, planner: Any) -> Any:
+    def slow(self: SliceWriter, plan: Any, planner: Any) -> Any:
         dist.barrier()
         dist.barrier()
         return original(self, plan, planner)
 
     if dist.get_rank() == 0:
-        PieceWriter.write_data = slow  # type: ignore[method-assign]
+        SliceWriter.write_data = slow  # type: ignore[method-assign]
         try:
             return save_a_bare_model(path, "plain")
         finally:
-            PieceWriter.write_data = original  # type: ignore[method-assign]
+            SliceWriter.write_data = original  # type: ignore[method-assign]
     dist.barrier()
     said = save_a_bare_model(path, "plain")
     dist.barrier()
@@ -543,9 +543,9 @@ def test_dtensors_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_save_whose_pieces_are_incomplete_is_refused_by_name(tmp_path: Path) -> None:
     data = torch.arange(12.0)
     for parts, lost in (([(0, 5)], r"\[5, 12\)"), ([(0, 5), (7, 12)], r"\[5, 7\)")):
-        pieces = [Piece(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
+        pieces = [TensorSlice(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
         with pytest.raises(ValueError, match=rf"'model\.w' of shape \[3, 4\] is not held .* elements {lost} are mis"):
-            write_pieces(tmp_path, new_id(), pieces, None, None)
+            write_slices(tmp_path, new_id(), pieces, None, None)
 
 
 def test_a_chunk_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def sync_experts(ep: int, etp: int, **config: Any) -> tuple[list[tuple[str, Tens
         for slot in bucket.layout.slots:
             mask[slot.start - bucket.layout.start : slot.end - bucket.layout.start] = True
         owned = slice(*ddp.owned_range(bucket.layout))
-        held.append((bucket.layout.group, bucket.grad_data[owned][mask[owned]]))
+        held.append((bucket.layout.grid_name, bucket.grad_data[owned][mask[owned]]))
     return held, ranks
 
 
