@@ -123,7 +123,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
         self._keepers = find_keepers(model.module, self._gathers)
-        self._masters.follow_late = bool(self._gathers) or any(flat.master is not flat.mine for flat in self._flats)
+        self._masters.follow_late = bool(self._gathers) or any(
+            flat.master is not flat.owned_params for flat in self._flats
+        )
         model.follow(self._gathers, self._masters)
         self._in_charge = object()
         for wired in model.wired:
@@ -352,9 +354,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _round(self, flats: Sequence[FlatBucket]) -> None:
         """Round masters into this rank's shard of the parameters."""
-        rounded = [flat for flat in flats if flat.master.data_ptr() != flat.mine.data_ptr()]
+        rounded = [flat for flat in flats if flat.master.data_ptr() != flat.owned_params.data_ptr()]
         if rounded:
-            torch._foreach_copy_([flat.mine for flat in rounded], [flat.master for flat in rounded])
+            torch._foreach_copy_([flat.owned_params for flat in rounded], [flat.master for flat in rounded])
 
     def _start_gathers(self, gathers: Sequence[ParamGather]) -> None:
         for gather in gathers:

@@ -15,7 +15,7 @@ __all__ = ["check_fits", "layout_key", "shard_of_how_many"]
 def layout_key(optimizer_class: type, plan: GradPlan, segments: Sequence[Segment]) -> str:
     """Equal where states fit each other."""
     cuts = [
-        (segment.flat.bucket.index, segment.flat.first, segment.start, segment.end, segment.group)
+        (segment.flat.bucket.index, segment.flat.owned.start, segment.start, segment.end, segment.group)
         for segment in segments
     ]
     digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]

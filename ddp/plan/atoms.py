@@ -1,18 +1,17 @@
-"""Shard borders that cut no atom: the order and the gaps of one bucket's parameters, and how long its shards are.
+"""Arranges one bucket's parameters so that no shard border cuts an atom, with shards as short as can be found.
 
 An *atom* is a number of consecutive elements of a parameter that must stay together: a row, a block of rows, the whole
-tensor. Shards are equally long, so that borders lie at multiples of the shard. A border inside a parameter must lie a
-multiple of its atom behind its start. That leaves three cases for a parameter of ``n`` elements::
+tensor. All shards have one length, so that borders lie at multiples of this length. The distance between a parameter's
+start and a border inside the parameter must be a multiple of the atom. For a parameter of ``n`` elements::
 
-    no border inside       fine
-    one border inside      fine if the parameter starts at the right place: a gap of less than an atom before it
-    two and more           the shard must be a multiple of the atom as well: no way around it if n > 2 shards
+    no border inside       always possible
+    one border inside      possible if the parameter starts at the right place: after a gap of less than an atom
+    two or more borders    the shard's length must be a multiple of the atom too; this case is forced if n > 2 shards
 
-``layout_walk.py`` finds the order and the gaps for one length of shards. The search here ``arrange`` looks for the
-shortest shards with which that gets everything in, from a lower bound upwards; two plain layouts that always exist are
-its upper bound.
+``walk.py`` finds order and gaps for a given length of shards. The search in this file tries lengths, from a lower bound
+upwards, until all parameters fit. Two simple arrangements, which always exist, are the upper bound.
 
-Arithmetic on integers only; ties go to the first parameter, so that every rank computes the same.
+All arithmetic is on integers, and ties go to the first parameter, so that every rank computes the same result.
 """
 
 import functools
@@ -26,27 +25,27 @@ from .walk import MAX_PILES, ParamSize, piles_of, walk
 
 __all__ = ["Arrangement", "arrange", "atom_of", "cuts_an_atom", "least_shard_numel"]
 
-MAX_LOOKS = 250_000  # looks at a pile in all walks of one bucket, about half a second
-BISECTIONS = 12  # between the longest shard that was too short and the shortest that was not
-HOPELESS_TRIES = 8  # lengths tried in a row at which some parameter fits nowhere
+MAX_LOOKS = 250_000  # how often all walks of one bucket may look at a pile: about half a second
+BISECTIONS = 12  # steps between the longest length that was too short and the shortest that was enough
+HOPELESS_TRIES = 8  # the search ends after so many lengths in a row at which some parameter fits nowhere
 
 
 class Arrangement(NamedTuple):
     """Where the parameters of one bucket lie."""
 
     starts: Sequence[int]
-    """First element of each, from the bucket's start."""
+    """First element of each parameter, counted from the bucket's start."""
     shard_numel: int
     """Elements of each shard, padding included."""
 
 
 def atom_of(shape: Sequence[int], atom: Literal["element", "row", "whole"] | int) -> int:
-    """Elements of ``ParamSpec.atom`` for a parameter of this shape.
+    """``ParamSpec.atom`` in elements, for a parameter of this shape.
 
-    atom  "element": may be cut anywhere; "row": between entries of dim 0; "whole": nowhere; an integer: between blocks
-          of so many rows, of which the last may be shorter
+    atom  where borders may lie. "element": anywhere; "row": between entries of dim 0; "whole": nowhere; an integer:
+          between blocks of this many rows, of which the last block may be shorter
 
-    A row of a 1-D parameter is one element, and a scalar is one element. Raises ``ValueError`` for anything else.
+    A row of a 1-D parameter is one element, and a scalar is one element. Raises ``ValueError`` for any other atom.
     """
     if atom == "element":
         return 1
@@ -68,14 +67,13 @@ def cuts_an_atom(start: int, numel: int, atom: int, shard_numel: int) -> bool:
 
 
 def arrange(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> Arrangement:
-    """Place the parameters of one bucket so that no shard border cuts an atom.
+    """Arrange the parameters of one bucket so that no shard border cuts an atom.
 
     numels, atoms  of each parameter, in elements
     degree         number of shards
-    multiple       elements that a shard's length must be a multiple of
+    multiple       a shard's length must be a multiple of this, in elements
 
-    Where the plain order with element atoms cuts nothing, that is the result. Always succeeds: a shard that holds all
-    parameters cuts none.
+    Keeps the given order without gaps where this order cuts no atom. Always succeeds: one shard can hold everything.
     """
     return _arrange(tuple(ParamSize(numel, atom) for numel, atom in zip(numels, atoms, strict=True)), degree, multiple)
 
@@ -92,10 +90,10 @@ def _arrange(sizes: tuple[ParamSize, ...], degree: int, multiple: int) -> Arrang
 
 
 def least_shard_numel(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> int:
-    """A lower bound of ``arrange(...).shard_numel``: elements that the shards need whatever the order and the gaps.
+    """A lower bound of ``arrange(...).shard_numel``, whatever the order and the gaps.
 
-    A shard holds the longest atom, all shards hold all parameters, and a parameter of more than two shards makes the
-    shard a multiple of its atom.
+    One shard holds the longest atom; all shards together hold all parameters; and where a parameter is longer than two
+    shards, the shard is a multiple of its atom.
     """
     sizes = [ParamSize(numel, atom) for numel, atom in zip(numels, atoms, strict=True)]
     everything = sum(round_up(numel, PARAM_ALIGNMENT) for numel in numels)
@@ -113,7 +111,7 @@ def _least(sizes: Sequence[ParamSize], degree: int) -> int:
 
 
 def _in_order(sizes: Sequence[ParamSize], degree: int, multiple: int) -> Arrangement:
-    """One parameter behind the other, as if all atoms were elements."""
+    """Parameters in the given order, as if all atoms were single elements."""
     starts, position = [], 0
     for size in sizes:
         starts.append(round_up(position, PARAM_ALIGNMENT))
@@ -122,7 +120,10 @@ def _in_order(sizes: Sequence[ParamSize], degree: int, multiple: int) -> Arrange
 
 
 def _in_aligned_order(sizes: Sequence[ParamSize], degree: int, multiple: int, below: int) -> Arrangement | None:
-    """One behind the other, each at a multiple of its atom, shards a multiple of every atom; None: not below that."""
+    """The given order, each parameter at a multiple of its atom, and a shard that is a multiple of every atom.
+
+    None: such a shard is not shorter than ``below``.
+    """
     common = multiple
     for size in sizes:
         common = math.lcm(common, size.atom)
@@ -140,7 +141,7 @@ def _in_aligned_order(sizes: Sequence[ParamSize], degree: int, multiple: int, be
 
 
 def _search(sizes: Sequence[ParamSize], degree: int, multiple: int, best: Arrangement) -> Arrangement:
-    """The arrangement with the shortest shards that a limited number of walks finds, or ``best``."""
+    """The shortest shards that a limited number of walks finds, or ``best`` where no walk finds shorter shards."""
     cost = len(sizes) * min(MAX_PILES, len(piles_of(sizes)))  # looks of one walk
     walks = max(MAX_LOOKS // cost, 4)
     for low, high, forced in _stretches(sizes, _least(sizes, degree), multiple, best.shard_numel):
@@ -151,14 +152,14 @@ def _search(sizes: Sequence[ParamSize], degree: int, multiple: int, best: Arrang
             best = trial.shortest(low, min(high, best.shard_numel)) or best
             walks = trial.walks
         if best.shard_numel < high:
-            break  # what follows is longer
+            break  # all later stretches have longer shards
     return best
 
 
 def _stretches(sizes: Sequence[ParamSize], shortest: int, multiple: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """[low, high) of shards' lengths below ``end``, ascending, and what a length in it must be a multiple of.
+    """Stretches [low, high) of lengths below ``end``, ascending, each with the number that divides all usable lengths.
 
-    A parameter longer than two shards has two borders inside, wherever it starts.
+    A parameter longer than two shards has two borders inside, wherever the parameter starts.
     """
     cuttable = [size for size in sizes if 1 < size.atom < size.numel]
     halves = {-(-size.numel // 2) for size in cuttable}
@@ -172,9 +173,9 @@ def _stretches(sizes: Sequence[ParamSize], shortest: int, multiple: int, end: in
 
 
 def _moduli(sizes: Sequence[ParamSize], forced: int, end: int) -> list[int]:
-    """Multiples worth trying: what is forced, and with more atoms, those of the most elements first.
+    """Divisors of the shard's length to try: ``forced`` first, then also the atoms of most elements.
 
-    Shards that are multiples of an atom cost up to that much each; all others cost up to an atom at each border.
+    A shard that is a multiple of an atom costs up to an atom once; any other costs up to an atom at each border.
     """
     elements: dict[int, int] = {}
     for numel, atom in sizes:
@@ -187,7 +188,7 @@ def _moduli(sizes: Sequence[ParamSize], forced: int, end: int) -> list[int]:
 
 
 class _Trial:
-    """Walks over multiples of one number, as long as there are walks left."""
+    """Tries lengths that are multiples of one number, as long as walks are left."""
 
     def __init__(self, sizes: Sequence[ParamSize], degree: int, common: int, walks: int) -> None:
         self.walks = walks
@@ -197,7 +198,7 @@ class _Trial:
         self._extent: int | None = None
 
     def shortest(self, low: int, high: int) -> Arrangement | None:
-        """The shortest found with low <= shard < high."""
+        """The arrangement with the shortest shards found in low <= length < high; None: no length was enough."""
         found, too_short = None, low - 1
         shard_numel, hopeless = round_up(low, self._common), 0
         while found is None and shard_numel < high and self.walks and hopeless < HOPELESS_TRIES:

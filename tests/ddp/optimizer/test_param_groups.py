@@ -128,7 +128,7 @@ def runs_here(config: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
     optimizer = DistributedOptimizer(wrap(model, use_distributed_optimizer=True, **config), param_groups=groups)
     found: dict[int, list[tuple[int, int, int]]] = {}
     for run in optimizer._segments:
-        found.setdefault(id(run.flat.params), []).append((run.start, run.end, run.flat.mine.numel()))
+        found.setdefault(id(run.flat.params), []).append((run.start, run.end, run.flat.owned_params.numel()))
     return list(found.values())
 
 
