@@ -1,4 +1,4 @@
-"""Whether a ``DistributedOptimizer``'s state dict is that of this rank's shard: of this plan, class, rank and cuts."""
+"""Checks that a ``DistributedOptimizer``'s state dict fits this rank: same plan, class, shard and segments."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ __all__ = ["check_fits", "layout_key", "shard_of_how_many"]
 
 
 def layout_key(optimizer_class: type, plan: GradPlan, segments: Sequence[Segment]) -> str:
-    """Equal where states fit each other."""
+    """A key that is equal for two optimizers whose state dicts fit each other."""
     cuts = [
         (segment.flat.bucket.index, segment.flat.owned.start, segment.start, segment.end, segment.group)
         for segment in segments
@@ -23,18 +23,18 @@ def layout_key(optimizer_class: type, plan: GradPlan, segments: Sequence[Segment
 
 
 def shard_of_how_many(model: DistributedDataParallel) -> str:
-    """Which shard this rank's is, in words."""
+    """This rank's shard in words: "2 of 4"."""
     grid = model.grids["dense"]
     first, size = (grid.inner_rank, grid.inner_size) if placements_of(model.ddp_config).inner.gathers else (0, 1)
     return f"{first + 1} of {size}"
 
 
 def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapping[str, int | None]) -> None:
-    """Raise ``ValueError`` for a state dict of another layout or shard, or one that was cut.
+    """Raise ``ValueError`` for a state dict of another layout or shard, or one with missing entries.
 
-    key      of this optimizer's layout
-    here     this rank's shard
-    lengths  of what a state dict holds; None: any
+    key      this optimizer's ``layout_key``
+    here     this rank's ``shard_of_how_many``
+    lengths  number of entries under each key of a state dict; None: any
     """
     if state_dict.get("layout") == key:
         for name, length in lengths.items():
