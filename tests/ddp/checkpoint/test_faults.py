@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit, are not whole or are not checkpoints: one clear error, alike on all ranks, no hang."""
+"""Checkpoints that do not fit, are incomplete or are none: one clear error on all ranks, and no hang."""
 
 import io
 import json
@@ -81,7 +81,7 @@ def edit_manifest(**changes: Any) -> Callable[[Path], None]:
 
 
 def other_format(folder: Path) -> None:
-    """A folder of torch's own, without anything of this library."""
+    """A checkpoint of torch's, without this library's files."""
     shutil.rmtree(folder)
     torchs_save({"model": Everything().state_dict()}, checkpoint_id=folder, no_dist=True)
 
@@ -356,7 +356,7 @@ STAGES = {
 
 
 class Interrupted(BaseException):
-    """Nobody handles it."""
+    """An error that no code handles."""
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -460,7 +460,7 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
 
 
 def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank does not see what the others wrote."""
+    """The first rank does not see the files of the other ranks."""
     original = SliceWriter.write_data
 
     def elsewhere(self: SliceWriter, plan: Any, planner: Any) -> Any:
@@ -495,7 +495,7 @@ def test_a_model_in_torchs_wrapper_is_refused_on_all_ranks(tmp_path: Path) -> No
 
 
 def save_while_another_rank_does(path: Path) -> str:
-    """Rank 1 comes when rank 0 is in the middle."""
+    """Rank 1 starts its save while rank 0 is saving."""
     original = SliceWriter.write_data
 
     def slow(self: SliceWriter, plan: Any, planner: Any) -> Any:
@@ -540,16 +540,16 @@ def test_dtensors_are_refused_by_name(tmp_path: Path) -> None:
 # ---- What does not fit together. ----
 
 
-def test_a_save_whose_pieces_are_incomplete_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_save_whose_slices_are_incomplete_is_refused_by_name(tmp_path: Path) -> None:
     data = torch.arange(12.0)
     for parts, lost in (([(0, 5)], r"\[5, 12\)"), ([(0, 5), (7, 12)], r"\[5, 7\)")):
-        pieces = [TensorSlice(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
+        slices = [TensorSlice(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
         with pytest.raises(ValueError, match=rf"'model\.w' of shape \[3, 4\] is not held .* elements {lost} are mis"):
-            write_slices(tmp_path, new_id(), pieces, None, None)
+            write_slices(tmp_path, new_id(), slices, None, None)
 
 
 def test_a_chunk_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
-    """A whole tensor of as many bytes, as torch saves it; and an index that was changed to tell of it."""
+    """A whole tensor of the same size in bytes, as torch saves it, with an index changed to match."""
     save_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
     (place,) = FileSystemReader(tmp_path / "c").read_metadata().storage_data.values()
     other = io.BytesIO()
@@ -638,7 +638,7 @@ def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
-    """What is read beside its place is on the CPU: a chunk of which ranks have parts, a tensor that lies transposed."""
+    """Temporary memory is on the CPU: for chunks of which ranks need parts, and for transposed tensors."""
 
     def make() -> tuple[nn.Module, DistributedOptimizer]:
         inner = nn.Linear(64, 64).bfloat16()

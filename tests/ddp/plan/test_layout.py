@@ -1,4 +1,4 @@
-"""The plan of gradient memory: properties over random models, and the few numbers worth pinning."""
+"""The plan of gradient memory: properties over random models, and a few exact numbers."""
 
 import itertools
 import math

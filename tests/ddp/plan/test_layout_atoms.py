@@ -1,4 +1,4 @@
-"""Shard borders that cut no atom: properties over random parameters, and small cases against every order there is."""
+"""Shard borders cut no atom: properties over random parameters; small cases against every possible order."""
 
 import itertools
 import math
@@ -225,7 +225,7 @@ def test_memory_order_is_free() -> None:
 
 
 def shortest(numels: Sequence[int], atoms: Sequence[int], degree: int) -> int:
-    """Elements of the shortest shards, a multiple of 64: every length, every order, each as soon as nothing is cut."""
+    """Length of the shortest possible shards, a multiple of 64: tries every length and every order of parameters."""
     for shard in itertools.count(PARAM_ALIGNMENT, PARAM_ALIGNMENT):
         if shard * degree < sum(numels):
             continue
@@ -257,7 +257,7 @@ def test_shards_are_about_as_short_as_can_be(blocks: list[tuple[int, int, int]],
 
 
 def excess(num_parameters: tuple[int, int], num_units: int, degree: int) -> float:
-    """By how much shards are longer than the bound, in percent, on average over units of random rows and blocks."""
+    """Mean excess of shards over the lower bound, in percent, over units of random rows and blocks."""
     total = 0.0
     for seed in range(num_units):
         random = Random(seed)
@@ -282,7 +282,7 @@ def excess(num_parameters: tuple[int, int], num_units: int, degree: int) -> floa
 def test_shards_are_hardly_longer_than_the_bound(
     num_parameters: tuple[int, int], num_units: int, degree: int, percent: float
 ) -> None:
-    """The measured excess and a little: a rule of the search that stops working shows here."""
+    """Limits are a little above the measured excess: a rule of the search that stops working fails here."""
     assert excess(num_parameters, num_units, degree) < percent
 
 

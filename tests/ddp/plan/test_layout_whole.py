@@ -128,7 +128,7 @@ def test_the_longest_pile_goes_to_the_rank_that_has_least() -> None:
 
 
 def test_ranks_are_balanced_over_buckets() -> None:
-    """Each bucket has four equal matrices and one vector for four ranks: the vector goes round."""
+    """Each bucket has four equal matrices and one vector for four ranks: the vector goes to another rank each time."""
     layer = (("vector", 64), ("q", 256), ("k", 256), ("v", 256), ("o", 256))
     specs = [spec(f"{index}.{name}", numel) for index in range(8) for name, numel in layer]
     plan = plan_gradients(specs, shard_degree=4, bucket_numel=1, keep_params_whole=True)
