@@ -133,7 +133,7 @@ def make_grids(
     separate_gather: bool,
     copy_engines: bool = False,
 ) -> dict[str, RankGrid]:
-    """The grids of "dense" and "expert" parameters: one and the same where nothing says which ranks share experts.
+    """The grid of each kind of parameters. Where nothing says which ranks share experts, it is all of them.
 
     Raises ``ValueError`` for ranks of experts that are not among the others, over which norms are summed.
     """

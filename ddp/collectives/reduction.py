@@ -180,10 +180,10 @@ def _scaled_sum(factor: float, num_ranks: int) -> Any:
 def make_reductions(
     config: DistributedDataParallelConfig, grids: Mapping[str, RankGrid], device: torch.device
 ) -> dict[str, GradReduction]:
-    """By the names of ``grids``. All are averaged over the dense ones' ranks, or summed where tokens divide later."""
+    """Of each kind of parameters. All are averaged over the dense ones' ranks, or summed where tokens divide later."""
     factor = 1.0 if config.calculate_per_token_loss else 1.0 / grids["dense"].size
     return {
-        name: GradReduction(
+        kind: GradReduction(
             grid,
             placements_of(config),
             factor=factor,
@@ -191,5 +191,5 @@ def make_reductions(
             in_collective=config.average_in_collective,
             device=device,
         )
-        for name, grid in grids.items()
+        for kind, grid in grids.items()
     }

@@ -285,7 +285,7 @@ def plan_gradients(
         buckets: list[BucketLayout] = []
         for bucket_specs in buffer_specs:
             start = buckets[-1].end if buckets else 0
-            slots, numel = _place(bucket_specs, start, alignment, loads[grid_name], keep_params_whole)
+            slots, numel = _slots_of(bucket_specs, start, alignment, loads[grid_name], keep_params_whole)
             buckets.append(
                 BucketLayout(
                     index=launch_index[bucket_specs[0].name],
@@ -364,11 +364,11 @@ def _split(specs: list[ParamSpec], degree: int, multiple: int, max_padding: floa
     """Split one bucket's parameters where their atoms would cost too much padding."""
     if degree == 1 or all(spec.atom == 1 for spec in specs):
         return [specs]
-    groups = split([spec.numel for spec in specs], [spec.atom for spec in specs], degree, multiple, max_padding)
-    return [[specs[index] for index in group] for group in groups]
+    parts = split([spec.numel for spec in specs], [spec.atom for spec in specs], degree, multiple, max_padding)
+    return [[specs[index] for index in part] for part in parts]
 
 
-def _place(
+def _slots_of(
     specs: Sequence[ParamSpec], start: int, alignment: int, loads: list[int], keep_whole: bool
 ) -> tuple[tuple[ParamSlot, ...], int]:
     """The slots of one bucket's parameters, and the number of the bucket's elements.
