@@ -144,7 +144,7 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
                 view.copy_(entry.owned.param.detach())
                 entry.owned.param.data = view
             bucket, params = by_index[bucket_layout.index], buffer.bucket_view(bucket_layout)
-            owned = model.owned_range(bucket_layout)
+            owned = Range(*model.owned_range(bucket_layout))
             owned_params, grads = params[slice(*owned)], bucket.grad_data[slice(*owned)]
             in_half = owned_params.dtype in (torch.bfloat16, torch.float16)
             master = owned_params.float() if in_half else owned_params

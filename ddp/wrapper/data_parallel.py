@@ -39,7 +39,6 @@ from ..contract.torch_ddp import check_not_collected, check_not_inside
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_owned_params
-from ..plan.ranges import Range
 from ..stock.master_param import WatchedMasters
 from ..stock.optimizer import expose_grad
 from .around_module import AroundModule
@@ -310,9 +309,9 @@ class DistributedDataParallel(AroundModule):
         if not self._finished:
             raise RuntimeError(f"{caller} before finish_grad_sync(): this iteration's gradients are not reduced yet")
 
-    def owned_range(self, layout: BucketLayout) -> Range:
-        """The elements of the bucket that this rank reduces and updates: its shard, or all of them."""
-        return Range(*self.reductions[layout.grid_name].owned_range(layout.numel))
+    def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
+        """[start, end) of the bucket's elements that this rank reduces and updates: its shard, or all of them."""
+        return self.reductions[layout.grid_name].owned_range(layout.numel)
 
     def reduced_grads(self, grid_name: str | None = None) -> list[Tensor]:
         """The part of each bucket that this rank may read after ``finish_grad_sync``.
