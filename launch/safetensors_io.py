@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..ddp import DistributedOptimizer
-from ..ddp.checkpoint.files.boxes import Piece
+from ..ddp.checkpoint.files.boxes import TensorSlice
 from ..ddp.checkpoint.files.folder import belongs_to_checkpoint
 from ..ddp.checkpoint.files.manifest import MANIFEST_FILE
-from ..ddp.checkpoint.files.storage import check_stored, open_checkpoint, read_pieces
+from ..ddp.checkpoint.files.storage import check_stored, open_checkpoint, read_slices
 from ..ddp.checkpoint.files.typed_json import dtype_named
 from ..ddp.checkpoint.model import ModelTensors
 from ..ddp.checkpoint.ranks import CheckpointRanks, check_same_call
@@ -64,14 +64,14 @@ def export_safetensors(
     manifest = stored.manifest
     _check_one_model(manifest.num_expert_sets)
     _check_target(target)
-    pieces, by_name = [], {}
+    slices, by_name = [], {}
     for name, entry in {**manifest.parameters, **manifest.buffers}.items():
         master = dtype is not None and entry.has_master
         data = torch.empty(entry.shape, dtype=torch.float32 if master else dtype_named(entry.dtype), device="cpu")
-        pieces.append(Piece(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
+        slices.append(TensorSlice(("master" if master else "model", name), entry.shape, 0, data.numel(), data))
         by_name[name] = data
-    check_stored(manifest.index, pieces)
-    read_pieces(stored, pieces)
+    check_stored(manifest.index, slices)
+    read_slices(stored, slices)
     for name in manifest.parameters:
         by_name[name] = _rounded(by_name[name], dtype)
     _write(Path(target), by_name, manifest.tied)

@@ -1,4 +1,4 @@
-"""Storage: one flat tensor for each buffer of a plan, and the views that parameters and buckets have of it."""
+"""Storage: one flat tensor for each buffer of a plan, and views of single parameters and buckets."""
 
 from contextlib import nullcontext
 
@@ -15,10 +15,11 @@ __all__ = ["FlatBuffer"]
 class FlatBuffer:
     """A flat tensor laid out by a ``BufferLayout``: gradients, or the parameters themselves.
 
-    It starts as zeros, and so does its padding in every iteration: norms and collectives may read all of it.
+    The tensor starts as zeros, and padding is zero at the start of every iteration: norms and collectives may read all
+    of the tensor.
 
-    mapped_in  an NCCL group whose ranks map each other's buffer, so that copy engines can move it; None: plain memory.
-               Collective over the group. The process keeps mapped memory until it ends
+    mapped_in  an NCCL group whose ranks map each other's buffers, so that copy engines can move the elements; None:
+               plain memory. Collective over the group. The process keeps mapped memory until the process ends
     """
 
     def __init__(

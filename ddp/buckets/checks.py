@@ -1,4 +1,4 @@
-"""What must hold at certain points of an iteration; a ``RuntimeError`` names the parameter and a remedy."""
+"""What must hold at certain points of an iteration; each ``RuntimeError`` names the parameter and a remedy."""
 
 import sys
 from collections.abc import Iterable
@@ -26,8 +26,8 @@ __all__ = [
 
 
 def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
-    """The parameters of ``module`` that require gradients are those that were wrapped, as they were then."""
-    with DisableTorchFunctionSubclass():  # no value is read: parameters need not ask who asks them
+    """Raise unless the parameters of ``module`` that require gradients are the wrapped ones, and unchanged."""
+    with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
         for entry in wired:
             entry.check()
         _check_no_stranger(module)
@@ -35,7 +35,7 @@ def check_wiring(wired: Iterable[WiredParam], module: nn.Module) -> None:
 
 @torch.compiler.disable
 def is_frozen(wired: Iterable[WiredParam]) -> bool:
-    """Whether all of the model is frozen for now: its forwards train nothing, and backwards only go through it."""
+    """Whether no parameter of the model requires a gradient now: backwards go through the model and train nothing."""
     with DisableTorchFunctionSubclass():
         return not any(entry.owned.param.requires_grad for entry in wired)
 
@@ -52,7 +52,10 @@ def _check_no_stranger(module: nn.Module) -> None:
 
 
 def check_nothing_pending(records: Iterable[GradRecord], caller: str, *, gives_up: bool = False) -> None:
-    """No delayed weight gradient is missing; ``gives_up``: but those that nobody can compute, which are forgotten."""
+    """Raise while delayed weight gradients are pending.
+
+    gives_up  forget the gradients that nothing can compute any more, and raise for the others alone
+    """
     late = [record for record in records if record.pending]
     for record in late if gives_up else ():
         record.forget_lost()
@@ -73,7 +76,10 @@ def check_nothing_pending(records: Iterable[GradRecord], caller: str, *, gives_u
 
 
 def check_nothing_bypassed(wired: Iterable[tuple[Tensor, GradRecord]], caller: str) -> None:
-    """A hook empties ``.grad`` whenever autograd has filled it, but for what a foreign ``backward_dw`` asks."""
+    """Raise where ``.grad`` holds a gradient that no hook has seen.
+
+    A hook empties ``.grad`` after autograd has filled it, unless a foreign ``backward_dw`` is still to use it.
+    """
     for param, record in wired:
         if param.grad is not None and not record.exposed and not record.pending:
             if is_taken(param):
@@ -104,7 +110,7 @@ def _remedy_of(record: GradRecord) -> str:
 
 
 def check_whole(config: DistributedDataParallelConfig) -> None:
-    """Each rank has whole gradients once they are reduced."""
+    """Raise where reduced gradients are sharded."""
     if config.use_distributed_optimizer:
         raise RuntimeError(
             "expose_grads() needs whole gradients, and use_distributed_optimizer=True leaves each rank its shard: "
@@ -113,7 +119,7 @@ def check_whole(config: DistributedDataParallelConfig) -> None:
 
 
 def check_scalable(wired: Iterable[WiredParam], caller: str) -> None:
-    """Scaling buckets does not race with a collective, nor miss the ``.grad`` that an optimizer reads."""
+    """Raise where scaling a bucket would race with its reduction, or leave a ``.grad`` unscaled that is a copy."""
     for entry in wired:
         grad, record = entry.owned.param.grad, entry.record
         if entry.bucket.phase is Phase.REDUCING:

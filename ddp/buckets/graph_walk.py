@@ -1,4 +1,4 @@
-"""What the graph behind a forward's outputs says: which parameters backward will reach, and whether it recomputes."""
+"""Walks the autograd graph behind a forward's outputs: which parameters backward reaches, and whether it recomputes."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,21 +12,21 @@ from ..torch_internals import tree_leaves
 __all__ = ["GraphWalk", "differentiable_tensors", "walk_graph"]
 
 _REENTRANT = "CheckpointFunctionBackward"
-"""Backward node of ``torch.utils.checkpoint(use_reentrant=True)`` and of Megatron's: a nested backward runs inside it,
-over a graph that does not exist yet."""
+"""Backward node of reentrant recompute, torch's and Megatron's. A nested backward runs inside this node, over a graph
+that does not exist before."""
 
 
 class GraphWalk(NamedTuple):
-    """The answer of ``walk_graph``."""
+    """What ``walk_graph`` has found."""
 
     leaves: set[int]
-    """``id`` of every leaf tensor that backward from these outputs reaches."""
+    """``id`` of every leaf tensor that backward reaches."""
     recomputes: bool
-    """A reentrant recompute is in the graph: the leaves inside it cannot be seen."""
+    """Whether a reentrant recompute is in the graph. Leaves inside the recompute are not in ``leaves``."""
 
 
 def differentiable_tensors(outputs: Any) -> list[Tensor]:
-    """Tensors with a gradient in a forward's return value: nested tuples, lists, dicts and dataclasses of them."""
+    """Tensors that require a gradient in a forward's return value: in nested tuples, lists, dicts and dataclasses."""
     tensors = []
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor):

@@ -1,7 +1,7 @@
-"""Launches the buckets' reductions, in the plan's order on every rank, and waits for them once.
+"""Launches the buckets' reductions in the plan's order, and waits for them at the end.
 
-A bucket that is ready early waits for its predecessors in the plan: ranks may see gradients in different orders, and
-collectives of one group must be issued in one order. Nothing here blocks the host or the compute stream before
+All ranks must issue the collectives of a group in one order, but may see gradients in different orders. So a ready
+bucket waits for its predecessors in the plan. Nothing blocks the host or the compute stream before
 ``wait``.
 """
 
@@ -28,7 +28,7 @@ class BucketLauncher:
     """The reduction of one iteration's gradients.
 
     buckets     in launch order
-    reductions  one for each of them
+    reductions  one for each bucket, in the same order
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class BucketLauncher:
         self._nan_check = nan_check
         self._failures = failures
         self._device = device
-        # Everything around a collective runs here, so that the compute stream never stands behind it. Where a bucket
-        # takes several, the next bucket's first one runs beside this one's second.
+        # Reductions run on streams of their own, so that the compute stream never waits for a collective. Where a
+        # reduction has two collectives, a bucket's second one runs beside the next bucket's first one.
         num_streams = max([1, *(reduction.num_collectives for reduction in reductions)])
         self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)] if device.type == "cuda" else []
         self._reduced = [torch.cuda.Event() for _ in buckets] if self._streams else []
@@ -55,29 +55,30 @@ class BucketLauncher:
         self._in_flight: dict[int, InFlight] = {}
 
     def __del__(self) -> None:
-        # Let go while they run: freed memory returns to the stream it came from, which must not overtake a reduction.
+        # The launcher may die while reductions run. Freed memory returns to the stream that allocated it, and this
+        # stream must not reuse the memory before the reduction has ended.
         if vars(self).get("_reduced") and self._in_flight and not sys.is_finalizing():
             for index in self._in_flight:
                 current_stream(self._device).wait_event(self._reduced[index])
 
     def note_ready(self, bucket: Bucket) -> None:
-        """The last contribution of ``bucket`` is in: launch it if its turn has come, and whoever waited behind it."""
+        """``bucket`` is ready: launch every ready bucket whose turn has come."""
         self.observer.bucket_ready(bucket.name)
         while self._next < len(self._buckets) and self._buckets[self._next].phase is Phase.READY:
             self._launch_next()
 
     def launch_rest(self) -> None:
-        """Launch whatever is left, ready or not: unused parameters are zeros."""
+        """Launch all buckets that are left, ready or not. Gradients of unused parameters are zeros."""
         while self._next < len(self._buckets):
             self._launch_next()
 
     def wait(self) -> None:
-        """Order the current stream (CUDA) or this thread (CPU) behind every launched reduction."""
+        """Make the current stream (CUDA) or this thread (CPU) wait for every launched reduction."""
         for bucket in self._buckets:
             self.wait_for(bucket)
 
     def wait_for(self, bucket: Bucket) -> None:
-        """The same for one bucket's."""
+        """Wait, as ``wait`` does, for one bucket's reduction."""
         flight = self._in_flight.get(bucket.index)
         if flight is None:
             return
@@ -95,9 +96,9 @@ class BucketLauncher:
         self._next = 0
 
     def launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight] | None = None) -> None:
-        """Launch this bucket now: whoever calls it knows that all ranks do so in one order.
+        """Launch this bucket now. The caller makes sure that all ranks launch in one order.
 
-        start  reduces the bucket's ``grad_data``; None: its reduction
+        start  reduces the bucket's ``grad_data``; None: the bucket's own reduction
         """
         start = start or self._reductions[bucket.index].start
         if is_profiling():
@@ -119,7 +120,7 @@ class BucketLauncher:
                 self._in_flight[bucket.index] = self._reduce(bucket, start)
             return
         stream = self._streams[bucket.index % len(self._streams)]
-        # Waiting for each stream as it is now covers every contribution that its hooks have reported.
+        # Every contribution that a hook has reported is already queued on one of these streams.
         current = current_stream(self._device)
         stream.wait_stream(current)
         for raw in bucket.streams:
@@ -127,7 +128,7 @@ class BucketLauncher:
                 stream.wait_stream(torch.cuda.ExternalStream(raw, device=self._device))
         with OnStream(stream), self._watch(bucket):
             flight = self._reduce(bucket, start)
-            flight.wait()  # orders this stream, and issues what follows the first collective
+            flight.wait()  # makes this stream wait, and issues the collectives after the first one
             self._reduced[bucket.index].record(stream)
         self._in_flight[bucket.index] = flight
 

@@ -1,4 +1,7 @@
-"""Finds NaN and Inf in gradients before they spread: noted on the device bucket by bucket, read by the host once."""
+"""Finds NaN and Inf in gradients before a reduction spreads them to other ranks.
+
+The device notes the largest magnitude bucket by bucket, and the host reads the notes once.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,11 +18,11 @@ __all__ = ["NanCheck", "unscale"]
 
 
 class NanCheck:
-    """The largest magnitude of every parameter's gradient on this rank, before it is summed with the others'.
+    """The largest magnitude of every parameter's gradient on this rank, before the sum over ranks.
 
-    reduction  says how gradients travel: what would overflow on the way is bad as well
+    reduction  its wire dtype and factor say which finite gradients would overflow on the wire: these count as bad too
 
-    It costs one pass over the gradients, three integers from every rank, and one wait of the host in each
+    Costs one pass over the gradients, an all-gather of three integers, and one wait of the host in each
     ``finish_grad_sync``.
     """
 
@@ -30,19 +33,19 @@ class NanCheck:
         self._or_more = f", or more than {reduction.wire_dtype} can hold," if reduction.wire_dtype else ""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._rank = torch.tensor(rank, device=device)
-        # fp64 holds whatever a gradient is made of. Parameters without elements stay 0.
+        # fp64 holds the values of every dtype. Parameters without elements stay 0.
         self._largest = torch.zeros(len(self._names), dtype=torch.float64, device=device)
         parts = self._largest.split([len(bucket.records) for bucket in buckets])
         self._parts = {bucket.index: part for bucket, part in zip(buckets, parts, strict=True)}
 
     def note(self, bucket: Bucket) -> None:
-        """Look at a bucket that is about to be reduced, on the current stream."""
+        """Note the gradients of a bucket before its reduction, on the current stream."""
         grads = [_reals(record.view) for record in bucket.records]
         self._parts[bucket.index].copy_(torch.stack(torch._foreach_norm(grads, torch.inf)))
 
     def raise_where_found(self, ranks: RankGrid) -> None:
-        """After all buckets: raise ``FloatingPointError`` on every rank, naming rank, bucket and parameter."""
-        bad = self._largest.le(self._bound).logical_not_()  # NaN is not less than anything
+        """After all buckets: raise ``FloatingPointError`` on every rank if one has a bad gradient; names the first."""
+        bad = self._largest.le(self._bound).logical_not_()  # NaN compares as False
         # [1, 3]: this rank, how many gradients are bad, the first of them in launch order.
         rows = torch.stack([self._rank, bad.sum(), bad.byte().argmax()]).unsqueeze(0)
         for group in ranks.axes:
@@ -64,25 +67,25 @@ class NanCheck:
 
 
 def _reals(view: Tensor) -> Tensor:
-    """A gradient's real numbers, at least one: the largest of none is undefined."""
+    """A gradient's real numbers, at least one: the norm of no numbers is undefined."""
     if view.numel() == 0:
         return torch.zeros(1, device=view.device)
     return torch.view_as_real(view) if view.is_complex() else view
 
 
 def _read(rows: Tensor) -> list[list[int]]:
-    """The one place where the host waits for the device."""
+    """Copy to the host: the only place where the host waits for the device."""
     values: list[list[int]] = rows.tolist()
     return values
 
 
 def unscale(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Multiply in place by ``inv_scale``; ``found_inf`` grows where something is Inf or NaN. Both are 0-dim fp32."""
-    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch's kernel takes one at a time
+    """Multiply in place by ``inv_scale``; add to ``found_inf`` where a gradient has Inf or NaN. Both are 0-dim fp32."""
+    by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)  # torch's kernel takes one dtype at a time
     for grad in grads:
         by_dtype[grad.dtype].append(grad)
     for dtype, alike in by_dtype.items():
-        if dtype is torch.bfloat16:  # which torch's kernel does not know on CUDA
+        if dtype is torch.bfloat16:  # torch's kernel does not support bf16 on CUDA
             largest = torch.stack(torch._foreach_norm(alike, torch.inf)).amax()
             found_inf += largest.isfinite().logical_not_()
             torch._foreach_mul_(alike, inv_scale)

@@ -1,8 +1,9 @@
-"""Decides when each parameter's last contribution is in, and hands full buckets to the launcher.
+"""Decides when each parameter's last contribution is written, and hands ready buckets to the launcher.
 
-Nothing is learnt from earlier iterations or counted in calls. A parameter is ready when its hook has run in the final
-microbatch and none of its delayed weight gradients is pending. Under reentrant recompute a hook can run more than once
-in a backward; then, and for a parameter that several modules own, ready means that the outermost backward has ended.
+Readiness does not depend on earlier iterations, and does not count calls. A parameter is ready when its hook has run in
+the final microbatch and none of its delayed weight gradients is pending. Under reentrant recompute a hook can run
+several times in a backward. In this case, and for a parameter that several modules own, the parameter is ready when the
+outermost backward has ended.
 """
 
 import weakref
@@ -27,7 +28,7 @@ __all__ = ["Readiness"]
 
 
 class Readiness:
-    """What the hooks of one wrapper know, and what they do about it."""
+    """The hooks of one wrapper and their state."""
 
     def __init__(
         self,
@@ -41,21 +42,25 @@ class Readiness:
         self._overlap = config.overlap_grad_reduce
         self._find_unused = config.find_unused_parameters
         self._raw_stream: Callable[[], int] | None = None
-        """The current CUDA stream, as cheaply as torch tells it; None on other devices."""
+        """Returns the current CUDA stream's handle, by torch's cheapest way; None on other devices."""
         if device.type == "cuda":
             self._raw_stream = partial(current_raw_stream, device.index)
 
         # State of the iteration.
         self.sync = True
-        """False for every microbatch but the final one."""
+        """Whether this is the final microbatch of the iteration."""
         self.completes: frozenset[int] | None = None
-        """``id`` of the records whose last contribution this backward brings; None: all that it reaches."""
+        """``id`` of the records whose last contribution comes in this backward; None: all that the backward reaches."""
 
         # State of the backward.
-        self._outer_task: int | None = None  # the graph task that reached the outputs; None outside and where unknown
-        self._recomputes: bool | None = None  # reentrant recompute was seen; None before the first forward
-        self._unused: list[WiredParam] | None = None  # what no final forward reaches; None: no such forward yet
-        self._passed: list[tuple[Bucket, GradRecord]] = []  # ready when the outermost backward ends
+        self._outer_task: int | None = (
+            None  # graph task of the outermost backward; None outside backward, and where unknown
+        )
+        self._recomputes: bool | None = None  # whether a reentrant recompute was seen; None before the first forward
+        self._unused: list[WiredParam] | None = (
+            None  # what no forward of the final microbatch reaches; None: no such forward yet
+        )
+        self._passed: list[tuple[Bucket, GradRecord]] = []  # these get ready when the outermost backward ends
 
     def reset(self) -> None:
         """Start a new iteration."""
@@ -63,7 +68,7 @@ class Readiness:
         self._unused = None
 
     def watch(self, outputs: Any) -> None:
-        """After a forward: watch for the moment when backward enters, and find out what it will reach."""
+        """After a forward: have backward's start noticed, and find out which parameters backward will reach."""
         if not (self._overlap or self._launcher.observer.recording):
             return
         tensors = differentiable_tensors(outputs)
@@ -72,7 +77,7 @@ class Readiness:
             walk = walk_graph(tensors)
             self._recomputes = bool(self._recomputes) or walk.recomputes
             if find_unused:
-                # Several forwards may feed one backward: unused is what none of them reaches.
+                # Several forwards may feed one backward: a parameter is unused if no forward reaches it.
                 candidates = self._wired if self._unused is None else self._unused
                 hidden = walk.recomputes
                 self._unused = [w for w in candidates if not hidden and id(w.owned.param) not in walk.leaves]
@@ -84,11 +89,11 @@ class Readiness:
                 live._on_backward_start()
 
         for tensor in tensors:
-            if tensor.grad_fn is not None:  # a hook on a leaf, a returned parameter say, would stay for ever
+            if tensor.grad_fn is not None:  # a hook on a leaf (a returned parameter) would never be freed
                 tensor.register_hook(backward_enters)
 
     def grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
-        """The post-accumulate-grad hook of one parameter. It holds nothing that holds the parameter."""
+        """The post-accumulate-grad hook of one parameter. The hook holds no reference that leads to the parameter."""
         here = weakref.ref(self)
         profiling = is_profiling
 
@@ -105,8 +110,8 @@ class Readiness:
         return hook
 
     def expect_delayed(self, wired: WiredParam) -> None:
-        """Hear of this parameter's delayed weight gradients: our modules tell the record, foreign ones call back."""
-        # The record keeps this function: all that it refers to is weak, or a cycle would keep the buckets.
+        """Have ``on_delayed_wgrad`` called: our modules tell the record, foreign modules call back."""
+        # The record keeps ``computed``. Its references are weak, or a cycle would keep the buckets alive.
         here, bucket, record = weakref.ref(self), weakref.ref(wired.bucket), weakref.ref(wired.record)
 
         def computed() -> None:
@@ -118,7 +123,7 @@ class Readiness:
         listen_to_foreign_delays(wired.owned.param, wired.record, [module for module, _ in wired.owned.owners])
 
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
-        """A parameter's gradient of one backward is complete: in ``.grad``, in ``main_grad``, or queued."""
+        """In the hook: a parameter's gradient of one backward is in ``.grad``, in ``main_grad``, or in a queue."""
         take_grad_of_backward(param, record)
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
@@ -135,13 +140,13 @@ class Readiness:
             self._mark_ready(bucket, record)
 
     def on_delayed_wgrad(self, bucket: Bucket, record: GradRecord) -> None:
-        """A delayed weight gradient has been computed; the parameter may have waited for this one."""
+        """A delayed weight gradient was computed: the parameter may be ready now."""
         self._note_write(bucket)
         if record.awaits_delayed and not record.pending:
             self._mark_ready(bucket, record)
 
     def complete(self, wired: WiredParam) -> None:
-        """No backward of this iteration comes to this parameter any more."""
+        """No further backward of this iteration reaches this parameter."""
         self._mark_ready(wired.bucket, wired.record)
 
     def complete_passed(self) -> None:
@@ -155,8 +160,8 @@ class Readiness:
         if task == self._outer_task:
             return  # another output of the same forward
         self._outer_task = task
-        # A callback queued here ends with the outermost backward; queued from a parameter's hook it would end with a
-        # nested one.
+        # A callback queued here runs at the end of the outermost backward. Queued from a parameter's hook, it could run
+        # at the end of a nested backward.
         call_when_backward_ends(self._on_backward_end)
         self._launcher.observer.backward_started()
         if self.sync and self._overlap:

@@ -1,4 +1,4 @@
-"""Ties a model's parameters to the buckets of a plan, and tells whether that still holds."""
+"""Ties a model's parameters to the buckets of a plan, and checks that the parameters are still the same."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ __all__ = ["WiredParam", "allocate_buckets"]
 
 
 class WiredParam(NamedTuple):
-    """A parameter with its place, as it was when the model was wrapped."""
+    """A parameter with its record and its bucket, as the parameter was when the model was wrapped."""
 
     owned: OwnedParam
     record: GradRecord
@@ -26,7 +26,7 @@ class WiredParam(NamedTuple):
     device: torch.device
 
     def check(self) -> None:
-        """Raise if the parameter is no longer the tensor that was wrapped."""
+        """Raise ``RuntimeError`` if the module has another parameter now, or this one was moved, cast or frozen."""
         name, param, owners = self.owned
         module, local = owners[0]
         found = registered_params(module).get(local)
@@ -59,7 +59,7 @@ class WiredParam(NamedTuple):
 def allocate_buckets(
     plan: GradPlan, trainable: Sequence[OwnedParam], device: torch.device
 ) -> tuple[list[Bucket], list[WiredParam]]:
-    """Allocate the plan's buffers and cut them into buckets (in launch order) and records (in backward order)."""
+    """Allocate the plan's buffers; returns the buckets, in launch order, and the parameters, in the buffers' order."""
     by_name = {owned.name: owned for owned in trainable}
     buckets, wired = [], []
     for buffer_layout in plan.buffers:

@@ -1,4 +1,4 @@
-"""``save_checkpoint`` and ``load_checkpoint``: files that any number of ranks and any placement can read.
+"""``save_checkpoint`` and ``load_checkpoint``: any number of ranks and any placement can read the files.
 
-``fsdp`` registers its own source of tensors here. Imports ``optimizer`` and the folders below it.
+``fsdp`` offers its models through a ``CheckpointSource`` of its own. Imports ``optimizer`` and the folders below it.
 """

@@ -1,15 +1,14 @@
-"""``save_checkpoint`` and ``load_checkpoint``: a model and its optimizer, by parameter, whatever the ranks and buckets.
+"""``save_checkpoint`` and ``load_checkpoint``: a model and its optimizer by parameter, for any ranks and buckets.
 
     save_checkpoint("runs/step-100", model, optimizer, extra={"step": 100, "scheduler": scheduler.state_dict()})
     extra = load_checkpoint("runs/step-100", model, optimizer)
 
 Each rank writes its own slices through torch.distributed.checkpoint (DCP), whose tools read the folder too. Follow a
-save: the wrapper says what this rank holds (``checkpoint_source.py``); every rank offers `Piece`s of full-shape tensors
-(``checkpoint_contents.py``, ``checkpoint_optimizer.py``); the first rank deals out what several hold
-(``checkpoint_planner.py``); when all is written (``checkpoint_writer.py``) it adds the manifest, with the index of
-where everything lies (``checkpoint_manifest.py``, ``checkpoint_index.py``), and moves the folder into its place
-(``checkpoint_folder.py``). A load goes backwards, and checks all it can before it touches the model; each rank reads
-its own slices by the index alone (``checkpoint_storage.py``).
+save: the wrapper says what this rank holds (``source.py``, ``wrapper_source.py``); every rank makes ``TensorSlice``s of
+it (``model.py``, ``optimizer.py``); where several ranks hold the same elements, the first rank says which rank writes
+them (``files/planner.py``); the ranks write (``files/writer.py``); the first rank adds the manifest with the index
+(``files/manifest.py``, ``files/index.py``) and renames the folder (``files/folder.py``). A load goes the other way: it
+checks all it can before it changes the model, and then each rank reads its slices by the index (``files/storage.py``).
 """
 
 import json
@@ -23,13 +22,13 @@ from torch.optim import Optimizer
 
 from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
-from .files.boxes import Piece
+from .files.boxes import TensorSlice
 from .files.folder import Staging
 from .files.index import Index
 from .files.manifest import SavedOptimizer
-from .files.storage import Stored, check_files, check_stored, open_checkpoint, read_pieces
-from .model import ModelLoad, Notes, StoredNames, check_model, make_manifest, pieces_of_model
-from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, pieces_of_optimizer
+from .files.storage import Stored, check_files, check_stored, open_checkpoint, read_slices
+from .model import ModelLoad, Notes, StoredNames, check_model, make_manifest, slices_of_model
+from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, slices_of_optimizer
 from .ranks import check_same_call
 from .wrapper_source import check_saved_once, source_of
 
@@ -42,18 +41,18 @@ def save_checkpoint(
 ) -> None:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
-    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks; any other module
-               is written by this process alone
-    optimizer  the model's ``DistributedOptimizer``; of a fully sharded model, the torch optimizer over its parameters.
-               None: the weights alone
-    extra      what else there is to keep (steps, schedulers, random states): anything that JSON holds. The first rank's
-               is written
+    model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks. Any other module:
+               this process writes it alone
+    optimizer  the model's ``DistributedOptimizer``; for a fully sharded model, the torch optimizer over its parameters.
+               None: only the weights are saved
+    extra      other values to save (steps, schedulers, random states): anything that JSON holds. The first rank's
+               ``extra`` is written
 
-    Call it between steps: gradients are not saved. The folder appears when it is complete. A checkpoint that is there
-    already is replaced then; anything else at ``path``, and another save to it that is under way, is refused with
-    ``FileExistsError``. All ranks raise alike.
+    Call it between steps: gradients are not saved. The folder appears at ``path`` when it is complete, and replaces a
+    checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, and where another save to ``path``
+    is running. All ranks raise the same error.
     """
-    from .files.writer import write_pieces  # here: it needs a torch with torch.distributed
+    from .files.writer import write_slices  # here: a torch without torch.distributed cannot import it
 
     check_saved_once(model)
     source = source_of(model)
@@ -62,31 +61,31 @@ def save_checkpoint(
     staging = Staging(target)
     names = StoredNames(*experts)
 
-    def prepare() -> tuple[list[Piece], Notes, SavedOptimizer | None]:
+    def prepare() -> tuple[list[TensorSlice], Notes, SavedOptimizer | None]:
         holding = source.hold(optimizer, saving=True)
-        # Running statistics may differ between ranks: the first one's count, as they do in broadcast_params.
-        parts = pieces_of_model(holding, names, buffers=ranks.leads)
+        # Running statistics may differ between ranks: the first rank's are saved, as broadcast_params copies them.
+        slices = slices_of_model(holding, names, buffers=ranks.leads)
         saved = None
         if holding.optimizer is not None:
             saved = describe_optimizer(holding.optimizer)
-            parts += pieces_of_optimizer(holding, names)
+            slices += slices_of_optimizer(holding, names)
         notes = Notes.of(holding, names, describe_slices(holding))
         if ranks.leads:
             _check_json(extra)
             _begin(staging, alone=ranks.failures is None)
-        return parts, notes, saved
+        return slices, notes, saved
 
     def finish() -> None:
         if ranks.leads:
-            check_files(staging.folder, index, save_id)  # another rank's may be elsewhere, or another job's
+            check_files(staging.folder, index, save_id)  # another rank may have written elsewhere, or another job here
             make_manifest(all_notes, names, saved, extra, save_id, index).write(staging.folder)
             staging.complete()
 
     with staging:
-        pieces, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+        slices, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
         all_notes, index = ranks.alike(
             lambda: (
-                write_pieces(staging.folder, save_id, pieces, notes, ranks.group)
+                write_slices(staging.folder, save_id, slices, notes, ranks.group)
                 if ranks.writes
                 else ([], Index({}, {}))
             ),
@@ -97,17 +96,17 @@ def save_checkpoint(
 
 @torch.no_grad()
 def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> Any:
-    """Read what ``save_checkpoint`` wrote, into a model of the same parameters; returns its ``extra``.
+    """Read a checkpoint of ``save_checkpoint`` into a model with the same parameters; returns ``extra``.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model of any number of ranks, buckets and placement:
-               collective over all its ranks; any other module is filled by this process alone
-    optimizer  the model's optimizer: of the class and with the groups of parameters that were saved; hyperparameters,
-               masters and moments become the saved ones. None: the weights alone
+               collective over all its ranks. Any other module: this process fills it alone
+    optimizer  the model's optimizer, of the saved class and with the saved groups of parameters. Hyperparameters,
+               masters and moments become the saved ones. None: only the weights are read
 
-    Raises, alike on all ranks and before the model has changed: ``FileNotFoundError``; ``ValueError`` for a folder that
-    is no complete checkpoint, files that are truncated or would run code, parameters that are missing, unknown or of
-    another shape or dtype, and another optimizer or none. Bytes that are damaged inside a file are found while reading:
-    then the error says that the model is partly overwritten.
+    Raises the same error on all ranks, before the model has changed: ``FileNotFoundError``; ``ValueError`` for a folder
+    that is no complete checkpoint, truncated files, parameters that are missing, unknown or of another shape or dtype,
+    and another optimizer or none. Damaged bytes are found while reading: then the error says that the model is partly
+    overwritten.
     """
     source = source_of(model)
     ranks = source.ranks
@@ -124,7 +123,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
             state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)
         values = ModelLoad.plan(manifest, holding, names)
         load = _Load(stored, values, state)
-        check_stored(manifest.index, load.pieces)
+        check_stored(manifest.index, load.slices)
         return load
 
     load, opened = ranks.alike_telling(
@@ -133,7 +132,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     if len(set(opened)) > 1:
         raise ValueError(f"'{target}' was replaced while it was opened, and ranks have different ones: load it again")
     try:
-        ranks.alike(lambda: read_pieces(load.stored, load.pieces), f"the reading of checkpoint '{target}'")
+        ranks.alike(lambda: read_slices(load.stored, load.slices), f"the reading of checkpoint '{target}'")
     except Exception as error:
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
         raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
@@ -145,16 +144,16 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
 
 class _Load(NamedTuple):
-    """A load that was checked and waits for the tensors."""
+    """A checked load, before the tensors are read."""
 
     stored: Stored
     values: ModelLoad
     state: OptimizerLoad | None
 
     @property
-    def pieces(self) -> list[Piece]:
-        """Everything that this rank reads."""
-        return self.values.pieces + ([] if self.state is None else self.state.pieces)
+    def slices(self) -> list[TensorSlice]:
+        """All tensors that this rank reads."""
+        return self.values.slices + ([] if self.state is None else self.state.slices)
 
 
 def _begin(staging: Staging, alone: bool) -> None:

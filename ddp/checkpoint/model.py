@@ -1,10 +1,9 @@
-"""What of a model goes into a checkpoint, under which names, and whether a checkpoint fits a model.
+"""Which tensors of a model go into a checkpoint, under which names, and whether a checkpoint fits a model.
 
-Everything is by parameter: where a bucket begins and which rank holds which shard shows in the `Piece`s that a rank
-offers and asks for, and nowhere in the file::
+A checkpoint stores whole parameters by name. Buckets and shards show only in the ``TensorSlice``s of each rank::
 
     model.NAME                   parameters and buffers, in their own dtypes
-    master.NAME                  fp32 masters of parameters in half precision; others are their own masters
+    master.NAME                  fp32 masters of parameters in half precision; other parameters are their own masters
     optimizer.state.NAME.KEY     moments
 """
 
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .files.boxes import Piece
+from .files.boxes import TensorSlice
 from .files.index import Index
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, dtype_named
@@ -28,44 +27,44 @@ __all__ = [
     "check_model",
     "make_manifest",
     "model_tensors",
-    "pieces_of_model",
+    "slices_of_model",
 ]
 
 
 class StoredNames(NamedTuple):
-    """Names in the file: the model's own, but for experts that not all ranks have."""
+    """Names in the files: the model's own, with a suffix for experts that only some ranks hold."""
 
     expert_set: int = 0
-    """Which set of experts this rank has; -1: none."""
+    """Which set of experts this rank holds; -1: none."""
     num_expert_sets: int = 1
 
     def of(self, name: str, param: HeldParam) -> str:
-        """Under which name ``param``, called ``name`` in the model, is stored."""
-        return self._named(name, param.kind == "expert")
+        """The stored name of ``param``, which the model calls ``name``."""
+        return self._named(name, param.is_expert)
 
     def of_buffers(self, holding: Holding) -> dict[str, Tensor]:
-        """All buffers, by the names under which they are stored."""
+        """All buffers by their stored names."""
         return {self._named(name, name in holding.expert_buffers): value for name, value in holding.buffers.items()}
 
     def _named(self, name: str, of_expert: bool) -> str:
         return name + self.suffix(self.expert_set) if of_expert and self.num_expert_sets > 1 else name
 
     def elsewhere(self, stored: str) -> bool:
-        """Whether a stored parameter is an expert that other ranks have."""
+        """Whether a stored parameter is an expert that only other ranks hold."""
         others = (self.suffix(index) for index in range(self.num_expert_sets) if index != self.expert_set)
         return self.num_expert_sets > 1 and stored.endswith(tuple(others))
 
     def suffix(self, expert_set: int) -> str:
-        """What the names of one set's experts end with."""
+        """Suffix of the stored names of one set's experts."""
         return f"@expert_set_{expert_set}_of_{self.num_expert_sets}"
 
 
 class ModelTensors(NamedTuple):
-    """What a module consists of, each tensor once, under its first name."""
+    """The tensors of a module, each once, under its first name."""
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
-    """The persistent ones: those in ``state_dict``."""
+    """The persistent buffers: those in ``state_dict``."""
     tied: dict[str, str]
     """Further names of parameters -> their first name."""
 
@@ -82,47 +81,47 @@ def model_tensors(module: nn.Module) -> ModelTensors:
         for local, buffer in owner._buffers.items():
             if buffer is not None and local not in owner._non_persistent_buffers_set:
                 buffers[f"{prefix}.{local}" if prefix else local] = buffer
-    # A buffer may have several names, and the first may be one that is not persistent.
+    # A buffer may have several names, and its first name may be a non-persistent one.
     first_of = {id(buffer): name for name, buffer in reversed(buffers.items())}
     buffers = {name: buffer for name, buffer in buffers.items() if first_of[id(buffer)] == name}
     return ModelTensors({name: param for param, name in first.items()}, buffers, tied)
 
 
-def pieces_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[Piece]:
-    """This rank's parameters, masters and buffers, to be saved: views of its memory, rounded copies where it keeps
-    masters alone.
+def slices_of_model(holding: Holding, names: StoredNames, *, buffers: bool = True) -> list[TensorSlice]:
+    """This rank's parameters, masters and buffers to save: views of memory, or rounded copies where the rank keeps only
+    masters.
 
-    buffers  those that all ranks have are among them; those of experts that not all ranks have always are
+    buffers  whether to include the buffers that all ranks hold; buffers of experts are always included
     """
-    pieces = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
-    pieces += [
+    slices = [_whole(names.of(name, holding.params[name]), tensor.detach()) for name, tensor in holding.whole.items()]
+    slices += [
         _whole(stored, buffer.detach())
         for stored, buffer in names.of_buffers(holding).items()
         if buffers or stored not in holding.buffers
     ]
-    for part in holding.slices:
-        param = holding.params[part.name]
-        stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
-        pieces.append(Piece(("model", stored), *place, part.param))
-        if part.master.dtype is not param.dtype:
-            pieces.append(Piece(("master", stored), *place, part.master))
-    return pieces
+    for held in holding.slices:
+        param = holding.params[held.name]
+        stored, place = names.of(held.name, param), (param.shape, held.start, held.end)
+        slices.append(TensorSlice(("model", stored), *place, held.param))
+        if held.master.dtype is not param.dtype:
+            slices.append(TensorSlice(("master", stored), *place, held.master))
+    return slices
 
 
-def _whole(stored: str, tensor: Tensor) -> Piece:
-    return Piece(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
+def _whole(stored: str, tensor: Tensor) -> TensorSlice:
+    return TensorSlice(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
 
 
 class ModelLoad(NamedTuple):
-    """Where a model's values are read to."""
+    """The memory into which a model's values are read."""
 
-    pieces: list[Piece]
+    slices: list[TensorSlice]
     converted: list[tuple[Tensor, Tensor]]
-    """(as it is read, where it goes): values that the file has in another dtype than this rank keeps."""
+    """(memory to read into, target): values whose dtype in the file is not the dtype that this rank keeps."""
 
     @classmethod
     def plan(cls, manifest: Manifest, holding: Holding, names: StoredNames) -> "ModelLoad":
-        """Make room. ``check_model`` comes before."""
+        """Allocate memory where needed. Call ``check_model`` before."""
         wholes = names.of_buffers(holding)
         wholes |= {names.of(name, holding.params[name]): param for name, param in holding.whole.items()}
         for stored, tensor in wholes.items():
@@ -131,32 +130,32 @@ class ModelLoad(NamedTuple):
                     f"'{stored}' is expanded: several of its elements are one place in memory, which cannot take the "
                     f"checkpoint's; make it a tensor of its own with clone()"
                 )
-        pieces = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
+        slices = [_whole(stored, tensor.detach()) for stored, tensor in wholes.items()]
         converted = []
-        for part in holding.slices:
-            if part.name in holding.whole:
-                continue  # its master is a part of that
-            stored = names.of(part.name, holding.params[part.name])
-            entry, target = manifest.parameters[stored], part.master
-            kind, dtype = "model", dtype_named(entry.dtype)
+        for held in holding.slices:
+            if held.name in holding.whole:
+                continue  # the master is a view of the whole parameter
+            stored = names.of(held.name, holding.params[held.name])
+            entry, target = manifest.parameters[stored], held.master
+            section, dtype = "model", dtype_named(entry.dtype)
             if entry.has_master and target.dtype is torch.float32:
-                kind = "master"  # what it rounds to follows from it
+                section = "master"  # the parameter follows from its master
             elif dtype is not target.dtype:
                 read = torch.empty_like(target, dtype=dtype)
                 converted.append((read, target))
                 target = read
-            pieces.append(Piece((kind, stored), entry.shape, part.start, part.end, target))
-        return cls(pieces, converted)
+            slices.append(TensorSlice((section, stored), entry.shape, held.start, held.end, target))
+        return cls(slices, converted)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All pieces are read."""
+        """After reading: convert dtypes."""
         for read, target in self.converted:
             target.copy_(read)
 
 
 class Notes(NamedTuple):
-    """What a rank tells the one that writes the manifest, by stored names."""
+    """What a rank tells the first rank, which writes the manifest; by stored names."""
 
     parameters: dict[str, SavedTensor]
     buffers: dict[str, SavedTensor]
@@ -164,7 +163,7 @@ class Notes(NamedTuple):
 
     @classmethod
     def of(cls, holding: Holding, names: StoredNames, described: Mapping[str, Mapping[str, Any]]) -> "Notes":
-        """described: fields of ``SavedTensor`` by parameter"""
+        """described: fields of ``SavedTensor`` that describe optimizer state, by parameter"""
         entries = {
             names.of(name, param): _entry(param.shape, param.dtype, **described.get(name, {}))
             for name, param in holding.params.items()
@@ -183,7 +182,7 @@ def make_manifest(
     save_id: str,
     index: Index,
 ) -> Manifest:
-    """The manifest of what all ranks have, in their order. Raises ``ValueError`` where they contradict each other."""
+    """The manifest, from all ranks' notes in the order of ranks. Raises ``ValueError`` where notes contradict."""
     parameters: dict[str, SavedTensor] = {}
     buffers: dict[str, SavedTensor] = {}
     tied: dict[str, str] = {}
@@ -192,10 +191,10 @@ def make_manifest(
         buffers = {**notes.buffers, **buffers}
         for name, entry in notes.parameters.items():
             known = parameters.get(name, entry)
-            # A rank without an element of a parameter knows nothing of its state.
+            # A rank that holds no element of a parameter has no state of it to describe.
             both = known if known.state or known.scalars else entry
             knows = bool(entry.state or entry.scalars)
-            if (knows and entry != both) or (entry.kind, entry.group) != (both.kind, both.group):
+            if (knows and entry != both) or (entry.description, entry.group) != (both.description, both.group):
                 raise ValueError(f"ranks disagree on parameter '{name}': one has {both}, another {entry}")
             parameters[name] = both
     for expert_set in range(names.num_expert_sets):
@@ -209,36 +208,35 @@ def make_manifest(
 
 
 def check_model(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
-    """Raise ``ValueError`` with the first parameter or buffer in which the model differs from the checkpoint."""
+    """Raise ``ValueError``, naming the first parameter or buffer in which model and checkpoint differ."""
     if manifest.num_expert_sets != names.num_expert_sets:
         raise ValueError(
             f"the checkpoint was saved by ranks with {manifest.num_expert_sets} different set(s) of experts, and these "
             f"ranks have {names.num_expert_sets}: experts do not move between ranks"
         )
     present = {
-        names.of(name, param): [_entry(param.shape, dtype).kind for dtype in (param.dtype, param.kept)]
+        names.of(name, param): [_entry(param.shape, dtype).description for dtype in (param.dtype, param.kept)]
         for name, param in holding.params.items()
     }
     saved = {name: entry for name, entry in manifest.parameters.items() if not names.elsewhere(name)}
     _check_same("parameter", saved, present)
-    buffers = {name: [SavedTensor.of(buffer).kind] for name, buffer in names.of_buffers(holding).items()}
+    buffers = {name: [SavedTensor.of(buffer).description] for name, buffer in names.of_buffers(holding).items()}
     _check_same("buffer", {n: entry for n, entry in manifest.buffers.items() if not names.elsewhere(n)}, buffers)
 
 
 def _check_same(what: str, saved: Mapping[str, SavedTensor], present: Mapping[str, list[str]]) -> None:
-    """present: by name, what the saved tensor may be"""
+    """present: by name, the descriptions that the saved tensor may have"""
     missing = [name for name in present if name not in saved]
     unknown = [name for name in saved if name not in present]
     if missing or unknown:
         sides = [f"the model's {what} {_in_words(missing)} is not in the checkpoint"] if missing else []
         sides += [f"the checkpoint's {what} {_in_words(unknown)} is not in the model"] if unknown else []
         raise ValueError("; ".join(sides))
-    for name, kinds in present.items():
-        if saved[name].kind not in kinds:
-            raise ValueError(
-                f"{what} '{name}' is {' or '.join(dict.fromkeys(kinds))} in the model and {saved[name].kind} in the "
-                f"checkpoint"
-            )
+    for name, descriptions in present.items():
+        there = saved[name].description
+        if there not in descriptions:
+            here = " or ".join(dict.fromkeys(descriptions))
+            raise ValueError(f"{what} '{name}' is {here} in the model and {there} in the checkpoint")
 
 
 def _entry(shape: tuple[int, ...], dtype: torch.dtype, **fields: Any) -> SavedTensor:

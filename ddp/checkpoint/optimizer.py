@@ -1,4 +1,4 @@
-"""What of an optimizer goes into a checkpoint, and how one takes over what a checkpoint holds."""
+"""Which optimizer state goes into a checkpoint, and how an optimizer takes over saved state."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files.boxes import Piece
+from .files.boxes import TensorSlice
 from .files.manifest import Manifest, SavedOptimizer, SavedTensor
 from .files.typed_json import dtype_name, dtype_named, from_json, to_json
 from .model import StoredNames
 from .source import HeldOptimizer, HeldSlice, Holding
 
-__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "pieces_of_optimizer"]
+__all__ = ["OptimizerLoad", "describe_optimizer", "describe_slices", "slices_of_optimizer"]
 
 _HOW_NOT_WHAT = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
-"""Keys of a parameter group that say how a step is computed here: never taken from a checkpoint."""
+"""Keys of a parameter group that say how a step is computed, not what: never taken from a checkpoint."""
 
 _COUNT_STEPS = (
     "Adadelta",
@@ -30,11 +30,11 @@ _COUNT_STEPS = (
     "RMSprop",
     "Rprop",
 )
-"""Torch's classes that count the steps of each parameter beside its moments."""
+"""Torch's classes that keep each parameter's number of steps with its moments."""
 
 
 def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
-    """Its class and its groups' hyperparameters."""
+    """The optimizer's class and its groups' hyperparameters."""
     groups = tuple(
         {
             key: to_json(value, f"option '{key}' of parameter group {index}")
@@ -47,34 +47,36 @@ def describe_optimizer(optimizer: HeldOptimizer) -> SavedOptimizer:
 
 
 def describe_slices(holding: Holding) -> dict[str, dict[str, Any]]:
-    """Fields of ``SavedTensor`` for each parameter that has a slice, as far as this rank knows them."""
+    """Fields of ``SavedTensor`` that describe optimizer state, for each parameter in ``holding.slices``."""
     return {
-        part.name: {
-            "group": part.group,
-            "has_master": part.master.dtype is not holding.params[part.name].dtype,
-            "state": {key: dtype_name(value.dtype) for key, value in part.state().items()},
+        held.name: {
+            "group": held.group,
+            "has_master": held.master.dtype is not holding.params[held.name].dtype,
+            "state": {key: dtype_name(value.dtype) for key, value in held.state().items()},
             "scalars": {
-                key: to_json(value, f"state '{key}' of parameter '{part.name}'")
-                for key, value in part.scalars().items()
+                key: to_json(value, f"state '{key}' of parameter '{held.name}'")
+                for key, value in held.scalars().items()
                 if value is not None
             },
         }
-        for part in holding.slices
+        for held in holding.slices
     }
 
 
-def pieces_of_optimizer(holding: Holding, names: StoredNames) -> list[Piece]:
-    """This rank's slices of moments, to be saved."""
-    pieces = []
-    for part in holding.slices:
-        param = holding.params[part.name]
-        stored, place = names.of(part.name, param), (param.shape, part.start, part.end)
-        pieces += [Piece(("optimizer", "state", stored, key), *place, value) for key, value in part.state().items()]
-    return pieces
+def slices_of_optimizer(holding: Holding, names: StoredNames) -> list[TensorSlice]:
+    """This rank's slices of moments to save."""
+    slices = []
+    for held in holding.slices:
+        param = holding.params[held.name]
+        stored, place = names.of(held.name, param), (param.shape, held.start, held.end)
+        slices += [
+            TensorSlice(("optimizer", "state", stored, key), *place, value) for key, value in held.state().items()
+        ]
+    return slices
 
 
 def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None:
-    """Raise ``ValueError`` for moments whose number of steps is missing: the next step would fail on it."""
+    """Raise ``ValueError`` for moments without a number of steps: the next step would fail."""
     if entry.state and saved.optimizer_class in _COUNT_STEPS and "step" not in entry.scalars:
         raise ValueError(
             f"the checkpoint has {sorted(entry.state)} of parameter '{name}' and no 'step', which "
@@ -83,21 +85,21 @@ def _check_counted(saved: SavedOptimizer, name: str, entry: SavedTensor) -> None
 
 
 class OptimizerLoad(NamedTuple):
-    """A load that was checked and waits for the tensors."""
+    """A checked load of optimizer state, before the tensors are read."""
 
     optimizer: HeldOptimizer
-    pieces: list[Piece]
-    """Where this rank's slices of moments are read to."""
+    slices: list[TensorSlice]
+    """The memory into which this rank's moments are read."""
     state: Mapping[Tensor, dict[str, Any]]
-    """What the optimizer will know of each of its tensors."""
+    """The optimizer's state after the load."""
     groups: Mapping[int, Mapping[str, Any]]
-    """Saved hyperparameters of each group."""
+    """Saved hyperparameters by the index of a group here."""
 
     @classmethod
     def plan(
         cls, manifest: Manifest, holding: Holding, optimizer: HeldOptimizer, names: StoredNames
     ) -> "OptimizerLoad":
-        """Check that the checkpoint is of such an optimizer, and make room. Raises ``ValueError`` where it is not."""
+        """Check that the saved state fits the optimizer, else raise ``ValueError``; allocate memory."""
         saved = manifest.optimizer
         if saved is None:
             raise ValueError(
@@ -111,47 +113,47 @@ class OptimizerLoad(NamedTuple):
                 f"load_checkpoint(path, model)"
             )
         entries = {
-            part.name: manifest.parameters[names.of(part.name, holding.params[part.name])] for part in holding.slices
+            held.name: manifest.parameters[names.of(held.name, holding.params[held.name])] for held in holding.slices
         }
-        groups = _match_groups(saved, optimizer, [(part, entries[part.name]) for part in holding.slices])
+        groups = _match_groups(saved, optimizer, [(held, entries[held.name]) for held in holding.slices])
         state: dict[Tensor, dict[str, Any]] = {}
         first: dict[Tensor, str] = {}
-        pieces = []
-        for part in holding.slices:
-            entry = entries[part.name]
-            if part.group is None or part.updated is None:
+        slices = []
+        for held in holding.slices:
+            entry = entries[held.name]
+            if held.group is None or held.updated is None:
                 continue
-            _check_width(part, entry)
-            _check_counted(saved, part.name, entry)
-            updated = part.updated
+            _check_width(held, entry)
+            _check_counted(saved, held.name, entry)
+            updated = held.updated
             if updated not in state:
-                group = optimizer.groups[part.group]
+                group = optimizer.groups[held.group]
                 state[updated] = _make_state(optimizer.state.get(updated, {}), updated, group, entry)
-                first[updated] = part.name
+                first[updated] = held.name
             other = entries[first[updated]]
             if (entry.state, entry.scalars) != (other.state, other.scalars):
                 raise ValueError(
-                    f"parameters '{first[updated]}' and '{part.name}' are updated together here, and the "
+                    f"parameters '{first[updated]}' and '{held.name}' are updated together here, and the "
                     f"checkpoint has different states of them: {_in_words(other)}, and {_in_words(entry)}; some steps "
                     f"left one of them out. A fully sharded model goes on from it; here, load the weights alone with "
                     f"load_checkpoint(path, model)"
                 )
-            stored, numel = names.of(part.name, holding.params[part.name]), part.end - part.start
+            stored, numel = names.of(held.name, holding.params[held.name]), held.end - held.start
             for key in entry.state:
-                flat = state[updated][key].view(-1)[part.offset : part.offset + numel]
+                flat = state[updated][key].view(-1)[held.offset : held.offset + numel]
                 path = ("optimizer", "state", stored, key)
-                pieces.append(Piece(path, entry.shape, part.start, part.end, flat))
-        for group in optimizer.groups:  # what has no element is saved nowhere, and stepped with the others
+                slices.append(TensorSlice(path, entry.shape, held.start, held.end, flat))
+        for group in optimizer.groups:  # tensors without elements are not saved, but step with the others
             like = next((updated for updated in group["params"] if updated in first), None)
             for updated in group["params"]:
                 if updated.numel() == 0 and updated.requires_grad and updated not in state:
                     state[updated] = {} if like is None else _make_state({}, updated, group, entries[first[like]])
         _check_frozen(manifest, holding, names)
-        return cls(optimizer, pieces, state, {here: saved.groups[there] for here, there in groups.items()})
+        return cls(optimizer, slices, state, {here: saved.groups[there] for here, there in groups.items()})
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All pieces are read: install the state and the hyperparameters."""
+        """After reading: install the state and the hyperparameters."""
         for updated, state in self.state.items():
             self.optimizer.state[updated] = state
         for index, saved in self.groups.items():
@@ -161,30 +163,30 @@ class OptimizerLoad(NamedTuple):
                 if isinstance(current, Tensor):
                     current.fill_(loaded)  # captured graphs and schedulers hold this tensor
                 elif isinstance(loaded, Tensor) and key in group:
-                    group[key] = loaded.item()  # a number here, whatever it was there
+                    group[key] = loaded.item()  # a number here, though a tensor when saved
                 else:
                     group[key] = list(loaded) if isinstance(current, list) else loaded
 
 
 def _match_groups(
-    saved: SavedOptimizer, optimizer: HeldOptimizer, parts: list[tuple[HeldSlice, SavedTensor]]
+    saved: SavedOptimizer, optimizer: HeldOptimizer, sliced: list[tuple[HeldSlice, SavedTensor]]
 ) -> dict[int, int]:
-    """Index of each group here -> index of the saved group with the same parameters; an empty one has the same place.
+    """Index of each group here -> index of the saved group with the same parameters. Empty groups match by index.
 
-    Raises ``ValueError`` where parameters are grouped otherwise.
+    Raises ``ValueError`` where the saved groups hold other parameters.
     """
-    here, there = ({group for group in side if group is not None} for side in _groups_of(parts))
+    here, there = ({group for group in side if group is not None} for side in _groups_of(sliced))
     if len(here) != len(there) and len(saved.groups) != len(optimizer.groups):
         raise ValueError(
             f"the checkpoint has {len(saved.groups)} parameter group(s), and this optimizer {len(optimizer.groups)}"
         )
-    pairs = {(part.group, entry.group) for part, entry in parts}
+    pairs = {(held.group, entry.group) for held, entry in sliced}
     bijective = len(pairs) == len({pair[0] for pair in pairs}) == len({pair[1] for pair in pairs})
     if not bijective or any((one is None) != (other is None) for one, other in pairs):
-        for part, entry in parts:
-            if part.group != entry.group:
+        for held, entry in sliced:
+            if held.group != entry.group:
                 raise ValueError(
-                    f"parameter '{part.name}' {_place(part.group, 'is')} and {_place(entry.group, 'was')} when the "
+                    f"parameter '{held.name}' {_place(held.group, 'is')} and {_place(entry.group, 'was')} when the "
                     f"checkpoint was saved"
                 )
     matched = {one: other for one, other in pairs if one is not None and other is not None}
@@ -194,8 +196,8 @@ def _match_groups(
     return matched
 
 
-def _groups_of(parts: list[tuple[HeldSlice, SavedTensor]]) -> tuple[list[int | None], list[int | None]]:
-    return [part.group for part, _ in parts], [entry.group for _, entry in parts]
+def _groups_of(sliced: list[tuple[HeldSlice, SavedTensor]]) -> tuple[list[int | None], list[int | None]]:
+    return [held.group for held, _ in sliced], [entry.group for _, entry in sliced]
 
 
 def _place(group: int | None, verb: str) -> str:
@@ -204,20 +206,20 @@ def _place(group: int | None, verb: str) -> str:
     return f"{verb} in {'parameter group' if verb == 'is' else 'group'} {group}"
 
 
-def _check_width(part: HeldSlice, entry: SavedTensor) -> None:
-    """Raise ``ValueError`` unless the optimizer updates elements of the dtype that the saved one did."""
+def _check_width(held: HeldSlice, entry: SavedTensor) -> None:
+    """Raise ``ValueError`` unless both optimizers update elements of one dtype."""
     there = "float32" if entry.has_master else entry.dtype
-    here = dtype_name(part.master.dtype)
+    here = dtype_name(held.master.dtype)
     if here != there:
         raise ValueError(
-            f"the optimizer updates parameter '{part.name}' in {here}, and the saved one did in {there}: load the "
+            f"the optimizer updates parameter '{held.name}' in {here}, and the saved one did in {there}: load the "
             f"weights alone with load_checkpoint(path, model)"
         )
 
 
 def _check_frozen(manifest: Manifest, holding: Holding, names: StoredNames) -> None:
-    """Raise ``ValueError`` for a parameter that the saved optimizer updated and this one has nothing of."""
-    present = {names.of(part.name, holding.params[part.name]) for part in holding.slices}
+    """Raise ``ValueError`` for a parameter that the saved optimizer updated and this rank has frozen."""
+    present = {names.of(held.name, holding.params[held.name]) for held in holding.slices}
     frozen = {
         name for name, entry in manifest.parameters.items() if entry.group is not None and not names.elsewhere(name)
     } - present
@@ -235,7 +237,7 @@ def _in_words(entry: SavedTensor) -> str:
 def _make_state(
     present: Mapping[str, Any], updated: Tensor, group: Mapping[str, Any], entry: SavedTensor
 ) -> dict[str, Any]:
-    """State of one of the optimizer's tensors: what is there already is reused, and its values overwritten."""
+    """Memory for the state of one of the optimizer's tensors; fitting tensors in ``present`` are reused."""
     made: dict[str, Any] = {}
     for key, name in entry.state.items():
         old, dtype = present.get(key), dtype_named(name)

@@ -1,4 +1,4 @@
-"""The ranks that save and load together, and what they compare before they do."""
+"""The ranks that save and load together, and the comparison of their calls."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -22,51 +22,51 @@ class CheckpointRanks(NamedTuple):
     """The ranks that save and load together."""
 
     axes: tuple[dist.ProcessGroup, ...]
-    """Groups of more than one rank that join them: inside an instance, then across. None for a model on its own."""
+    """Groups of more than one rank that join the ranks: inside an instance, then across. Empty without a wrapper."""
     group: dist.ProcessGroup | None
-    """The ranks of one instance, which hold all of the model and the optimizer between them; None: this one alone."""
+    """The ranks of one instance, which together hold all of the model and the optimizer; None: this rank alone."""
     writes: bool
-    """Whether this rank is of the first instance: the others hold the same."""
+    """Whether this rank is in the first instance, which writes: the other instances hold the same values."""
     leads: bool
     """Whether this rank is the first of all."""
     failures: FailureReporter | None
-    """Says which rank is gone, where one is."""
+    """Names the rank that is gone, in errors."""
 
     @classmethod
     def alone(cls) -> "CheckpointRanks":
-        """This process, whatever others there are."""
+        """This process alone."""
         return cls((), None, writes=True, leads=True, failures=None)
 
     @classmethod
     def of_grid(cls, grid: RankGrid, failures: FailureReporter) -> "CheckpointRanks":
-        """Ranks whose instances hold the same: the first instance writes."""
+        """The ranks of a grid whose instances hold the same values: the first instance writes."""
         group = grid.inner if grid.inner_size > 1 else None
         first = grid.outer_rank == 0
         return cls(tuple(grid.axes), group, writes=first, leads=first and grid.inner_rank == 0, failures=failures)
 
     def alike(self, action: Callable[[], T], what: str) -> T:
-        """Run ``action`` on every rank. Where it raises on any, all raise; see ``agreement.alike``."""
+        """Run ``action`` on every rank. Where it raises on one rank, all raise; see ``agreement.alike``."""
         return alike(action, self.axes, self.failures, what)
 
     def alike_telling(self, action: Callable[[], T], telling: Callable[[T], U], what: str) -> tuple[T, list[U]]:
-        """The same, with what every rank tells of its result; see ``agreement.alike_telling``."""
+        """``alike``, and return what every rank tells of its result; see ``agreement.alike_telling``."""
         return alike_telling(action, telling, self.axes, self.failures, what)
 
 
 class SameCall(NamedTuple):
-    """A save or a load, as all ranks know it."""
+    """A save or a load, after the ranks have compared their calls."""
 
     path: Path
     """Absolute."""
     id: str
-    """Its own: no other call has it."""
+    """An id that no other call has."""
     expert_set: int
-    """Which set of experts this rank holds; -1: none. 0 where all have the same."""
+    """Which set of experts this rank holds; -1: none. 0 where all ranks hold the same."""
     num_expert_sets: int
 
 
 class _Call(NamedTuple):
-    """What a rank tells the others of its own."""
+    """A rank's call, as the rank tells the others."""
 
     path: str
     has_optimizer: bool
@@ -84,8 +84,8 @@ def check_same_call(
 ) -> SameCall:
     """Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
 
-    expert_axes  groups that join the ranks with the same experts; None: this one has none of its own
-    what         the call, for errors
+    expert_axes  groups that join the ranks with the same experts; None: all ranks hold the same
+    what         name of the call, for errors
 
     Collective over ``ranks``.
     """

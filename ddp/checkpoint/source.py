@@ -1,9 +1,8 @@
-"""What a checkpoint has to know of a model and its optimizer, as one rank holds them: files on one side, wrappers on
-the other.
+"""What a checkpoint reads of a model and its optimizer on one rank: the interface between wrappers and files.
 
-A wrapper offers itself through a method ``checkpoint_source()``, which returns a `CheckpointSource`. That of
-``DistributedDataParallel``, and of modules that are not wrapped, is in ``checkpoint_wrapper_source.py``. One save or
-load takes a `Holding` from it: names, shapes and dtypes of the whole model, and views of this rank's memory.
+A wrapper has a method ``checkpoint_source()``, which returns a ``CheckpointSource``. The source of
+``DistributedDataParallel``, and of modules without a wrapper, is in ``wrapper_source.py``. A save or a load takes one
+``Holding`` from the source: names, shapes and dtypes of the whole model, and views of this rank's memory.
 """
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -19,24 +18,24 @@ __all__ = ["CheckpointSource", "HeldOptimizer", "HeldParam", "HeldSlice", "Holdi
 
 
 class HeldParam(NamedTuple):
-    """A parameter of the model, wherever its elements lie."""
+    """A whole parameter of the model, whichever ranks hold its elements."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dtype: torch.dtype
-    """What the model computes with: the dtype of the file's ``model`` entry."""
+    """Dtype that the model computes with, and of the file's ``model`` entry."""
     kept: torch.dtype
-    """What ranks keep between steps: wider where they keep masters alone. Either dtype can be read."""
-    kind: str
-    """Dense, or expert: not all ranks have it."""
+    """Dtype that ranks keep between steps: wider than ``dtype`` where they keep only masters. Both can be loaded."""
+    is_expert: bool
+    """Whether other ranks hold other experts under this name."""
 
 
 class HeldSlice(Protocol):
-    """Elements [start, end) of a flattened parameter that this rank holds, and what its optimizer knows of them."""
+    """Elements [start, end) of a flattened parameter that this rank holds, with their optimizer state."""
 
     @property
     def name(self) -> str:
-        """Name of the parameter: the first, where it has several."""
+        """First name of the parameter."""
 
     @property
     def start(self) -> int:
@@ -44,34 +43,34 @@ class HeldSlice(Protocol):
 
     @property
     def end(self) -> int:
-        """First element behind them: ``start`` where this rank holds none."""
+        """First element behind the slice: equal to ``start`` where this rank holds no element."""
 
     @property
     def param(self) -> Tensor:
-        """[end - start] as the model computes with them: rounded from the master where there is one."""
+        """[end - start] in the dtype that the model computes with: rounded from the master where there is one."""
 
     @property
     def master(self) -> Tensor:
-        """[end - start] as they are updated: written by a load."""
+        """[end - start] in the dtype that the optimizer updates: a load writes into it."""
 
     @property
     def group(self) -> int | None:
-        """Parameter group of the optimizer; None: frozen, or the optimizer does not update it."""
+        """Index of the optimizer's parameter group; None: the optimizer does not update the parameter."""
 
     @property
     def updated(self) -> Tensor | None:
-        """The tensor by which the optimizer keeps the state of these elements, perhaps of others too. None: it keeps
-        none on this rank."""
+        """The optimizer's tensor that holds these elements, perhaps with others: the key of their state. None: the
+        optimizer keeps no state of them on this rank."""
 
     @property
     def offset(self) -> int:
         """Place of the first element in ``updated``."""
 
     def state(self) -> dict[str, Tensor]:
-        """Elementwise state, [end - start] each: views. Empty before the first step."""
+        """Elementwise state: views, [end - start] each. Empty before the first step."""
 
     def scalars(self) -> dict[str, Any]:
-        """The rest of its state, such as the number of steps."""
+        """The rest of the state, such as the number of steps."""
 
 
 class HeldOptimizer(NamedTuple):
@@ -79,27 +78,27 @@ class HeldOptimizer(NamedTuple):
 
     class_name: str
     groups: Sequence[dict[str, Any]]
-    """Its parameter groups themselves: a load writes hyperparameters into them."""
+    """The parameter groups themselves: a load writes hyperparameters into them."""
     state: MutableMapping[Tensor, Any]
-    """What it knows of each ``HeldSlice.updated``: a load writes into it."""
+    """The state of each ``HeldSlice.updated``: a load writes into it."""
 
 
 class Holding(NamedTuple):
     """A model and perhaps its optimizer, as one rank holds them for one save or load."""
 
     params: Mapping[str, HeldParam]
-    """Every parameter, trainable or frozen, under its first name; alike on all ranks but for experts."""
+    """Every parameter, trainable or frozen, by first name; equal on all ranks, except for experts."""
     buffers: Mapping[str, Tensor]
-    """The persistent ones: whole on every rank."""
+    """The persistent buffers, which are whole on every rank."""
     tied: Mapping[str, str]
     """Further names of parameters -> their first name."""
     whole: Mapping[str, Tensor]
-    """Parameters that no slice speaks of: whole on this rank, the model's own tensors."""
+    """Parameters without a slice: the model's own tensors, whole on this rank."""
     slices: Sequence[HeldSlice]
-    """Each of the other parameters, also those of which this rank has no element."""
+    """A slice of each other parameter, empty where this rank holds no element."""
     optimizer: HeldOptimizer | None
     expert_buffers: Collection[str] = ()
-    """Names of the buffers that belong to experts: not all ranks have these."""
+    """Names of the buffers of experts, which only some ranks hold."""
 
 
 class CheckpointSource(Protocol):
@@ -111,13 +110,16 @@ class CheckpointSource(Protocol):
 
     @property
     def expert_axes(self) -> Sequence[dist.ProcessGroup] | None:
-        """Groups that join the ranks that have the same experts as this one; None: all ranks have the same."""
+        """Groups that join this rank with the ranks that hold the same experts; None: all ranks hold the same."""
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
-        """What this rank holds, every value up to date where it is to be saved. All ranks call it.
+        """What this rank holds. All ranks call it.
 
-        Raises ``TypeError`` for an optimizer whose state a checkpoint cannot hold, ``ValueError`` for another model's.
+        saving  bring every value up to date
+
+        Raises ``TypeError`` for an optimizer whose state a checkpoint cannot hold, and ``ValueError`` for another
+        model's optimizer.
         """
 
     def loaded(self, optimizer: object) -> None:
-        """Values and state were read: whatever follows from them follows. Collective over the model's ranks."""
+        """After a load: update what follows from values and state. Collective over the model's ranks."""

@@ -1,4 +1,4 @@
-"""Modules whose parameters are whole on every rank, as a checkpoint sees them: wrapped in DDP, or not at all."""
+"""The ``CheckpointSource`` of modules with whole parameters: in ``DistributedDataParallel``, or in no wrapper."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
-from ..plan.owned_params import kind_of
+from ..plan.owned_params import grid_name_of
 from ..wrapper.data_parallel import DistributedDataParallel
 from .model import ModelTensors, model_tensors
 from .ranks import CheckpointRanks
@@ -20,10 +20,10 @@ __all__ = ["WrapperSource", "check_saved_once", "source_of"]
 
 
 def source_of(model: nn.Module) -> CheckpointSource:
-    """How a model is saved and loaded.
+    """The source through which a model is saved and loaded.
 
-    Raises ``ValueError`` for a module that is whole itself and has sharded modules in it, or DTensors, which would be
-    saved as what one rank holds; and for tensors on the meta device, which hold nothing and take nothing.
+    Raises ``ValueError`` for a whole module that contains sharded modules or DTensors, of which one rank's part would
+    be saved as all; and for tensors on the meta device, which have no values.
     """
     own = getattr(model, "checkpoint_source", None)
     if own is not None:
@@ -50,7 +50,7 @@ def source_of(model: nn.Module) -> CheckpointSource:
 
 
 def check_saved_once(model: nn.Module) -> None:
-    """Raise ``ValueError`` for a model that several ranks train, each of which would save it by itself."""
+    """Raise ``ValueError`` for a model in torch's DistributedDataParallel: every rank would save it by itself."""
     if isinstance(model, TorchDDP):
         raise ValueError(
             "the model is in torch's DistributedDataParallel, which each rank would save by itself: on one rank, "
@@ -59,7 +59,7 @@ def check_saved_once(model: nn.Module) -> None:
 
 
 class WrapperSource:
-    """A ``DistributedDataParallel`` model; or another module, which this process saves and loads alone."""
+    """The source of a ``DistributedDataParallel`` model, or of a module that this process saves and loads alone."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -77,7 +77,7 @@ class WrapperSource:
         return model_tensors(model.module if isinstance(model, DistributedDataParallel) else model)
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
-        """Slices are the optimizer's: without it, and of frozen parameters, this rank holds all elements."""
+        """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""
         held = self._checked(optimizer)
         if held is not None:
             held.settle()
@@ -89,7 +89,7 @@ class WrapperSource:
         sliced = set() if read_whole else {part.name for part in slices}
         return Holding(
             params={
-                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, kind_of(param))
+                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, is_expert=grid_name_of(param) == "expert")
                 for name, param in tensors.parameters.items()
             },
             buffers=tensors.buffers,
@@ -99,11 +99,11 @@ class WrapperSource:
             optimizer=None
             if held is None
             else HeldOptimizer(held.optimizer_class.__name__, held.param_groups, held.state),
-            expert_buffers=[name for name, buffer in tensors.buffers.items() if kind_of(buffer) == "expert"],
+            expert_buffers=[name for name, buffer in tensors.buffers.items() if grid_name_of(buffer) == "expert"],
         )
 
     def loaded(self, optimizer: object) -> None:
-        """Parameters follow the masters."""
+        """Make parameters follow the masters."""
         if isinstance(optimizer, DistributedOptimizer):
             optimizer.mark_loaded(whole=_are_on_cpu_without_masters(optimizer))
 
@@ -121,9 +121,9 @@ class WrapperSource:
 
 
 def _are_on_cpu_without_masters(optimizer: DistributedOptimizer) -> bool:
-    """Whether parameters are their own masters, in memory into which reading is cheaper than gathering over gloo.
+    """Whether every rank should read whole parameters: they are their own masters and lie in CPU memory.
 
-    Every rank then reads them whole, and its shard with them. The answer is the same on all ranks.
+    Reading them is then cheaper than gathering shards over gloo. The answer is the same on all ranks.
     """
     params = [entry.owned.param for entry in optimizer.model.wired]
     return all(param.is_cpu and param.dtype not in (torch.bfloat16, torch.float16) for param in params)

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: the step over flat shards, norms, loss scaling, parameter groups.
+"""``DistributedOptimizer``: its step over flat buckets, gradient norms, loss scaling, parameter groups.
 
 Imports ``wrapper`` and the folders below it.
 """

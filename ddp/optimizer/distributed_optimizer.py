@@ -1,8 +1,9 @@
-"""The optimizer's step over flat shards: ZeRO-1 where the model's gradients are sharded, else all of it on every rank.
+"""``DistributedOptimizer``: ZeRO-1 where gradients are sharded; otherwise every rank updates every element.
 
-Follow a step: gradients are reduced into this rank's shard (``launcher.py``); one pass of a torch optimizer updates
-masters and moments, clipping and unscaling on the way; masters are rounded into the parameters' shard; the shards are
-gathered (``param_gather.py``), under the next forward where the config says so.
+Follow a step. Reductions leave the gradients of this rank's shard (``buckets/launcher.py``). One pass of a torch
+optimizer updates masters and moments, and clips and unscales gradients on the way. Masters are rounded into this rank's
+shard of the parameters. All-gathers (``gathers/param_gather.py``) collect the shards, under the next forward with
+``overlap_param_gather``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, layout_key, shard_of_how_many
-from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, runs_of, slices_of
+from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .step_order import step_order
@@ -35,24 +36,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the buckets of a ``DistributedDataParallel`` model, on fp32 masters.
 
     With ``use_distributed_optimizer=True`` each rank keeps masters and moments of its shard only (ZeRO stage 1,
-    Rajbhandari et al., 2020) and the updated parameters are all-gathered; otherwise every rank updates everything.
+    Rajbhandari et al., 2020), and updated parameters are all-gathered. Otherwise every rank updates every element.
 
     lr               learning rate
-    optimizer_class  any elementwise class of ``torch.optim``; of whole parameters with ``keep_params_whole`` (Muon).
-                     AdamW (Loshchilov and Hutter, 2019), Adam and SGD run as torch's fused kernels
-    param_groups     dicts of options, each for the parameters that its ``"params"`` selects: a name or pattern
-                     (``"*.bias"``), a sequence of them, or a function of name and parameter. The first match counts;
-                     the rest form the last group, with the default options
+    optimizer_class  an elementwise class of ``torch.optim``; with ``keep_params_whole`` also a class that updates whole
+                     parameters (Muon). AdamW (Loshchilov and Hutter, 2019), Adam and SGD run as torch's fused kernels
+    param_groups     dicts of options. ``"params"`` selects a group's parameters: a name or pattern (``"*.bias"``), a
+                     sequence of them, or a function of name and parameter. A parameter is in the first group that
+                     selects it; parameters that no group selects form the last group, with the default options
     max_grad_norm    clip by the global norm; None: no clipping (``grad_norm`` is then None)
     options          passed to ``optimizer_class``: ``betas``, ``eps``, ``weight_decay``, ``momentum`` ...
 
-    Learning-rate schedulers of torch work on this class. Parameters that somebody changed since the last step
-    (``load_state_dict``, an in-place update) are read into the masters again first. ``zero_grad`` is
-    ``model.zero_grad_buffer``. Under fp16 use ``maingrad.ddp.GradScaler``.
+    Learning-rate schedulers of torch work on this class. A step first reads parameters that were changed since the last
+    step (``load_state_dict``, an in-place update) into the masters. ``zero_grad`` is ``model.zero_grad_buffer``. Under
+    fp16 use ``maingrad.ddp.GradScaler``.
 
-    ``step`` comes after ``model.finish_grad_sync()``, or after ``model.start_grad_sync()`` alone: it then updates
-    buckets that are reduced while others are under way, unless clipping or a check needs all of them at once. Raises
-    ``RuntimeError`` before either.
+    ``step`` comes after ``model.finish_grad_sync()``, or after ``model.start_grad_sync()`` alone. In the second case
+    the step updates reduced buckets while other buckets are still being reduced, unless clipping or a check needs all
+    gradients at once. Raises ``RuntimeError`` before both.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's gradients before clipping, a 0-dim tensor."""
 
-        # Whatever may raise does so before parameters move: a DistributedOptimizer of before goes on then.
+        # All checks come before parameters move: where one raises, an earlier DistributedOptimizer still works.
         groups = assign_groups(model.wired, param_groups)
         if is_fused(optimizer_class) and not options.get("foreach"):
             options.setdefault("fused", True)
@@ -84,45 +85,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         # What this rank updates.
         self._flats = sorted(flatten_params(model), key=lambda flat: flat.bucket.index)
-        self._runs = runs_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
+        self._segments = segments_of(self._flats, lambda wired: groups[wired.owned.name], whole=whole)
 
-        # The optimizer that does the arithmetic; one list of groups and one state for both, so that schedulers and
-        # state dicts act on what the step reads.
-        self._inner = optimizer_class(inner_groups(self._runs, param_groups), lr=lr, **options)  # type: ignore[call-arg]
-        self._masters = WatchedMasters({run.master: run.flat.bucket.name for run in self._runs})
+        # The inner optimizer does the arithmetic. Both optimizers share one list of groups and one state, so that
+        # schedulers and state dicts act on what the step reads.
+        self._inner = optimizer_class(inner_groups(self._segments, param_groups), lr=lr, **options)  # type: ignore[call-arg]
+        self._masters = WatchedMasters({segment.master: segment.flat.bucket.name for segment in self._segments})
         self._inner.state = StateByMaster(self._masters, self._inner.state)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         self._sealed = True
-        self._agreed_in = -1  # iteration in which all ranks looked for Inf together
+        self._agreed_in = -1  # last iteration in which all ranks looked for Inf together
 
         self.slices: list[ParamSlice] = slices_of(
-            self._flats,
-            self._runs,
-            lambda wired: groups[wired.owned.name],
-            self.state,
+            self._flats, self._segments, lambda wired: groups[wired.owned.name], self.state
         )
-        """Where each parameter meets this rank's shards: for checkpoints and exports."""
-        self._versions = [piece.wired.owned.param._version for piece in self.slices]
+        """What this rank updates of each parameter: for checkpoints and exports."""
+        self._versions = [held.wired.owned.param._version for held in self.slices]
 
-        # Gathers, first what the forward reads first.
+        # Gathers, in the order in which the forward reads parameters.
         self._threads = ReaderThreads()
         self._gathers = [
             ParamGather(
                 flat.bucket.name,
                 flat.params,
                 [wired.owned.param for wired in flat.wired],
-                model.grids[group],
+                model.grids[flat.bucket.layout.grid_name],
                 model.failures,
                 self._threads,
             )
             for flat in reversed(self._flats)
-            if placements_of(model.ddp_config).inner.gathers and model.grids[group := flat.bucket.layout.group].size > 1
+            if placements_of(model.ddp_config).inner.gathers and model.grids[flat.bucket.layout.grid_name].size > 1
         ]
         self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
         self._keepers = find_keepers(model.module, self._gathers)
-        self._masters.follow_late = bool(self._gathers) or any(flat.master is not flat.mine for flat in self._flats)
+        self._masters.follow_late = bool(self._gathers) or any(
+            flat.master is not flat.owned_params for flat in self._flats
+        )
         model.follow(self._gathers, self._masters)
         self._in_charge = object()
         for wired in model.wired:
@@ -130,7 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clip, update the masters, round them into the parameters and gather these from all ranks."""
+        """Clip gradients, update masters, round masters into parameters, and all-gather the parameters."""
         if closure is not None:
             raise ValueError(
                 "DistributedOptimizer.step() takes no closure: gradients are reduced once per iteration; run what is "
@@ -152,7 +152,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self.model.is_reduced and (
             self.max_grad_norm is not None or not self.model.ddp_config.can_wait_by_bucket
         ):
-            self.model.finish_grad_sync()  # all gradients are needed at once
+            self.model.finish_grad_sync()  # clipping and checks need all gradients at once
         self.finish_param_sync()
         self.refresh_masters()
         divisor = self._grad_divisor()
@@ -161,15 +161,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
             self._update(flats, divisor)
             self._round(flats)
-            if flats[-1] is self._flats[-1]:  # what the next forward reads first is gathered first
+            if flats[-1] is self._flats[-1]:  # the next forward reads this bucket first
                 self._start_gathers(early)
         self._start_gathers([gather for gather in self._gathers if gather not in early])
         self._masters.note()
         self._let_parameters_wait()
 
     def finish_param_sync(self) -> None:
-        """Wait for the gathers under way. Reading a parameter does so by itself; what reads memory by its address, a
-        captured CUDA graph say, does not."""
+        """Wait for the gathers under way.
+
+        Reading a parameter waits by itself. Call this before something reads memory by its address (a CUDA graph).
+        """
         for gather in self._gathers:
             gather.arrive()
 
@@ -179,25 +181,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Read parameters into the masters where somebody changed them since they were last in step.
+        """Read those parameters into the masters that were changed since the last step.
 
-        Elements that still are their master's rounding keep it: a model loaded after its optimizer loses no bits.
-        In-place changes are seen by the tensor's version. Writing through ``param.data`` leaves none: change the
-        parameter itself under ``torch.no_grad()``.
+        A master whose rounding equals the parameter's element stays: a model that is loaded after its optimizer loses
+        no bits. The tensor's version shows in-place changes. Writes through ``param.data`` change no version: change
+        the parameter itself under ``torch.no_grad()``.
         """
         self._check_storage()
-        for index, piece in enumerate(self.slices):
-            param = piece.wired.owned.param
-            if param.grad is not None and not piece.wired.record.exposed:
-                raise late_grad(piece.name)
+        for index, held in enumerate(self.slices):
+            param = held.wired.owned.param
+            if param.grad is not None and not held.wired.record.exposed:
+                raise late_grad(held.name)
             version = param._version
             if version != self._versions[index]:
                 self._versions[index] = version
-                same = piece.master.to(piece.param.dtype) == piece.param
-                piece.master.copy_(torch.where(same, piece.master, piece.param))
+                same = held.master.to(held.param.dtype) == held.param
+                held.master.copy_(torch.where(same, held.master, held.param))
 
     def settle(self) -> None:
-        """Before masters and state are read or written: no gather is under way, and nothing known to the device alone.
+        """Prepare masters and state for reading or writing: wait for gathers, and for values that only the device has.
 
         Raises ``RuntimeError`` where another ``DistributedOptimizer`` has replaced this one.
         """
@@ -209,10 +211,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def mark_loaded(self, *, whole: bool = False) -> None:
-        """Somebody wrote this rank's masters and state: parameters follow on all ranks. Collective over the model's.
+        """After a program has written this rank's masters or state: parameters on all ranks follow the masters.
 
-        To be called by all ranks after a program has written to the tensors of ``param_groups``. Nothing is gathered
-        where all have written ``whole`` parameters, alike, which are their own masters.
+        Collective over the model's ranks: call it on all ranks after writing to the tensors of ``param_groups``.
+
+        whole  all ranks have written equal whole parameters, which are their own masters: nothing is gathered
         """
         self._check_in_charge()
         self._adopt_assigned()
@@ -222,15 +225,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._round(self._flats)
             self._start_gathers(self._gathers)
             self.finish_param_sync()
-        self._versions = [piece.wired.owned.param._version for piece in self.slices]
+        self._versions = [held.wired.owned.param._version for held in self.slices]
         self._masters.note()
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: Tensor) -> Tensor:
-        """Multiply this rank's reduced gradients by ``inv_scale`` (0-dim fp32); returns whether a rank met Inf or NaN.
+        """Multiply this rank's reduced gradients by ``inv_scale`` (0-dim fp32), for ``GradScaler``.
 
-        The answer is fp32 on the device, 1 or 0, alike on all ranks; nothing waits for it. For ``GradScaler``.
-        Gradients stay in ``main_grad`` and its dtype, so that norms and clipping find them unscaled.
+        Returns whether any rank has Inf or NaN: 1 or 0, fp32 on the device, equal on all ranks; the host does not wait.
+        Gradients are unscaled in ``main_grad``, where norms and clipping read them.
         """
         self._check_in_charge()
         self.model.check_reduced("unscaling")
@@ -242,9 +245,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found_inf.clamp_(max=1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's moments, groups and masters. It fits this number of ranks and this bucket plan only.
+        """This rank's moments, groups and masters. The dict fits this number of ranks and this bucket plan only.
 
-        ``save_checkpoint`` writes what fits any.
+        ``save_checkpoint`` writes checkpoints that fit any.
         """
         self.settle()
         self.refresh_masters()
@@ -255,15 +258,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave on the same rank of the same layout; parameters follow the masters.
+        """Load what ``state_dict`` returned on the same rank of the same layout; parameters follow the masters.
 
-        Collective over the model's ranks. All raise ``ValueError`` where one was given what does not fit it.
+        Collective over the model's ranks. All ranks raise ``ValueError`` where one rank's dict does not fit.
         """
         axes = self.model.grids["dense"].axes
         alike(lambda: self._check_loadable(state_dict), axes, self.model.failures, "the check of optimizer states")
         state = self.state
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        loaded, self.state = self.state, state  # slices refer to this one
+        loaded, self.state = self.state, state  # slices refer to this mapping
         state.clear()
         state.update(loaded)
         self._inner.param_groups = self.param_groups
@@ -272,7 +275,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.mark_loaded()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Groups are made by the constructor; another one is refused."""
+        """Refuse: only the constructor makes groups."""
         if vars(self).get("_sealed"):
             raise RuntimeError(
                 "DistributedOptimizer updates every parameter of its model and takes no further group: give the "
@@ -290,11 +293,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class that does the arithmetic."""
+        """Class of the inner optimizer."""
         return type(self._inner)
 
     def _adopt_assigned(self) -> None:
-        """``optimizer.state = ...`` and ``optimizer.param_groups = ...``: one list and one state for both."""
+        """Share ``state`` and ``param_groups`` with the inner optimizer again, where a program has assigned others."""
         self._inner.param_groups = self.param_groups
         if self.state is not self._inner.state:
             given, self.state = self.state, self._inner.state
@@ -303,9 +306,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---- One step's parts. ----
 
     def _passes(self, *, at_once: bool) -> list[list[FlatBucket]]:
-        """The buckets of each pass of the inner optimizer: one pass where nothing is to be hidden by another.
+        """The buckets of each pass of the inner optimizer: one pass where several passes would hide nothing.
 
-        A class that is not torch's may count its steps for all parameters together: it has one pass.
+        Classes that are not torch's get one pass: such a class may count steps for all parameters together.
         """
         at_once = at_once or not is_of_torch(self.optimizer_class)
         overlaps = self.model.ddp_config.overlap_param_gather and bool(self._gathers)
@@ -314,32 +317,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return step_order(self._flats, reduced=self.model.is_reduced, gathers=overlaps)
 
     def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None) -> None:
-        """One pass over the masters of these buckets: the others have no gradient in it."""
+        """One pass of the inner optimizer over these buckets: the other masters have no gradient in this pass."""
         chosen = {id(flat.params) for flat in flats}
-        for run in self._runs:
-            run.master.grad = run.grads.to(run.master.dtype) if id(run.flat.params) in chosen else None
+        for segment in self._segments:
+            segment.master.grad = segment.grads.to(segment.master.dtype) if id(segment.flat.params) in chosen else None
         found_inf = vars(self).get("found_inf")
         if self._runs_fused():
             self._inner.grad_scale, self._inner.found_inf = divisor, found_inf  # type: ignore[attr-defined]
             prepare_skippable_step(self._inner)
             self._inner.step()
             self._inner.grad_scale = self._inner.found_inf = None  # type: ignore[attr-defined]
-        else:  # gradients are divided first, and the host asks once whether to skip
-            grads = [run.master.grad for run in self._runs if run.master.grad is not None]
-            if divisor is not None and grads:  # with whole parameters this rank may have none
+        else:  # divide gradients first; the host reads once whether to skip
+            grads = [segment.master.grad for segment in self._segments if segment.master.grad is not None]
+            if divisor is not None and grads:  # with whole parameters this rank may have no segment
                 torch._foreach_div_(grads, divisor)
             if found_inf is None or not found_inf.item():
                 prepare_skippable_step(self._inner)
                 self._inner.step()
-        for run in self._runs:
-            run.master.grad = None
+        for segment in self._segments:
+            segment.master.grad = None
 
     def _runs_fused(self) -> bool:
-        """Whether the kernel itself divides gradients and skips; groups say it, also those that were loaded."""
+        """Whether torch's kernel divides gradients and skips steps: a loaded group may have ``fused`` off."""
         return is_fused(self.optimizer_class) and all(group["fused"] for group in self.param_groups)
 
     def _grad_divisor(self) -> Tensor | None:
-        """What gradients are divided by on the way: the loss scale, and the inverse of the clipping coefficient."""
+        """What the update divides gradients by: the loss scale over the clipping coefficient. None: by nothing."""
         scale: Tensor | None = vars(self).get("grad_scale")
         if self.max_grad_norm is None:
             return scale
@@ -350,17 +353,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return inverse if scale is None else inverse * scale
 
     def _round(self, flats: Sequence[FlatBucket]) -> None:
-        """Round masters into this rank's shard of the parameters."""
-        rounded = [flat for flat in flats if flat.master.data_ptr() != flat.mine.data_ptr()]
+        """Round masters into the parameters that this rank updates."""
+        rounded = [flat for flat in flats if flat.master.data_ptr() != flat.owned_params.data_ptr()]
         if rounded:
-            torch._foreach_copy_([flat.mine for flat in rounded], [flat.master for flat in rounded])
+            torch._foreach_copy_([flat.owned_params for flat in rounded], [flat.master for flat in rounded])
 
     def _start_gathers(self, gathers: Sequence[ParamGather]) -> None:
         for gather in gathers:
             gather.start(self._stream, self.model.observer)
 
     def _let_parameters_wait(self) -> None:
-        """From here on whoever reads a parameter waits for its gather; without overlap everybody waits now."""
+        """Make every read of a parameter wait for its gather; without overlap, wait for all gathers now."""
         if not self.model.ddp_config.overlap_param_gather:
             self.finish_param_sync()
             return
@@ -369,7 +372,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         guard_reads(modules, self._gathers, self._keepers, self._threads)
 
     def _layout_key(self) -> str:
-        return layout_key(self.optimizer_class, self.model.plan, self._runs)
+        return layout_key(self.optimizer_class, self.model.plan, self._segments)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         self.settle()
@@ -384,12 +387,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _check_storage(self) -> None:
-        for piece in self.slices:
-            param = piece.wired.owned.param
-            with DisableTorchFunctionSubclass():  # no value is read: whoever needs them has waited
+        for held in self.slices:
+            param = held.wired.owned.param
+            with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
                 address = param.data_ptr()
-            if address != piece.view.data_ptr():
+            if address != held.view.data_ptr():
                 raise RuntimeError(
-                    f"parameter '{piece.name}' was given other storage (.to(), .data = ...) after the optimizer was "
+                    f"parameter '{held.name}' was given other storage (.to(), .data = ...) after the optimizer was "
                     f"built: updates would not reach it; move the model before wrapping it"
                 )

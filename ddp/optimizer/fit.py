@@ -1,4 +1,4 @@
-"""Whether a ``DistributedOptimizer``'s state dict is that of this rank's shard: of this plan, class, rank and cuts."""
+"""Checks that a ``DistributedOptimizer``'s state dict fits this rank: same plan, class, shard and segments."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -7,31 +7,34 @@ from typing import Any
 from ..collectives.placements import placements_of
 from ..plan.layout import GradPlan
 from ..wrapper.data_parallel import DistributedDataParallel
-from .flat_params import Run
+from .flat_params import Segment
 
 __all__ = ["check_fits", "layout_key", "shard_of_how_many"]
 
 
-def layout_key(optimizer_class: type, plan: GradPlan, runs: Sequence[Run]) -> str:
-    """Equal where states fit each other."""
-    cuts = [(run.flat.bucket.index, run.flat.first, run.start, run.end, run.group) for run in runs]
+def layout_key(optimizer_class: type, plan: GradPlan, segments: Sequence[Segment]) -> str:
+    """A key that is equal for two optimizers whose state dicts fit each other."""
+    cuts = [
+        (segment.flat.bucket.index, segment.flat.owned.start, segment.start, segment.end, segment.group)
+        for segment in segments
+    ]
     digest = hashlib.sha256(repr(cuts).encode()).hexdigest()[:16]
     return f"{optimizer_class.__name__}/{plan.fingerprint[:16]}/{digest}"
 
 
 def shard_of_how_many(model: DistributedDataParallel) -> str:
-    """Which shard this rank's is, in words."""
+    """This rank's shard in words: "2 of 4"."""
     grid = model.grids["dense"]
     first, size = (grid.inner_rank, grid.inner_size) if placements_of(model.ddp_config).inner.gathers else (0, 1)
     return f"{first + 1} of {size}"
 
 
 def check_fits(state_dict: Mapping[str, Any], key: str, here: str, lengths: Mapping[str, int | None]) -> None:
-    """Raise ``ValueError`` for a state dict of another layout or shard, or one that was cut.
+    """Raise ``ValueError`` for a state dict of another layout or shard, or one with missing entries.
 
-    key      of this optimizer's layout
-    here     this rank's shard
-    lengths  of what a state dict holds; None: any
+    key      this optimizer's ``layout_key``
+    here     this rank's ``shard_of_how_many``
+    lengths  number of entries under each key of a state dict; None: any
     """
     if state_dict.get("layout") == key:
         for name, length in lengths.items():

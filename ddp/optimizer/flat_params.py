@@ -1,14 +1,16 @@
-"""Parameters in flat buffers with the gradients' own layout, and what of them this rank updates.
+"""Parameters in flat buffers with the gradients' layout, and which of their elements this rank updates.
 
-A rank's shard of parameters, masters, moments and gradients is the same range of elements everywhere, so that the
-all-gather runs in place and an elementwise optimizer sees a few long tensors::
+The range of a bucket that this rank updates is the same for parameters, masters, moments and gradients. So the
+all-gather runs in place, and an elementwise optimizer sees few and long tensors::
 
     bucket of gradients (reduce-scattered)   | rank 0 | rank 1 | rank 2 | rank 3 |
-    master, moments on rank 1                         | a  b a |                         runs: parameter groups a, b, a
+    master and moments on rank 1                      | a  b a |                     segments: groups a, b, a
     bucket of parameters (all-gathered)      | rank 0 | rank 1 | rank 2 | rank 3 |
+
+A *segment* is what the inner optimizer updates as one tensor. A *slice* is what this rank updates of one parameter.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,68 +21,70 @@ from ..buckets.buffer import FlatBuffer
 from ..buckets.wiring import WiredParam
 from ..collectives.in_flight import group_size
 from ..plan.layout import ParamSlot
+from ..plan.ranges import Range
 from ..stock.master_param import MasterParameter, make_master
 from ..wrapper.data_parallel import DistributedDataParallel
 
-__all__ = ["FlatBucket", "ParamSlice", "Run", "flatten_params", "inner_groups", "runs_of", "slices_of"]
+__all__ = ["FlatBucket", "ParamSlice", "Segment", "flatten_params", "inner_groups", "segments_of", "slices_of"]
 
 
 class FlatBucket(NamedTuple):
-    """One bucket's parameters, and what this rank updates of them."""
+    """One bucket's parameters in a flat buffer, and the range of them that this rank updates."""
 
     bucket: Bucket
     params: Tensor
-    """[bucket.numel] all ranks' shards."""
-    first: int
-    """First element of this rank's range of the bucket."""
-    mine: Tensor
-    """View of ``params``: this rank's range."""
+    """[bucket.numel] all ranks' parameters."""
+    owned: Range
+    """The elements of the bucket that this rank updates: its shard, or all of them."""
+    owned_params: Tensor
+    """[owned.numel] view of ``params``."""
     master: Tensor
-    """fp32 copy of ``mine``; ``mine`` itself where parameters are fp32 or wider."""
+    """[owned.numel] fp32 copy of ``owned_params``; ``owned_params`` itself where parameters are fp32 or wider."""
     grads: Tensor
-    """View of the bucket's gradients: the same range."""
+    """[owned.numel] view of the bucket's gradients."""
     wired: tuple[WiredParam, ...]
-    """Its parameters, in the order of the layout's slots."""
+    """The bucket's parameters, in the order of the layout's slots."""
 
 
-class Run(NamedTuple):
-    """Consecutive elements of this rank's range with one parameter group: what the inner optimizer takes for one
-    parameter."""
+class Segment(NamedTuple):
+    """Consecutive elements of the owned range with one parameter group: one tensor for the inner optimizer."""
 
     flat: FlatBucket
     start: int
-    """First element, relative to this rank's range."""
+    """First element, counted from the start of the owned range."""
     end: int
     group: int
+    """Index of the parameter group."""
     master: MasterParameter
-    """View of ``flat.master``; of the parameter's shape where parameters are kept whole."""
+    """[end - start] view of ``flat.master``; in the parameter's shape where parameters are kept whole."""
 
     @property
     def grads(self) -> Tensor:
-        """View of the gradients of the same elements."""
+        """View of the gradients of these elements, in the shape of ``master``."""
         return self.flat.grads[self.start : self.end].view(self.master.shape)
 
 
 class ParamSlice(NamedTuple):
-    """Where one parameter meets this rank's range of its bucket: ``[start, end)`` of the flattened parameter."""
+    """The elements [start, end) of one flattened parameter that this rank updates."""
 
     wired: WiredParam
     start: int
     end: int
-    """Equal to ``start`` where the parameter lies in other ranks' ranges."""
+    """Equal to ``start`` where other ranks update all of the parameter."""
     view: Tensor
-    """The whole parameter's storage in the flat buffer, in the parameter's shape."""
+    """The whole parameter in the flat buffer, in the parameter's shape."""
     param: Tensor
-    """[end - start] its elements in the flat buffer of parameters."""
+    """[end - start] view of the parameters' flat buffer."""
     master: Tensor
-    """[end - start] its elements in the master."""
+    """[end - start] view of the master."""
     group: int
-    """Its parameter group."""
-    run: Run | None
+    """Index of the parameter group."""
+    segment: Segment | None
+    """The segment that holds these elements; None for an empty slice."""
     offset: int
-    """Place of the first element in its run."""
-    run_state: Mapping[Any, Any]
-    """State of the inner optimizer by master."""
+    """Place of the first element in the segment."""
+    state_by_master: Mapping[Any, Any]
+    """State of the inner optimizer, by segments' masters."""
 
     @property
     def name(self) -> str:
@@ -94,40 +98,43 @@ class ParamSlice(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """[end - start] its elements of the gradients, which are reduced after ``finish_grad_sync``: a view."""
-        grads = self.param.new_empty(0) if self.run is None else self.run.grads.view(-1)
+        """[end - start] view of the gradients; they are reduced after ``finish_grad_sync``."""
+        grads = self.param.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 
     @property
     def updated(self) -> Tensor | None:
-        """What the inner optimizer takes for one parameter, with these elements in it."""
-        return None if self.run is None else self.run.master
+        """The segment's master: the tensor under which the inner optimizer keeps the state of these elements."""
+        return None if self.segment is None else self.segment.master
 
     def state(self) -> dict[str, Tensor]:
-        """Elementwise state of the inner optimizer, [end - start] each: views. Empty before the first step."""
+        """Elementwise state of the inner optimizer: views, [end - start] each. Empty before the first step."""
         return {
             key: value.view(-1)[self.offset : self.offset + self.end - self.start]
-            for key, value in self._run_state().items()
-            if isinstance(value, Tensor) and self.run is not None and value.shape == self.run.master.shape
+            for key, value in self._segment_state().items()
+            if isinstance(value, Tensor) and self.segment is not None and value.shape == self.segment.master.shape
         }
 
     def scalars(self) -> dict[str, Any]:
-        """The rest of its state, such as the number of steps."""
+        """The rest of the state, such as the number of steps."""
         elementwise = self.state()
-        return {key: value for key, value in self._run_state().items() if key not in elementwise}
+        return {key: value for key, value in self._segment_state().items() if key not in elementwise}
 
-    def _run_state(self) -> Mapping[str, Any]:
-        return {} if self.run is None else self.run_state.get(self.run.master, {})
+    def _segment_state(self) -> Mapping[str, Any]:
+        return {} if self.segment is None else self.state_by_master.get(self.segment.master, {})
 
 
 def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
-    """Move the parameters into flat buffers laid out like the gradients; one entry for each bucket."""
+    """Move the parameters into flat buffers laid out like the gradients; returns one entry for each bucket.
+
+    Raises ``ValueError`` for complex parameters and for parameters that share memory.
+    """
     check_flattenable(model)
     by_name = {wired.owned.name: wired for wired in model.wired}
     by_index = {bucket.index: bucket for bucket in model.buckets}
     flats = []
     for layout in model.plan.buffers:
-        gather = model.grids[layout.group].gather if model.ddp_config.copy_engine_param_gather else None
+        gather = model.grids[layout.grid_name].gather if model.ddp_config.copy_engine_param_gather else None
         mapped_in = gather if group_size(gather) > 1 else None
         buffer = FlatBuffer(layout, layout.param_dtype, model.device, mapped_in=mapped_in)
         for bucket_layout in layout.buckets:
@@ -137,10 +144,11 @@ def flatten_params(model: DistributedDataParallel) -> list[FlatBucket]:
                 view.copy_(entry.owned.param.detach())
                 entry.owned.param.data = view
             bucket, params = by_index[bucket_layout.index], buffer.bucket_view(bucket_layout)
-            first, last = model.owned_range(bucket_layout)
-            mine = params[first:last]
-            master = mine.float() if mine.dtype in (torch.bfloat16, torch.float16) else mine
-            flats.append(FlatBucket(bucket, params, first, mine, master, bucket.grad_data[first:last], wired))
+            owned = Range(*model.owned_range(bucket_layout))
+            owned_params, grads = params[slice(*owned)], bucket.grad_data[slice(*owned)]
+            in_half = owned_params.dtype in (torch.bfloat16, torch.float16)
+            master = owned_params.float() if in_half else owned_params
+            flats.append(FlatBucket(bucket, params, owned, owned_params, master, grads, wired))
     return flats
 
 
@@ -162,95 +170,85 @@ def check_flattenable(model: DistributedDataParallel) -> None:
             )
 
 
-def runs_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], *, whole: bool) -> list[Run]:
-    """Cut this rank's range of every bucket into runs; together they are all of it, padding included.
+def segments_of(flats: Sequence[FlatBucket], group_of: Callable[[WiredParam], int], *, whole: bool) -> list[Segment]:
+    """Cut the owned range of every bucket into segments, which cover all of the range, padding included.
 
-    A range of padding alone has no run: no checkpoint has state of it, which it would lack after a load.
+    An owned range of padding alone has no segment: a checkpoint has no state of padding, so that the optimizer would
+    lack this state after a load.
 
     group_of  index of a parameter's group
-    whole     one run for each parameter, in its shape; padding belongs to none
+    whole     make one segment for each parameter, in the parameter's shape; padding is in no segment
     """
-    runs = []
+    segments = []
     for flat in flats:
-        pieces = list(_pieces(flat))
+        origin = flat.bucket.layout.start + flat.owned.start
+        held = [(wired, part.counted_from(origin)) for wired, _, part in _owned_parts(flat) if part.numel]
+        held.sort(key=lambda entry: entry[1].start)
         if whole:
-            for piece in pieces:
-                shape = piece.slot.spec.shape or (1,)  # so that a scalar's moments differ from its counter of steps
-                master = make_master(flat.master[piece.start : piece.end].view(shape))
-                runs.append(Run(flat, piece.start, piece.end, group_of(piece.wired), master))
+            for wired, (start, end) in held:
+                shape = wired.owned.param.shape or (1,)  # a scalar's moments must differ from its counter of steps
+                master = make_master(flat.master[start:end].view(shape))
+                segments.append(Segment(flat, start, end, group_of(wired), master))
             continue
         cuts: list[tuple[int, int]] = []  # (first element, group)
-        for piece in pieces:
-            group = group_of(piece.wired)
+        for wired, (start, _) in held:
+            group = group_of(wired)
             if not cuts or cuts[-1][1] != group:
-                cuts.append((piece.start if cuts else 0, group))
+                cuts.append((start if cuts else 0, group))
         if not cuts:
             continue
         for (start, group), (end, _) in zip(cuts, [*cuts[1:], (flat.master.numel(), 0)], strict=True):
-            runs.append(Run(flat, start, end, group, make_master(flat.master[start:end])))
-    return runs
+            segments.append(Segment(flat, start, end, group, make_master(flat.master[start:end])))
+    return segments
 
 
-class _Piece(NamedTuple):
-    """The part of one parameter in this rank's range, relative to the range's start."""
-
-    slot: ParamSlot
-    wired: WiredParam
-    start: int
-    end: int
-
-
-def _pieces(flat: FlatBucket) -> Iterator[_Piece]:
-    """The parameters that this rank's range meets, in the order of memory."""
-    base = flat.bucket.layout.start + flat.first
-    found = []
-    for slot, wired in zip(flat.bucket.layout.slots, flat.wired, strict=True):
-        start, end = max(slot.start - base, 0), min(slot.end - base, flat.mine.numel())
-        if start < end:
-            found.append(_Piece(slot, wired, start, end))
-    return iter(sorted(found, key=lambda piece: piece.start))
+def _owned_parts(flat: FlatBucket) -> list[tuple[WiredParam, ParamSlot, Range]]:
+    """Each parameter, its slot, and the elements of the slot that this rank updates, counted in the buffer."""
+    layout = flat.bucket.layout
+    owned = flat.owned.counted_from(-layout.start)
+    return [(wired, slot, slot.range.intersect(owned)) for slot, wired in zip(layout.slots, flat.wired, strict=True)]
 
 
 def slices_of(
     flats: Sequence[FlatBucket],
-    runs: Sequence[Run],
+    segments: Sequence[Segment],
     group_of: Callable[[WiredParam], int],
-    run_state: Mapping[Any, Any],
+    state_by_master: Mapping[Any, Any],
 ) -> list[ParamSlice]:
-    """Every parameter's part in this rank's range, in the order of buckets; empty for those in other ranks' ranges."""
-    by_flat: dict[int, list[Run]] = {}
-    for run in runs:
-        by_flat.setdefault(id(run.flat.params), []).append(run)
+    """This rank's slice of every parameter, in the order of buckets."""
+    by_bucket: dict[int, list[Segment]] = {}
+    for segment in segments:
+        by_bucket.setdefault(segment.flat.bucket.index, []).append(segment)
     slices = []
     for flat in flats:
-        pieces = {piece.slot.spec.name: piece for piece in _pieces(flat)}
-        base = flat.bucket.layout.start + flat.first
-        for slot, wired in zip(flat.bucket.layout.slots, flat.wired, strict=True):
-            piece = pieces.get(slot.spec.name)
-            first, last = (0, 0) if piece is None else (piece.start, piece.end)
-            start = 0 if piece is None else base + first - slot.start
-            own = next((r for r in by_flat.get(id(flat.params), ()) if r.start <= first and last <= r.end), None)
+        origin = flat.bucket.layout.start + flat.owned.start
+        for wired, slot, part in _owned_parts(flat):
+            held = in_param = Range(0, 0)
+            own = None
+            if part.numel:
+                held, in_param = part.counted_from(origin), part.counted_from(slot.start)
+                own = next(s for s in by_bucket[flat.bucket.index] if s.start <= held.start and held.end <= s.end)
             slices.append(
                 ParamSlice(
                     wired=wired,
-                    start=start,
-                    end=start + last - first,
+                    start=in_param.start,
+                    end=in_param.end,
                     view=wired.owned.param.detach(),
-                    param=flat.mine[first:last],
-                    master=flat.master[first:last],
+                    param=flat.owned_params[slice(*held)],
+                    master=flat.master[slice(*held)],
                     group=group_of(wired),
-                    run=own if piece is not None else None,
-                    offset=0 if own is None else first - own.start,
-                    run_state=run_state,
+                    segment=own,
+                    offset=0 if own is None else held.start - own.start,
+                    state_by_master=state_by_master,
                 )
             )
     return slices
 
 
-def inner_groups(runs: Sequence[Run], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of masters, the default one last; one that lies in other ranks' shards is empty here."""
+def inner_groups(segments: Sequence[Segment], param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The inner optimizer's groups of masters, the default group last. A group may be empty on this rank."""
     members: list[list[Tensor]] = [[] for _ in range(len(param_groups) + 1)]
-    for run in runs:
-        members[run.group].append(run.master)
+    for segment in segments:
+        members[segment.group].append(segment.master)
     options = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
     return [{**own, "params": masters} for own, masters in zip([*options, {}], members, strict=True)]

@@ -1,4 +1,4 @@
-"""The global gradient norm over buckets, and clipping by it, without a host synchronisation."""
+"""The global gradient norm, and clipping by this norm; the host does not wait for the device."""
 
 from collections.abc import Sequence
 
@@ -17,21 +17,21 @@ __all__ = ["clip_coefficient", "clip_grad_norm", "global_grad_norm"]
 def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     """``sqrt(sum_i g_i^2)`` over all parameters, once each, as a 0-dim tensor, equal on all ranks.
 
-    It is fp32, or fp64 where a gradient is; squares are summed in fp64, so that how buckets and shards are cut does not
-    show. Padding is zeros and adds nothing. Shards are summed over the ranks; what several ranks hold alike counts
-    once, what differs between ranks (experts, each on its own) counts each time.
+    The norm is fp32, or fp64 where a gradient is fp64. Squares are summed in fp64, so that the norm does not depend on
+    how buckets and shards are cut. Padding is zeros. Squares of shards are summed over ranks: an element that several
+    ranks hold counts once; elements that differ between ranks (experts) all count.
     """
     model.check_reduced("the gradient norm")
     squares, widest = [], torch.float32
-    summed = False  # over ranks
-    for kind in ("dense", "expert"):
-        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in model.reduced_grads(kind)]
+    summed = False  # whether some ranks hold other elements than this rank
+    for grid_name in ("dense", "expert"):
+        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in model.reduced_grads(grid_name)]
         if not grads:
             continue
         widest = max(widest, *(grad.dtype for grad in grads), key=lambda dtype: dtype.itemsize)
         square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
-        # Summed over all ranks, what so many of them hold alike counts so often.
-        replicas = model.reductions[kind].num_replicas
+        # The sum over all ranks counts an element once for each of its replicas.
+        replicas = model.reductions[grid_name].num_replicas
         summed = summed or replicas < model.grids["dense"].size
         squares.append(square / replicas)
     total = torch.stack(squares).sum()
@@ -44,7 +44,7 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` has it."""
+    """``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -57,12 +57,12 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before, a 0-dim tensor.
 
-    model           a wrapper, or all of this rank's: one for each of its stages of a pipeline
-    pipeline_group  the ranks that hold the other stages: the norm is over these too, and equal on all of them. A weight
-                    that two wrappers have copies of counts twice
+    model           a wrapper, or a sequence of this rank's wrappers, one for each pipeline stage
+    pipeline_group  the ranks with the pipeline's other stages: the norm covers them too, and is equal on all of them.
+                    A weight of which two wrappers hold copies counts twice
 
-    Call it between ``finish_grad_sync`` and the optimizer's step. ``DistributedOptimizer(max_grad_norm=...)`` does the
-    same inside its own pass over the gradients, for its own wrapper. Collective.
+    Call it between ``finish_grad_sync`` and the optimizer's step. ``DistributedOptimizer(max_grad_norm=...)`` clips in
+    its own pass over the gradients of its wrapper. Collective. Raises ``ValueError`` for ``max_norm <= 0``.
     """
     models = [model] if isinstance(model, DistributedDataParallel) else list(model)
     if max_norm <= 0:

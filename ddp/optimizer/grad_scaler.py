@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 over sharded gradients: every rank skips the same steps."""
+"""Loss scaling for fp16 over sharded gradients: all ranks skip the same steps."""
 
 from typing import Any
 
@@ -11,19 +11,19 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` that looks for Inf and NaN in the shards of all ranks.
+    """A ``torch.amp.GradScaler`` that looks for Inf and NaN in the shards of all ranks.
 
-    Used as torch's own: ``scale(loss).backward()``, ``model.finish_grad_sync()``, ``step(optimizer)``, ``update()``.
-    ``unscale_(optimizer)`` comes after ``finish_grad_sync``. Optimizers that are not ``DistributedOptimizer`` are
-    treated as torch treats them. The host waits for nothing but what torch's own waits for.
+    Use it as torch's: ``scale(loss).backward()``, ``model.finish_grad_sync()``, ``step(optimizer)``, ``update()``.
+    ``unscale_(optimizer)`` comes after ``finish_grad_sync``. Optimizers other than ``DistributedOptimizer`` are handled
+    by torch's scaler. The host waits no more often than under torch's scaler.
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """``optimizer.step()`` with gradients unscaled, unless a rank met Inf or NaN."""
+        """``optimizer.step()`` with unscaled gradients; no step where a rank has Inf or NaN."""
         try:
             return super().step(optimizer, *args, **kwargs)
         except BaseException:
-            # torch sets these for the step and multiplies by what it finds: the next step must find nothing.
+            # torch sets these for one step. A failed step must not leave them for the next one.
             vars(optimizer).pop("grad_scale", None)
             vars(optimizer).pop("found_inf", None)
             raise

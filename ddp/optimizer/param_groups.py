@@ -1,4 +1,4 @@
-"""Parameter groups by name or predicate, and the optimizer classes that may work on flat shards."""
+"""Parameter groups by name or function, and which optimizer classes may step over flat shards."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from ..buckets.wiring import WiredParam
 __all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused", "is_of_torch", "why_not_over"]
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-"""One kernel for all tensors, that divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
+"""Classes with a fused kernel, which divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
 _ELEMENTWISE = (
     *_FUSED,
     torch.optim.Adadelta,
@@ -24,15 +24,15 @@ _ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
 )
-"""Each element's update depends on that element's gradient and state alone."""
+"""Classes whose update of an element depends on this element's gradient and state alone."""
 _PER_PARAMETER = (torch.optim.Adafactor, torch.optim.Muon)
-"""Each parameter's update depends on that parameter's gradient and state alone."""
+"""Classes whose update of a parameter depends on this parameter's gradient and state alone."""
 
 
 def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool) -> None:
-    """Raise ``ValueError`` for a class whose update of one element depends on others, which shards and runs cut apart.
+    """Raise ``ValueError`` for a class whose update of an element depends on elements in other shards or segments.
 
-    ``why_not_over`` has the rule. Every rank raises, whatever its shards hold.
+    ``why_not_over`` has the rule. All ranks raise, whatever their shards hold.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class is a subclass of torch.optim.Optimizer, got {cls!r}")
@@ -56,12 +56,13 @@ def check_optimizer_class(cls: type, wired: Iterable[WiredParam], *, whole: bool
 def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
     """Why an optimizer of this class may not step over shards; None where it may. One rule for all wrappers.
 
-    Classes of torch are known. Another one says by an attribute what an element's update depends on: ``elementwise =
-    True``, on that element's gradient and state; ``per_parameter = True``, on those of its parameter (LAMB, LARS),
-    which must not be cut then. One that sums over all parameters (L-BFGS, Prodigy, D-Adaptation) is not for shards.
+    Torch's classes are listed above. Other classes declare by an attribute what the update of an element depends on.
+    ``elementwise = True``: this element's gradient and state. ``per_parameter = True``: the gradient and state of this
+    element's parameter (LAMB, LARS), so that parameters must stay whole. A class that sums over all parameters (L-BFGS,
+    Prodigy, D-Adaptation) cannot step over shards.
 
-    whole       no rank has a part of a parameter
-    kept_whole  what keeps parameters whole
+    whole       whether shards hold whole parameters
+    kept_whole  the option that keeps parameters whole, for the error
     """
     name = cls.__name__
     if cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
@@ -80,19 +81,19 @@ def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
 
 
 def is_fused(cls: type) -> bool:
-    """Whether torch has a fused kernel of this class on every device."""
+    """Whether torch has a fused kernel for this class on every device."""
     return cls in _FUSED
 
 
 def is_of_torch(cls: type) -> bool:
-    """Whether it is one of torch's own classes, whose state is each parameter's alone."""
+    """Whether this is one of torch's own classes, which keep state for each parameter separately."""
     return cls in vars(torch.optim).values()
 
 
 def check_options(cls: type, options: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise what the class's constructor raises for options that it does not take, its own and those of each group.
+    """Raise what the class's constructor raises for bad options, for those of each group too.
 
-    torch checks the former alone: in a group, a misspelt or a negative one would pass.
+    torch's constructor does not check the options of groups: misspelt names and negative values would pass.
     """
     own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     if any(given.get("differentiable") for given in (options, *own)):

@@ -1,6 +1,6 @@
-"""In which order a step updates buckets, so that the reductions still under way and the first gather are hidden by it.
+"""The order in which a step updates buckets, so that updates hide the last reductions and the first gather.
 
-Backward fills buckets in launch order, and the next forward reads them in about the reverse one::
+Backward completes buckets in launch order, and the next forward reads them in about the reverse order::
 
     reductions under way    | .. n-2 | n-1 |
     update                  | 0 .. n/2     | n-1 | n/2 .. n-2 |
@@ -18,8 +18,8 @@ T = TypeVar("T")
 def step_order(buckets: Sequence[T], *, reduced: bool, gathers: bool) -> list[list[T]]:
     """Cut buckets, given in launch order, into passes of the optimizer.
 
-    reduced  all gradients are there: nothing is to be hidden before the bucket that is needed first
-    gathers  updated parameters are gathered under what follows
+    reduced  whether all gradients are reduced: then no update needs to come before the last bucket's
+    gathers  whether updated parameters are gathered under the updates and the forward that follow
     """
     *others, last = buckets
     half = 0 if reduced else len(others) // 2

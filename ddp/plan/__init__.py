@@ -1,4 +1,4 @@
-"""The plan of gradient memory, in integers: where each gradient lies, where buckets and shards are cut.
+"""The plan of gradient memory, in integers: where each gradient lies, where buckets and shards begin and end.
 
-No tensor is allocated here and no process group is asked. Imports ``contract`` and ``ddp/config.py``.
+The plan allocates no tensor and calls no process group. Imports ``contract`` and ``ddp/config.py``.
 """

@@ -1,18 +1,17 @@
-"""Shard borders that cut no atom: the order and the gaps of one bucket's parameters, and how long its shards are.
+"""Arranges one bucket's parameters so that no shard border cuts an atom, with shards as short as can be found.
 
 An *atom* is a number of consecutive elements of a parameter that must stay together: a row, a block of rows, the whole
-tensor. Shards are equally long, so that borders lie at multiples of the shard. A border inside a parameter must lie a
-multiple of its atom behind its start. That leaves three cases for a parameter of ``n`` elements::
+tensor. All shards have one length, so that borders lie at multiples of this length. The distance between a parameter's
+start and a border inside the parameter must be a multiple of the atom. For a parameter of ``n`` elements::
 
-    no border inside       fine
-    one border inside      fine if the parameter starts at the right place: a gap of less than an atom before it
-    two and more           the shard must be a multiple of the atom as well: no way around it if n > 2 shards
+    no border inside       always possible
+    one border inside      possible if the parameter starts at the right place: after a gap of less than an atom
+    two or more borders    the shard's length must be a multiple of the atom too; this case is forced if n > 2 shards
 
-``layout_walk.py`` finds the order and the gaps for one length of shards. The search here (``place``) looks for the
-shortest shards with which that gets everything in, from a lower bound upwards; two plain layouts that always exist are
-its upper bound.
+``walk.py`` finds order and gaps for a given length of shards. The search in this file tries lengths, from a lower bound
+upwards, until all parameters fit. Two simple arrangements, which always exist, are the upper bound.
 
-Arithmetic on integers only; ties go to the first parameter, so that every rank computes the same.
+All arithmetic is on integers, and ties go to the first parameter, so that every rank computes the same result.
 """
 
 import functools
@@ -22,43 +21,43 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from .cut import PARAM_ALIGNMENT, round_up, stack_whole
-from .walk import MAX_PILES, Kind, piles_of, walk
+from .walk import MAX_PILES, ParamSize, piles_of, walk
 
-__all__ = ["Placement", "atom_of", "cuts_an_atom", "least_shard_numel", "place"]
+__all__ = ["Arrangement", "arrange", "atom_of", "cuts_an_atom", "least_shard_numel"]
 
-MAX_LOOKS = 250_000  # looks at a pile in all walks of one bucket, about half a second
-BISECTIONS = 12  # between the longest shard that was too short and the shortest that was not
-HOPELESS_TRIES = 8  # lengths tried in a row at which some parameter fits nowhere
+MAX_LOOKS = 250_000  # how often all walks of one bucket may look at a pile: about half a second
+BISECTIONS = 12  # steps between the longest length that was too short and the shortest that was enough
+HOPELESS_TRIES = 8  # the search ends after so many lengths in a row at which some parameter fits nowhere
 
 
-class Placement(NamedTuple):
+class Arrangement(NamedTuple):
     """Where the parameters of one bucket lie."""
 
     starts: Sequence[int]
-    """First element of each, from the bucket's start."""
+    """First element of each parameter, counted from the bucket's start."""
     shard_numel: int
     """Elements of each shard, padding included."""
 
 
-def atom_of(shape: Sequence[int], kind: Literal["element", "row", "whole"] | int) -> int:
-    """Elements of ``ParamSpec.atom`` for a parameter of this shape.
+def atom_of(shape: Sequence[int], atom: Literal["element", "row", "whole"] | int) -> int:
+    """``ParamSpec.atom`` in elements, for a parameter of this shape.
 
-    kind  "element": may be cut anywhere; "row": between entries of dim 0; "whole": nowhere; an integer: between blocks
-          of so many rows, of which the last may be shorter
+    atom  where borders may lie. "element": anywhere; "row": between entries of dim 0; "whole": nowhere; an integer:
+          between blocks of this many rows, of which the last block may be shorter
 
-    A row of a 1-D parameter is one element, and a scalar is one element. Raises ``ValueError`` for another kind.
+    A row of a 1-D parameter is one element, and a scalar is one element. Raises ``ValueError`` for any other atom.
     """
-    if kind == "element":
+    if atom == "element":
         return 1
-    if kind == "whole":
+    if atom == "whole":
         return max(1, math.prod(shape))
-    if kind == "row":
+    if atom == "row":
         return max(1, math.prod(shape[1:]))
-    if not isinstance(kind, int) or isinstance(kind, bool):
-        raise ValueError(f"an atom is 'element', 'row', 'whole' or a number of rows, got {kind!r}")
-    if kind < 1:
-        raise ValueError(f"an atom of rows has at least one row, got {kind}")
-    return max(1, kind * math.prod(shape[1:]))
+    if not isinstance(atom, int) or isinstance(atom, bool):
+        raise ValueError(f"an atom is 'element', 'row', 'whole' or a number of rows, got {atom!r}")
+    if atom < 1:
+        raise ValueError(f"an atom of rows has at least one row, got {atom}")
+    return max(1, atom * math.prod(shape[1:]))
 
 
 def cuts_an_atom(start: int, numel: int, atom: int, shard_numel: int) -> bool:
@@ -67,117 +66,119 @@ def cuts_an_atom(start: int, numel: int, atom: int, shard_numel: int) -> bool:
     return any((border - start) % atom for border in (borders[:1] if shard_numel % atom == 0 else borders[:2]))
 
 
-def place(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> Placement:
-    """Place the parameters of one bucket so that no shard border cuts an atom.
+def arrange(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> Arrangement:
+    """Arrange the parameters of one bucket so that no shard border cuts an atom.
 
     numels, atoms  of each parameter, in elements
     degree         number of shards
-    multiple       elements that a shard's length must be a multiple of
+    multiple       a shard's length must be a multiple of this, in elements
 
-    Where the plain order with element atoms cuts nothing, that is the result. Always succeeds: a shard that holds all
-    parameters cuts none.
+    Keeps the given order without gaps where this order cuts no atom. Always succeeds: one shard can hold everything.
     """
-    return _place(tuple(Kind(numel, atom) for numel, atom in zip(numels, atoms, strict=True)), degree, multiple)
+    return _arrange(tuple(ParamSize(numel, atom) for numel, atom in zip(numels, atoms, strict=True)), degree, multiple)
 
 
 @functools.lru_cache(maxsize=64)  # a model has many layers of the same shapes
-def _place(kinds: tuple[Kind, ...], degree: int, multiple: int) -> Placement:
-    plain = _in_order(kinds, degree, multiple)
-    if not any(cuts_an_atom(start, *kind, plain.shard_numel) for kind, start in zip(kinds, plain.starts, strict=True)):
+def _arrange(sizes: tuple[ParamSize, ...], degree: int, multiple: int) -> Arrangement:
+    plain = _in_order(sizes, degree, multiple)
+    if not any(cuts_an_atom(start, *size, plain.shard_numel) for size, start in zip(sizes, plain.starts, strict=True)):
         return plain._replace(starts=tuple(plain.starts))
-    best = Placement(*stack_whole([kind.numel for kind in kinds], [0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
-    aligned = _in_aligned_order(kinds, degree, multiple, best.shard_numel)
-    best = _search(kinds, degree, multiple, best if aligned is None else aligned)
+    best = Arrangement(*stack_whole([size.numel for size in sizes], [0] * degree, math.lcm(PARAM_ALIGNMENT, multiple)))
+    aligned = _in_aligned_order(sizes, degree, multiple, best.shard_numel)
+    best = _search(sizes, degree, multiple, best if aligned is None else aligned)
     return best._replace(starts=tuple(best.starts))
 
 
 def least_shard_numel(numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int) -> int:
-    """A lower bound of ``place(...).shard_numel``: elements that the shards need whatever the order and the gaps.
+    """A lower bound of ``arrange(...).shard_numel``, whatever the order and the gaps.
 
-    A shard holds the longest atom, all shards hold all parameters, and a parameter of more than two shards makes the
-    shard a multiple of its atom.
+    One shard holds the longest atom; all shards together hold all parameters; and where a parameter is longer than two
+    shards, the shard is a multiple of its atom.
     """
-    kinds = [Kind(numel, atom) for numel, atom in zip(numels, atoms, strict=True)]
+    sizes = [ParamSize(numel, atom) for numel, atom in zip(numels, atoms, strict=True)]
     everything = sum(round_up(numel, PARAM_ALIGNMENT) for numel in numels)
     end = round_up(everything, multiple) + 1  # no bound is longer than one shard for everything
-    for low, high, forced in _stretches(kinds, _least(kinds, degree), multiple, end):
+    for low, high, forced in _stretches(sizes, _least(sizes, degree), multiple, end):
         if round_up(low, forced) < high:
             return max(round_up(low, forced), multiple)
     return end - 1
 
 
-def _least(kinds: Sequence[Kind], degree: int) -> int:
-    padded = [round_up(kind.numel, PARAM_ALIGNMENT) for kind in kinds]
-    least = sum(padded) - max(size - kind.numel for size, kind in zip(padded, kinds, strict=True))
-    return max(-(-least // degree), max(min(kind) for kind in kinds))
+def _least(sizes: Sequence[ParamSize], degree: int) -> int:
+    padded = [round_up(size.numel, PARAM_ALIGNMENT) for size in sizes]
+    least = sum(padded) - max(longer - size.numel for longer, size in zip(padded, sizes, strict=True))
+    return max(-(-least // degree), max(min(size) for size in sizes))
 
 
-def _in_order(kinds: Sequence[Kind], degree: int, multiple: int) -> Placement:
-    """One parameter behind the other, as if all atoms were elements."""
+def _in_order(sizes: Sequence[ParamSize], degree: int, multiple: int) -> Arrangement:
+    """Parameters in the given order, as if all atoms were single elements."""
     starts, position = [], 0
-    for kind in kinds:
+    for size in sizes:
         starts.append(round_up(position, PARAM_ALIGNMENT))
-        position = starts[-1] + kind.numel
-    return Placement(starts, max(round_up(-(-position // degree), multiple), multiple))
+        position = starts[-1] + size.numel
+    return Arrangement(starts, max(round_up(-(-position // degree), multiple), multiple))
 
 
-def _in_aligned_order(kinds: Sequence[Kind], degree: int, multiple: int, below: int) -> Placement | None:
-    """One behind the other, each at a multiple of its atom, shards a multiple of every atom; None: not below that."""
+def _in_aligned_order(sizes: Sequence[ParamSize], degree: int, multiple: int, below: int) -> Arrangement | None:
+    """The given order, each parameter at a multiple of its atom, and a shard that is a multiple of every atom.
+
+    None: such a shard is not shorter than ``below``.
+    """
     common = multiple
-    for kind in kinds:
-        common = math.lcm(common, kind.atom)
+    for size in sizes:
+        common = math.lcm(common, size.atom)
         if common >= below:
             return None
     starts, position = [], 0
-    for kind in kinds:
-        starts.append(round_up(position, math.lcm(kind.atom, PARAM_ALIGNMENT)))
-        position = starts[-1] + kind.numel
+    for size in sizes:
+        starts.append(round_up(position, math.lcm(size.atom, PARAM_ALIGNMENT)))
+        position = starts[-1] + size.numel
     shard_numel = round_up(-(-position // degree), common)
-    return Placement(starts, shard_numel) if shard_numel < below else None
+    return Arrangement(starts, shard_numel) if shard_numel < below else None
 
 
 # ---- The search: the shortest shards. ----
 
 
-def _search(kinds: Sequence[Kind], degree: int, multiple: int, best: Placement) -> Placement:
-    """The placement with the shortest shards that a limited number of walks finds, or ``best``."""
-    cost = len(kinds) * min(MAX_PILES, len(piles_of(kinds)))  # looks of one walk
+def _search(sizes: Sequence[ParamSize], degree: int, multiple: int, best: Arrangement) -> Arrangement:
+    """The shortest shards that a limited number of walks finds, or ``best`` where no walk finds shorter shards."""
+    cost = len(sizes) * min(MAX_PILES, len(piles_of(sizes)))  # looks of one walk
     walks = max(MAX_LOOKS // cost, 4)
-    for low, high, forced in _stretches(kinds, _least(kinds, degree), multiple, best.shard_numel):
+    for low, high, forced in _stretches(sizes, _least(sizes, degree), multiple, best.shard_numel):
         if round_up(low, forced) >= min(high, best.shard_numel):
             continue
-        for common in _moduli(kinds, forced, best.shard_numel):
-            trial = _Trial(kinds, degree, common, walks)
+        for common in _moduli(sizes, forced, best.shard_numel):
+            trial = _Trial(sizes, degree, common, walks)
             best = trial.shortest(low, min(high, best.shard_numel)) or best
             walks = trial.walks
         if best.shard_numel < high:
-            break  # what follows is longer
+            break  # all later stretches have longer shards
     return best
 
 
-def _stretches(kinds: Sequence[Kind], shortest: int, multiple: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """[low, high) of shards' lengths below ``end``, ascending, and what a length in it must be a multiple of.
+def _stretches(sizes: Sequence[ParamSize], shortest: int, multiple: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Stretches [low, high) of lengths below ``end``, ascending, each with the number that divides all usable lengths.
 
-    A parameter longer than two shards has two borders inside, wherever it starts.
+    A parameter longer than two shards has two borders inside, wherever the parameter starts.
     """
-    cuttable = [kind for kind in kinds if 1 < kind.atom < kind.numel]
-    halves = {-(-kind.numel // 2) for kind in cuttable}
+    cuttable = [size for size in sizes if 1 < size.atom < size.numel]
+    halves = {-(-size.numel // 2) for size in cuttable}
     limits = [shortest, *sorted(half for half in halves if shortest < half < end), end]
     for low, high in itertools.pairwise(limits):
         forced = multiple
-        for kind in cuttable:
-            if kind.numel > 2 * low and forced < end:
-                forced = math.lcm(forced, kind.atom)
+        for size in cuttable:
+            if size.numel > 2 * low and forced < end:
+                forced = math.lcm(forced, size.atom)
         yield low, high, forced
 
 
-def _moduli(kinds: Sequence[Kind], forced: int, end: int) -> list[int]:
-    """Multiples worth trying: what is forced, and with more atoms, those of the most elements first.
+def _moduli(sizes: Sequence[ParamSize], forced: int, end: int) -> list[int]:
+    """Divisors of the shard's length to try: ``forced`` first, then also the atoms of most elements.
 
-    Shards that are multiples of an atom cost up to that much each; all others cost up to an atom at each border.
+    A shard that is a multiple of an atom costs up to an atom once; any other costs up to an atom at each border.
     """
     elements: dict[int, int] = {}
-    for numel, atom in kinds:
+    for numel, atom in sizes:
         if 1 < atom < numel:
             elements[atom] = elements.get(atom, 0) + numel
     moduli = [forced, math.lcm(forced, PARAM_ALIGNMENT)]
@@ -187,17 +188,17 @@ def _moduli(kinds: Sequence[Kind], forced: int, end: int) -> list[int]:
 
 
 class _Trial:
-    """Walks over multiples of one number, as long as there are walks left."""
+    """Tries lengths that are multiples of one number, as long as walks are left."""
 
-    def __init__(self, kinds: Sequence[Kind], degree: int, common: int, walks: int) -> None:
+    def __init__(self, sizes: Sequence[ParamSize], degree: int, common: int, walks: int) -> None:
         self.walks = walks
-        self._kinds = kinds
+        self._sizes = sizes
         self._degree = degree
         self._common = common
         self._extent: int | None = None
 
-    def shortest(self, low: int, high: int) -> Placement | None:
-        """The shortest found with low <= shard < high."""
+    def shortest(self, low: int, high: int) -> Arrangement | None:
+        """The arrangement with the shortest shards found in low <= length < high; None: no length was enough."""
         found, too_short = None, low - 1
         shard_numel, hopeless = round_up(low, self._common), 0
         while found is None and shard_numel < high and self.walks and hopeless < HOPELESS_TRIES:
@@ -217,8 +218,8 @@ class _Trial:
             found, too_short = (found, middle) if shorter is None else (shorter, too_short)
         return found
 
-    def _try(self, shard_numel: int) -> Placement | None:
+    def _try(self, shard_numel: int) -> Arrangement | None:
         self.walks -= 1
-        walked = walk(self._kinds, shard_numel)
+        walked = walk(self._sizes, shard_numel)
         self._extent = None if walked is None else walked[1]
-        return Placement(walked[0], shard_numel) if walked and walked[1] <= shard_numel * self._degree else None
+        return Arrangement(walked[0], shard_numel) if walked and walked[1] <= shard_numel * self._degree else None

@@ -1,7 +1,7 @@
-"""Where a buffer is cut into buckets, and which shard of a bucket a whole parameter goes to: arithmetic on sizes.
+"""Cuts a buffer into buckets, and deals whole parameters to the shards of a bucket: arithmetic on sizes.
 
-A *run* is a list of parameters' element counts in the order in which backward reaches them. ``degree`` is the number of
-shards where parameters lie whole in one of them, and 1 where shards may cut through parameters.
+``numels`` are parameters' element counts, in the order in which backward reaches the parameters. ``degree`` is the
+number of shards where each parameter lies whole in one shard, and 1 where shard borders may cut parameters.
 """
 
 import bisect
@@ -14,22 +14,22 @@ PARAM_ALIGNMENT = 64  # elements: 128 bytes of bf16, one cache line of parameter
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """The smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
-def cut(run: Sequence[int], bucket_numel: int, degree: int = 1) -> list[int]:
-    """How many parameters each bucket takes.
+def cut(numels: Sequence[int], bucket_numel: int, degree: int = 1) -> list[int]:
+    """The number of parameters in each bucket.
 
-    A bucket is closed once it holds ``bucket_numel`` elements, and ``degree`` times its largest parameter: with fewer,
-    shards would be mostly padding, since each is as long as that parameter. The last bucket takes in those before it
-    until that is true of it as well, or there is only one.
+    A bucket is closed once it holds ``bucket_numel`` elements and ``degree`` times its largest parameter. With fewer
+    elements its shards would be mostly padding, since each shard is as long as the largest parameter. The last bucket
+    takes in the buckets before it until it holds ``degree`` times its largest parameter, or is the only one.
     """
     counts: list[int] = []
-    sizes: list[int] = []  # elements in each closed bucket
-    peaks: list[int] = []  # its largest parameter
+    sizes: list[int] = []  # elements of each closed bucket
+    peaks: list[int] = []  # largest parameter of each closed bucket
     count = held = peak = 0
-    for numel in run:
+    for numel in numels:
         count, held, peak = count + 1, held + numel, max(peak, numel)
         if held >= bucket_numel and held >= degree * peak:
             counts.append(count)
@@ -43,28 +43,30 @@ def cut(run: Sequence[int], bucket_numel: int, degree: int = 1) -> list[int]:
     return counts
 
 
-def bucket_numel_for(runs: Sequence[Sequence[int]], num_buckets: int) -> int:
-    """The smallest bucket size at which these runs make at most ``num_buckets`` buckets.
+def bucket_numel_for(sequences: Sequence[Sequence[int]], num_buckets: int) -> int:
+    """The smallest bucket size at which all sequences of ``numels`` together make at most ``num_buckets`` buckets.
 
-    Where even one bucket for each run is more, they get one each. The smallest size is the most even cut.
+    Where one bucket for each sequence is already more, each sequence gets one. The smallest size is the most even cut.
     """
-    most = max(num_buckets, sum(1 for run in runs if run))
-    upper = 1 + max((sum(run) for run in runs), default=0)  # never reached: one bucket for each run
-    # A larger size moves every cut back or leaves it, so the number of buckets never grows with it.
+    most = max(num_buckets, sum(1 for numels in sequences if numels))
+    upper = 1 + max((sum(numels) for numels in sequences), default=0)  # at this size each sequence is one bucket
+    # A larger size moves no cut forward, so that it never makes more buckets.
     return 1 + bisect.bisect_left(
-        range(1, upper), True, key=lambda bucket_numel: sum(len(cut(run, bucket_numel)) for run in runs) <= most
+        range(1, upper),
+        True,
+        key=lambda bucket_numel: sum(len(cut(numels, bucket_numel)) for numels in sequences) <= most,
     )
 
 
 def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """The shard of each parameter of one bucket, such that shards come out about equally long.
+    """Deal one bucket's parameters to shards of about equal length; returns the shard of each parameter.
 
-    sizes  elements that each parameter takes up
-    loads  elements that each rank already has of earlier buckets; one entry for each shard
+    sizes  elements of each parameter, alignment included
+    loads  elements that each rank has of earlier buckets; one entry for each shard
 
-    Parameters are dealt from the largest down, each to the pile that is lowest so far; the highest pile then goes to
-    the rank with the smallest load. The highest pile is at most (1 - 1/shards) times the largest parameter above the
-    mean. Ties go to the first parameter, pile and rank, so that every rank computes the same.
+    Parameters are dealt from the largest down, each to the pile that is lowest so far. Then the highest pile goes to
+    the rank with the smallest load. The highest pile exceeds the mean by at most (1 - 1/shards) times the largest
+    parameter. Ties go to the first parameter, pile and rank, so that every rank computes the same result.
     """
     degree = len(loads)
     piles = [(0, pile) for pile in range(degree)]  # a heap of heights
@@ -79,11 +81,11 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
 
 
 def stack_whole(numels: Sequence[int], loads: list[int], multiple: int) -> tuple[list[int], int]:
-    """Each parameter in one shard: their starts from the bucket's start, and the elements of a shard.
+    """Lay each parameter into one shard; returns parameters' starts in the bucket, and the elements of a shard.
 
     numels    elements of each parameter
-    loads     elements that each rank already has of earlier buckets; those of this one are added
-    multiple  elements that a shard's length is a multiple of; parameters start at multiples of 64 where it is one
+    loads     elements that each rank has of earlier buckets; this function adds this bucket's
+    multiple  a shard's length is a multiple of this; if 64 divides it, parameters start at multiples of 64 elements
     """
     sizes = [round_up(numel, PARAM_ALIGNMENT) for numel in numels]
     shards = deal(sizes, loads)

@@ -1,27 +1,27 @@
-"""The plan of gradient memory: where each parameter's gradient lies, where buckets are cut, in which order they launch.
+"""The plan of gradient memory: where each parameter's gradient lies, where buckets end, in which order they launch.
 
-Integers only. No storage, no collectives, nothing that depends on the rank: the same inputs give the same plan on every
-rank, and ``GradPlan.fingerprint`` is what ranks compare.
+The plan holds integers only: no storage, no collectives, nothing that depends on the rank. The same inputs give the
+same plan on every rank, and ranks compare ``GradPlan.fingerprint``.
 
-One buffer (parameters of one dtype, gradients of one dtype, dense or expert), for a sharding degree of 2::
+A buffer holds parameters of one dtype, with gradients of one dtype, either dense or expert. With 2 shards::
 
     offset 0          64         128                    256          320               512
            |  head.weight  |  norm.weight  |   padding    |  up.weight  |   padding      |
            |------------- bucket 0 --------|--------------|---------- bucket 1 ----------|
            |     rank 0's shard     |    rank 1's shard   |  rank 0's   |   rank 1's     |
 
-Parameters start at multiples of 64 elements, buckets end at multiples of lcm(degree, 128), and a parameter is never
-split between buckets. Within a buffer parameters lie in the order in which backward reaches them.
+Parameters start at multiples of 64 elements. Buckets end at multiples of lcm(degree, 128). A parameter lies in one
+bucket. Within a buffer parameters lie in the order in which backward reaches them.
 
-Matrix optimizers (Muon) need whole parameters on one rank. With ``keep_params_whole`` no shard border goes through a
-parameter: shards are as long as the fullest one, and what the others lack is padding::
+Matrix optimizers (Muon) need whole parameters on one rank. With ``keep_params_whole`` no shard border cuts a parameter:
+all shards are as long as the fullest shard, and the rest of each shard is padding::
 
     offset 0          64              128           192           256
            |  head.weight  |  up.weight  |  norm.weight  |  padding  |
            |------ rank 0's shard -------|------ rank 1's shard -----|
 
-Where a parameter has an *atom* (``ParamSpec.atom``) of more than one element, borders inside it lie between atoms.
-Parameters of a bucket then lie in the order that needs the shortest shards, see ``layout_atoms.py``.
+A parameter may have an *atom* (``ParamSpec.atom``) of more than one element: then shard borders inside the parameter
+lie between atoms. The bucket's parameters then lie in the order that gives the shortest shards, see ``atoms.py``.
 """
 
 import dataclasses
@@ -34,21 +34,22 @@ from functools import cached_property
 
 import torch
 
-from .atoms import cuts_an_atom, place
+from .atoms import arrange, cuts_an_atom
 from .cut import PARAM_ALIGNMENT, bucket_numel_for, cut, stack_whole
+from .ranges import Range
 from .split import split
 
 __all__ = ["BucketLayout", "BufferLayout", "GradPlan", "ParamSlot", "ParamSpec", "plan_gradients"]
 
-BUCKET_ALIGNMENT = 128  # elements: a bucket's start suits vectorised kernels whatever the bucket before it holds
-BUSBW_ALIGNMENT = 2**16  # elements: NCCL's ring reaches its bus bandwidth only on such multiples (Megatron-LM)
+BUCKET_ALIGNMENT = 128  # elements: every bucket starts where vectorised kernels can start
+BUSBW_ALIGNMENT = 2**16  # elements: NCCL's ring reaches its bus bandwidth on such multiples only (Megatron-LM)
 MIN_DEFAULT_BUCKET_NUMEL = 40_000_000
 DEFAULT_BUCKET_NUMEL_PER_RANK = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSpec:
-    """What the plan needs to know of one parameter."""
+    """What the plan knows of one parameter."""
 
     name: str
     """Fully qualified name, unique."""
@@ -58,15 +59,16 @@ class ParamSpec:
     """Dtype of the parameter itself."""
     grad_dtype: torch.dtype
     """Dtype of its ``main_grad``."""
-    group: str = "dense"
-    """Parameters of different groups (dense, expert) reduce over different ranks and never share a buffer."""
+    grid_name: str = "dense"
+    """Which ranks the gradient is reduced over: "dense", all data-parallel ranks, or "expert", those that hold the same
+    experts. Parameters of different grids never share a buffer."""
     delayed: bool = False
-    """Its weight gradient is computed after the main backward: never in a bucket with undelayed parameters."""
+    """The weight gradient is computed after the main backward. Delayed and undelayed parameters share no bucket."""
     own_bucket: bool = False
-    """Gets a bucket of its own (an embedding that is tied across pipeline stages)."""
+    """The parameter gets a bucket of its own (an embedding that is tied across pipeline stages)."""
     atom: int = 1
-    """Consecutive elements that no shard border cuts, counted from the parameter's start: 1, a row's, a block of
-    rows', or at least ``numel``. The last atom may be shorter. ``layout_atoms.atom_of`` computes it from the shape."""
+    """Number of consecutive elements that no shard border cuts, counted from the parameter's start: an element's, a
+    row's, those of a block of rows, or all. The last atom may be shorter. ``atoms.atom_of`` computes it."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -82,7 +84,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamSlot:
-    """The place of one parameter: elements [start, start + numel) of its buffer."""
+    """The place of one parameter: elements [start, end) of its buffer."""
 
     spec: ParamSpec
     start: int
@@ -92,24 +94,29 @@ class ParamSlot:
         """First element behind the parameter."""
         return self.start + self.spec.numel
 
+    @property
+    def range(self) -> Range:
+        """The parameter's elements, counted in the buffer."""
+        return Range(self.start, self.end)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """A contiguous run of a buffer that is reduced by one collective."""
+    """Consecutive elements of a buffer that are reduced together."""
 
     index: int
     """Position in the launch order, over all buffers of the plan."""
     start: int
     """First element in its buffer."""
     end: int
-    """First element behind it, padding included."""
+    """First element behind the bucket's padding."""
     shard_degree: int
     """Number of equal shards."""
     slots: tuple[ParamSlot, ...]
-    """Parameters, in the order in which backward reaches them. They lie in this order unless they are kept whole, or
-    atoms are."""
+    """Parameters, in the order in which backward reaches them. In memory they lie in this order too, unless parameters
+    or atoms are kept whole."""
     keeps_params_whole: bool = False
-    """Every parameter lies in one shard."""
+    """Whether every parameter lies in one shard."""
 
     def __post_init__(self) -> None:
         if not self.slots:
@@ -142,18 +149,18 @@ class BucketLayout:
 
     @property
     def delayed(self) -> bool:
-        """Whether its weight gradients come after the main backward."""
+        """Whether the weight gradients are computed after the main backward."""
         return self.slots[0].spec.delayed
 
     @property
-    def group(self) -> str:
-        """Dense or expert: over which ranks it is reduced."""
-        return self.slots[0].spec.group
+    def grid_name(self) -> str:
+        """Which ranks the bucket is reduced over: "dense" or "expert"."""
+        return self.slots[0].spec.grid_name
 
-    def shard(self, rank: int) -> tuple[int, int]:
-        """[start, end) of one rank's shard, relative to the bucket's own start."""
+    def shard(self, rank: int) -> Range:
+        """One rank's shard, counted from the start of the bucket."""
         size = self.numel // self.shard_degree
-        return rank * size, (rank + 1) * size
+        return Range(rank * size, (rank + 1) * size)
 
     def _check_borders(self, slot: ParamSlot) -> None:
         size, spec = self.numel // self.shard_degree, slot.spec
@@ -168,11 +175,11 @@ class BucketLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferLayout:
-    """One allocation: parameters of one dtype with gradients of one dtype, of one group."""
+    """One allocation: parameters of one dtype with gradients of one dtype, reduced over the same ranks."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
-    group: str
+    grid_name: str
     buckets: tuple[BucketLayout, ...]
 
     def __post_init__(self) -> None:
@@ -190,7 +197,7 @@ class BufferLayout:
 
 @dataclass(frozen=True)
 class GradPlan:
-    """All buffers of one model, and with the buckets' indices the order in which their collectives are launched."""
+    """All buffers of one model. The buckets' indices are the order in which their collectives launch."""
 
     buffers: tuple[BufferLayout, ...]
 
@@ -211,7 +218,7 @@ class GradPlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly when their plans are equal."""
+        """A hash that is equal on two ranks exactly when their plans are equal."""
         description = "\n".join(repr(dataclasses.astuple(buffer)) for buffer in self.buffers)
         return hashlib.sha256(description.encode()).hexdigest()
 
@@ -228,81 +235,90 @@ def plan_gradients(
 ) -> GradPlan:
     """Lay out the gradients of ``specs``, which come **in the order in which backward reaches them**.
 
-    shard_degree           ranks that a bucket is divided between; one number, or one for each group
+    shard_degree           number of shards of a bucket: one number, or one for each grid name
     bucket_numel           a bucket is closed once it holds this many elements; None: max(40M, 1M x degree)
-    num_buckets            instead: buckets of each buffer. Its bucket size is the smallest at which at most so many
-                           come out, counting those with ``own_bucket``. Delayed and undelayed parameters need a bucket
-                           each, so that more may be needed: then it is as few as can be
-    pad_for_bus_bandwidth  ends every bucket at a multiple of 2^16 elements as well
-    keep_params_whole      every parameter lies in one rank's shard, at a multiple of 64 elements from its start.
-                           Parameters are dealt so that the shards of a bucket are about equally full, and over all
-                           buckets the ranks. A bucket is closed only once it also holds ``shard_degree`` times its
-                           largest parameter, and the last one takes in others until it does: padding then is less
-                           than what it holds (alignment aside), unless the buffer as a whole holds less than that: a
-                           parameter larger than its buffer / ``shard_degree`` makes every shard as long as itself
-    max_atom_padding       a bucket that the atoms of its parameters would pad by more than this, as a fraction of their
-                           elements, is split by atoms, into as few as keep below it; None: buckets stay as they are.
-                           ``num_buckets`` counts them before they are split
+    num_buckets            at most so many buckets in each buffer, those with ``own_bucket`` included, at the smallest
+                           bucket size that allows it; excludes ``bucket_numel``. Delayed and undelayed parameters need
+                           a bucket each: where ``num_buckets`` is too few for that, each gets one
+    pad_for_bus_bandwidth  every bucket ends at a multiple of 2^16 elements as well
+    keep_params_whole      every parameter lies in one shard, at a multiple of 64 elements from the shard's start. The
+                           shards of a bucket, and the ranks over all buckets, get about equally many elements. A bucket
+                           is closed only once it also holds ``shard_degree`` times its largest parameter; the last
+                           bucket takes in the ones before it until it does. Then padding is less than the bucket's
+                           elements (alignment aside). Where a parameter is larger than its buffer / ``shard_degree``,
+                           every shard is as long as this parameter
+    max_atom_padding       most padding that atoms may cause in a bucket, as a fraction of its parameters' elements. A
+                           bucket above it is split by atoms, into as few buckets as stay below; None: no bucket is
+                           split. ``num_buckets`` counts buckets before the split
 
-    Undelayed buckets launch first, ordered by the parameter that backward reaches last in each; then delayed ones.
-    Raises ``ValueError`` for duplicate names, no parameters, and impossible sizes.
+    Undelayed buckets launch first, in the order in which backward reaches the last parameter of each; then delayed
+    buckets. Raises ``ValueError`` for duplicate names, no parameters, and impossible sizes.
     """
     _check_specs(specs, bucket_numel, num_buckets)
     if max_atom_padding is not None and (keep_params_whole or max_atom_padding < 0):
         raise ValueError(
             f"max_atom_padding={max_atom_padding}: it is at least 0, and None where parameters are kept whole"
         )
-    degrees = {s.group: shard_degree if isinstance(shard_degree, int) else shard_degree[s.group] for s in specs}
-    for group, degree in degrees.items():
-        if degree < 1:
-            raise ValueError(f"shard_degree of group '{group}' must be at least 1, got {degree}")
+    degrees = _degrees(specs, shard_degree)
 
     by_buffer: dict[tuple[torch.dtype, torch.dtype, str], list[ParamSpec]] = {}
     for spec in specs:
-        by_buffer.setdefault((spec.param_dtype, spec.grad_dtype, spec.group), []).append(spec)
-    runs = {}
+        by_buffer.setdefault((spec.param_dtype, spec.grad_dtype, spec.grid_name), []).append(spec)
+    buckets_of = {}
     for key, members in by_buffer.items():
         degree = degrees[key[2]]
         numel = bucket_numel or default_bucket_numel(degree)
         if num_buckets is not None:
             numel = _bucket_numel_for(members, num_buckets)
-        runs[key] = _cut(members, numel, degree if keep_params_whole else 1)
+        buckets_of[key] = _cut(members, numel, degree if keep_params_whole else 1)
         if max_atom_padding is not None:
             multiple = _bucket_alignment(degree, pad_for_bus_bandwidth) // degree
-            runs[key] = [part for run in runs[key] for part in _split(run, degree, multiple, max_atom_padding)]
-    launch_index = _launch_order(specs, (run for buffer_runs in runs.values() for run in buffer_runs))
+            buckets_of[key] = [
+                part for bucket in buckets_of[key] for part in _split(bucket, degree, multiple, max_atom_padding)
+            ]
+    launch_index = _launch_order(specs, (bucket for buffer_specs in buckets_of.values() for bucket in buffer_specs))
 
     buffers = []
-    loads = {group: [0] * degree for group, degree in degrees.items()}
-    for (param_dtype, grad_dtype, group), buffer_runs in runs.items():
-        alignment = _bucket_alignment(degrees[group], pad_for_bus_bandwidth)
+    loads = {grid_name: [0] * degree for grid_name, degree in degrees.items()}
+    for (param_dtype, grad_dtype, grid_name), buffer_specs in buckets_of.items():
+        alignment = _bucket_alignment(degrees[grid_name], pad_for_bus_bandwidth)
         buckets: list[BucketLayout] = []
-        for run in buffer_runs:
+        for bucket_specs in buffer_specs:
             start = buckets[-1].end if buckets else 0
-            slots, numel = _place(run, start, alignment, loads[group], keep_params_whole)
+            slots, numel = _slots_of(bucket_specs, start, alignment, loads[grid_name], keep_params_whole)
             buckets.append(
                 BucketLayout(
-                    index=launch_index[run[0].name],
+                    index=launch_index[bucket_specs[0].name],
                     start=start,
                     end=start + numel,
-                    shard_degree=degrees[group],
+                    shard_degree=degrees[grid_name],
                     slots=slots,
                     keeps_params_whole=keep_params_whole,
                 )
             )
         buffers.append(
-            BufferLayout(param_dtype=param_dtype, grad_dtype=grad_dtype, group=group, buckets=tuple(buckets))
+            BufferLayout(param_dtype=param_dtype, grad_dtype=grad_dtype, grid_name=grid_name, buckets=tuple(buckets))
         )
     return GradPlan(buffers=tuple(buffers))
 
 
+def _degrees(specs: Sequence[ParamSpec], shard_degree: int | Mapping[str, int]) -> dict[str, int]:
+    """Number of shards by grid name. Raises ``ValueError`` for less than 1."""
+    names = {spec.grid_name: None for spec in specs}
+    degrees = {name: shard_degree if isinstance(shard_degree, int) else shard_degree[name] for name in names}
+    for name, degree in degrees.items():
+        if degree < 1:
+            raise ValueError(f"shard_degree of '{name}' parameters must be at least 1, got {degree}")
+    return degrees
+
+
 def default_bucket_numel(shard_degree: int) -> int:
-    """Elements of a bucket where none are given: large enough that each rank's share keeps a link busy."""
+    """Elements of a bucket where the caller gives no size: large enough that each rank's shard keeps a link busy."""
     return max(MIN_DEFAULT_BUCKET_NUMEL, DEFAULT_BUCKET_NUMEL_PER_RANK * shard_degree)
 
 
 def _bucket_alignment(degree: int, pad_for_bus_bandwidth: bool) -> int:
-    """Elements that a bucket is a multiple of."""
+    """A bucket's number of elements is a multiple of this."""
     return math.lcm(degree, BUSBW_ALIGNMENT if pad_for_bus_bandwidth else BUCKET_ALIGNMENT)
 
 
@@ -325,52 +341,52 @@ def _check_specs(specs: Sequence[ParamSpec], bucket_numel: int | None, num_bucke
 
 
 def _bucket_numel_for(specs: Sequence[ParamSpec], num_buckets: int) -> int:
-    """The bucket size of one buffer for ``num_buckets`` of them; those of their own are there already."""
+    """The bucket size with which one buffer has at most ``num_buckets`` buckets, those with ``own_bucket`` included."""
     shared = [[s.numel for s in specs if s.delayed is delayed and not s.own_bucket] for delayed in (False, True)]
     return bucket_numel_for(shared, num_buckets - sum(spec.own_bucket for spec in specs))
 
 
 def _cut(specs: Sequence[ParamSpec], bucket_numel: int, degree: int) -> list[list[ParamSpec]]:
-    """Cut one buffer's parameters into buckets, undelayed ones first; they lie in memory as they are completed."""
+    """Cut one buffer's parameters into buckets, undelayed ones first, in the order in which backward completes them."""
     reached = {spec.name: position for position, spec in enumerate(specs)}
-    runs: list[list[ParamSpec]] = []
+    buckets: list[list[ParamSpec]] = []
     for delayed in (False, True):
         alone = [[spec] for spec in specs if spec.delayed is delayed and spec.own_bucket]
         shared = [spec for spec in specs if spec.delayed is delayed and not spec.own_bucket]
         counts = cut([spec.numel for spec in shared], bucket_numel, degree)
         remaining = iter(shared)
         together = [list(itertools.islice(remaining, count)) for count in counts]
-        runs += sorted(alone + together, key=lambda run: reached[run[-1].name])
-    return runs
+        buckets += sorted(alone + together, key=lambda bucket: reached[bucket[-1].name])
+    return buckets
 
 
-def _split(run: list[ParamSpec], degree: int, multiple: int, max_padding: float) -> list[list[ParamSpec]]:
-    """The buckets that one bucket becomes because of its parameters' atoms."""
-    if degree == 1 or all(spec.atom == 1 for spec in run):
-        return [run]
-    groups = split([spec.numel for spec in run], [spec.atom for spec in run], degree, multiple, max_padding)
-    return [[run[index] for index in group] for group in groups]
+def _split(specs: list[ParamSpec], degree: int, multiple: int, max_padding: float) -> list[list[ParamSpec]]:
+    """Split one bucket's parameters where their atoms would cost too much padding."""
+    if degree == 1 or all(spec.atom == 1 for spec in specs):
+        return [specs]
+    parts = split([spec.numel for spec in specs], [spec.atom for spec in specs], degree, multiple, max_padding)
+    return [[specs[index] for index in part] for part in parts]
 
 
-def _place(
-    run: Sequence[ParamSpec], start: int, alignment: int, loads: list[int], keep_whole: bool
+def _slots_of(
+    specs: Sequence[ParamSpec], start: int, alignment: int, loads: list[int], keep_whole: bool
 ) -> tuple[tuple[ParamSlot, ...], int]:
-    """The places of one bucket's parameters and its elements. Adds to the ranks' ``loads`` where they are kept whole.
+    """The slots of one bucket's parameters, and the number of the bucket's elements.
 
-    One parameter lies behind the other, unless that would cut what is to stay together.
+    loads  elements on each rank so far; with ``keep_whole``, this bucket's are added
     """
-    degree, numels = len(loads), [spec.numel for spec in run]
+    degree, numels = len(loads), [spec.numel for spec in specs]
     starts: Sequence[int]
-    if keep_whole:  # shards start where parameters may start, and together they end where a bucket may end
+    if keep_whole:  # a shard starts where a parameter may start, and the last shard ends where a bucket may end
         starts, shard_numel = stack_whole(numels, loads, math.lcm(PARAM_ALIGNMENT, alignment // degree))
     else:
-        starts, shard_numel = place(numels, [spec.atom for spec in run], degree, alignment // degree)
-    slots = (ParamSlot(spec=spec, start=start + offset) for spec, offset in zip(run, starts, strict=True))
+        starts, shard_numel = arrange(numels, [spec.atom for spec in specs], degree, alignment // degree)
+    slots = (ParamSlot(spec=spec, start=start + offset) for spec, offset in zip(specs, starts, strict=True))
     return tuple(slots), shard_numel * degree
 
 
-def _launch_order(specs: Sequence[ParamSpec], runs: Iterable[Sequence[ParamSpec]]) -> dict[str, int]:
-    """Name of a bucket's first parameter -> its place in the launch order."""
+def _launch_order(specs: Sequence[ParamSpec], buckets: Iterable[Sequence[ParamSpec]]) -> dict[str, int]:
+    """Name of a bucket's first parameter -> the bucket's place in the launch order."""
     reached = {spec.name: position for position, spec in enumerate(specs)}
-    ordered = sorted(runs, key=lambda run: (run[0].delayed, max(reached[spec.name] for spec in run)))
-    return {run[0].name: index for index, run in enumerate(ordered)}
+    ordered = sorted(buckets, key=lambda bucket: (bucket[0].delayed, max(reached[spec.name] for spec in bucket)))
+    return {bucket[0].name: index for index, bucket in enumerate(ordered)}

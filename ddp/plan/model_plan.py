@@ -1,4 +1,4 @@
-"""From a model's parameters and a configuration to the plan of their gradients."""
+"""Makes the plan of a model's gradients from its parameters and a configuration."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ import torch
 
 from ..config import DistributedDataParallelConfig
 from .layout import GradPlan, ParamSpec, plan_gradients
-from .owned_params import OwnedParam, kind_of
+from .owned_params import OwnedParam, grid_name_of
 
 __all__ = ["grad_dtype_of", "plan_model"]
 
@@ -18,9 +18,9 @@ def plan_model(
     shard_degree: int | Mapping[str, int],
     backward_order: Sequence[str] | None = None,
 ) -> GradPlan:
-    """The plan for these parameters; pure, so that it also works on the meta device for any number of ranks.
+    """The plan for these parameters. A pure function: works on the meta device too, and for any number of ranks.
 
-    backward_order  names in the order in which backward reaches them; None: reverse registration order
+    backward_order  parameters' names in the order in which backward reaches them; None: reverse registration order
     """
     by_name = {owned.name: owned for owned in trainable}
     if backward_order is None:
@@ -41,7 +41,7 @@ def plan_model(
             grad_dtype=grad_dtype_of(
                 by_name[name].param.dtype, torch.float32 if config.grad_reduce_in_fp32 else by_name[name].param.dtype
             ),
-            group=kind_of(by_name[name].param),
+            grid_name=grid_name_of(by_name[name].param),
             delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),  # Megatron's mark: tied across stages
         )
@@ -58,5 +58,5 @@ def plan_model(
 
 
 def grad_dtype_of(param_dtype: torch.dtype, of_half: torch.dtype) -> torch.dtype:
-    """Dtype of ``main_grad``: ``of_half`` under parameters in half precision, the parameter's own otherwise."""
+    """Dtype of ``main_grad``: ``of_half`` for parameters in half precision, the parameter's own dtype for others."""
     return of_half if param_dtype in (torch.bfloat16, torch.float16) else param_dtype

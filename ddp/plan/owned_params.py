@@ -1,4 +1,4 @@
-"""A model's parameters: each one once, with its owners, and over which ranks its gradient is reduced."""
+"""A model's parameters, each once: with the modules that register it, and the ranks that reduce its gradient."""
 
 from collections import defaultdict
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from torch import nn
 from ..contract.main_grad import is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
 
-__all__ = ["OwnedParam", "find_owned_params", "kind_of"]
+__all__ = ["OwnedParam", "find_owned_params", "grid_name_of"]
 
 
 class OwnedParam(NamedTuple):
-    """A parameter and the modules that register it. The first owner gives it its name."""
+    """A parameter and its owners: the modules that register it. The first owner gives the name."""
 
     name: str
     param: nn.Parameter
@@ -21,24 +21,27 @@ class OwnedParam(NamedTuple):
 
     @property
     def ours_alone(self) -> bool:
-        """Whether every owner writes its gradient through a ``WgradTarget``."""
+        """Whether every owner writes the weight gradient through a ``WgradTarget``."""
         return all(isinstance(m, FusedWgradModule) and local in m.fused_wgrad_weights() for m, local in self.owners)
 
     @property
     def delayed(self) -> bool:
-        """Whether an owner computes its gradient after the main backward."""
+        """Whether an owner computes the weight gradient after the main backward."""
         return is_delayed(self.param) or any(
             isinstance(m, DelayedWgradModule) and local in m.delayed_wgrad_weights() for m, local in self.owners
         )
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """Over which ranks it is reduced: "expert" where Megatron-core's mark says that not all have it, else "dense"."""
+def grid_name_of(tensor: torch.Tensor) -> str:
+    """Which ranks a parameter's gradient is reduced over, or a buffer is copied to: "dense" or "expert".
+
+    "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
+    """
     return "dense" if getattr(tensor, "allreduce", True) else "expert"
 
 
 def find_owned_params(module: nn.Module) -> list[OwnedParam]:
-    """Every parameter of the model once, in registration order, with all modules that register it."""
+    """Every parameter of the model once, in registration order."""
     owners: defaultdict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
     names: dict[nn.Parameter, str] = {}
     for prefix, owner in module.named_modules():

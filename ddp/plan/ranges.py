@@ -1,4 +1,4 @@
-"""A range of a flattened tensor: what shards, slots, chunks and slices have in common."""
+"""A range of elements: what slots, shards, segments, slices and chunks are made of."""
 
 from typing import NamedTuple
 
@@ -13,10 +13,14 @@ class Range(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many they are."""
+        """Number of elements."""
         return self.end - self.start
 
     def intersect(self, other: "Range") -> "Range":
-        """The elements that are in both; an empty range inside this one where there are none."""
+        """The elements in both ranges; an empty range inside this one where there are none."""
         start = min(max(self.start, other.start), self.end)
         return Range(start, max(start, min(self.end, other.end)))
+
+    def counted_from(self, origin: int) -> "Range":
+        """The same elements, where element ``origin`` counts as 0."""
+        return Range(self.start - origin, self.end - origin)

@@ -1,10 +1,10 @@
-"""Which parameters of a bucket get buckets of their own because their atoms do not go together.
+"""Splits a bucket whose atoms together would need much padding.
 
-A parameter longer than two shards makes the shard a multiple of its atom, so that rows of 2,880 and of 4,096 elements
-in one bucket make it a multiple of 184,320. Apart, each bucket's shard is a multiple of its own rows only. The price is
-one more collective for each bucket, so that atoms are joined again where that costs little padding.
+A parameter longer than two shards makes the shard a multiple of its atom. So rows of 2,880 and of 4,096 elements in one
+bucket make the shard a multiple of 184,320. In two buckets, each shard is a multiple of one row only. But each bucket
+costs a collective, so that atoms stay in one bucket where this costs little padding.
 
-Decided on lower bounds (``layout_atoms.least_shard_numel``), which ``layout_atoms.place`` nearly always reaches.
+Padding is estimated by the lower bound ``atoms.least_shard_numel``, which ``atoms.arrange`` nearly always reaches.
 """
 
 import itertools
@@ -14,46 +14,46 @@ from .atoms import least_shard_numel
 
 __all__ = ["split"]
 
-MAX_GROUPS = 12  # atoms considered apart; with more, the finest stay together
+MAX_PARTS = 12  # with more different atoms, the finest stay together
 
 
 def split(
     numels: Sequence[int], atoms: Sequence[int], degree: int, multiple: int, max_padding: float
 ) -> list[list[int]]:
-    """Indices of the parameters of each bucket, few buckets that together are padded by at most ``max_padding``.
+    """Split one bucket into few buckets with little padding; returns the indices of the parameters of each.
 
     numels, atoms  of each parameter, in elements
     degree         number of shards
-    multiple       elements that a shard's length must be a multiple of
-    max_padding    elements of padding for each element of a parameter
+    multiple       a shard's length must be a multiple of this, in elements
+    max_padding    most padding of all buckets together, as a fraction of the parameters' elements
 
-    One bucket if that is enough, or if nothing is gained by more. Where even one bucket for each atom is padded by
-    more than ``max_padding``, atoms are joined only where that pads no more.
+    One bucket stays one where its padding is small enough, or where a split saves none. Where one bucket for each atom
+    still has more padding than ``max_padding``, atoms share a bucket only where this adds no padding.
     """
 
-    def padding(group: Sequence[int]) -> int:
-        group_numels = [numels[index] for index in group]
-        shard_numel = least_shard_numel(group_numels, [atoms[index] for index in group], degree, multiple)
-        return shard_numel * degree - sum(group_numels)
+    def padding(part: Sequence[int]) -> int:
+        part_numels = [numels[index] for index in part]
+        shard_numel = least_shard_numel(part_numels, [atoms[index] for index in part], degree, multiple)
+        return shard_numel * degree - sum(part_numels)
 
     together = list(range(len(numels)))
     allowed = int(max_padding * sum(numels))
     if padding(together) <= allowed:
         return [together]
     by_atom: dict[int, list[int]] = {}
-    coarsest = sorted(set(atoms), reverse=True)[: MAX_GROUPS - 1]
+    coarsest = sorted(set(atoms), reverse=True)[: MAX_PARTS - 1]
     for index in together:
         by_atom.setdefault(atoms[index] if atoms[index] in coarsest else 1, []).append(index)
-    groups = list(by_atom.values())
-    paddings = [padding(group) for group in groups]
-    while len(groups) > 1:
+    parts = list(by_atom.values())
+    paddings = [padding(part) for part in parts]
+    while len(parts) > 1:
         joined = []
-        for one, other in itertools.combinations(range(len(groups)), 2):
-            more = padding(groups[one] + groups[other]) - paddings[one] - paddings[other]
+        for one, other in itertools.combinations(range(len(parts)), 2):
+            more = padding(parts[one] + parts[other]) - paddings[one] - paddings[other]
             joined.append((more, one, other))
         more, one, other = min(joined)
         if more > max(allowed - sum(paddings), 0):
             break
-        groups[one] = sorted(groups[one] + groups.pop(other))
+        parts[one] = sorted(parts[one] + parts.pop(other))
         paddings[one] += paddings.pop(other) + more
-    return sorted(groups, key=lambda group: group[-1]) if sum(paddings) < padding(together) else [together]
+    return sorted(parts, key=lambda part: part[-1]) if sum(paddings) < padding(together) else [together]

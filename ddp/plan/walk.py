@@ -1,8 +1,8 @@
-"""One bucket's parameters in a row, for one length of shards, so that no shard border cuts an atom.
+"""Lays one bucket's parameters behind each other, for a given length of shards, so that no shard border cuts an atom.
 
-``walk`` fills the bucket from its front: next comes the parameter that can start soonest, of those the one with the
-coarsest atom, of those the largest. Parameters that may be cut anywhere wait until nothing coarser fits: they bridge
-borders and fill gaps.
+``walk`` fills the bucket from the front. The next parameter is the one that can start soonest; of those, the one with
+the coarsest atom; of those, the largest. Parameters that may be cut anywhere come where no other parameter fits: they
+bridge borders and fill gaps.
 """
 
 import math
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 from .cut import PARAM_ALIGNMENT, round_up
 
-__all__ = ["MAX_PILES", "Kind", "piles_of", "walk"]
+__all__ = ["MAX_PILES", "ParamSize", "piles_of", "walk"]
 
-MAX_PILES = 16  # atoms that one step of the walk looks at; with more, the coarsest
+MAX_PILES = 16  # each step of the walk looks at so many of the coarsest atoms
 
 
-class Kind(NamedTuple):
-    """Size of one parameter in elements, and its atom."""
+class ParamSize(NamedTuple):
+    """One parameter's number of elements, and its atom."""
 
     numel: int
     atom: int
 
 
 class _Pile(NamedTuple):
-    """Parameters of one atom that are still to be placed, ascending by size; of equal ones the first is last."""
+    """Parameters of one atom that the walk has not placed yet, ascending by size; of equal sizes the first is last."""
 
     atom: int
-    """0: not to be cut at all."""
+    """0: no border may cut the parameter."""
     numels: list[int]
     indices: list[int]
 
@@ -39,29 +39,29 @@ class _Option(NamedTuple):
     start: int
     pile: _Pile
     at: int
-    """Its place in the pile."""
+    """The parameter's place in the pile."""
 
 
-def piles_of(kinds: Sequence[Kind]) -> dict[int, _Pile]:
-    """By atom, coarsest first: what may not be cut (0), then falling atoms, then single elements (1)."""
+def piles_of(sizes: Sequence[ParamSize]) -> dict[int, _Pile]:
+    """Piles by atom, coarsest first: 0 (no cut at all), then falling atoms, then 1 (single elements)."""
     piles: dict[int, _Pile] = {}
-    for index in sorted(range(len(kinds)), key=lambda index: (kinds[index].numel, -index)):
-        pile = piles.setdefault(_pile_atom(kinds[index]), _Pile(_pile_atom(kinds[index]), [], []))
-        pile.numels.append(kinds[index].numel)
+    for index in sorted(range(len(sizes)), key=lambda index: (sizes[index].numel, -index)):
+        pile = piles.setdefault(_pile_atom(sizes[index]), _Pile(_pile_atom(sizes[index]), [], []))
+        pile.numels.append(sizes[index].numel)
         pile.indices.append(index)
     return dict(sorted(piles.items(), key=lambda entry: -(entry[0] or math.inf)))
 
 
-def walk(kinds: Sequence[Kind], shard_numel: int) -> tuple[list[int], int] | None:
-    """Place everything at this length of shards; returns the starts and the end of the last parameter.
+def walk(sizes: Sequence[ParamSize], shard_numel: int) -> tuple[list[int], int] | None:
+    """Place all parameters; returns their starts, and the end of the last one. None: some parameter fits nowhere.
 
-    The number of shards is unlimited here. None: some parameter fits nowhere.
+    ``walk`` takes as many shards of ``shard_numel`` elements as it needs.
     """
-    piles = piles_of([kind for kind in kinds if kind.numel])
-    numbers = [index for index, kind in enumerate(kinds) if kind.numel]  # those without elements stay at 0
+    piles = piles_of([size for size in sizes if size.numel])
+    numbers = [index for index, size in enumerate(sizes) if size.numel]  # parameters without elements stay at 0
     free = piles.pop(1, _Pile(1, [], []))
     coarse = list(piles.values())
-    starts = [0] * len(kinds)
+    starts = [0] * len(sizes)
     position = 0
     while coarse or free.numels:
         first = round_up(position, PARAM_ALIGNMENT)
@@ -75,7 +75,7 @@ def walk(kinds: Sequence[Kind], shard_numel: int) -> tuple[list[int], int] | Non
             if best.start == first:
                 break
         if free.numels and (best is None or best.start > first):
-            # Of those that do not keep the coarse one waiting the largest, else the largest of all.
+            # The largest that ends before the coarse parameter starts, else the largest of all.
             fitting = len(free.numels) if best is None else bisect_right(free.numels, best.start - first)
             best = _Option(first, free, (fitting or len(free.numels)) - 1)
         assert best is not None
@@ -87,19 +87,19 @@ def walk(kinds: Sequence[Kind], shard_numel: int) -> tuple[list[int], int] | Non
 
 
 def _soonest(pile: _Pile, first: int, shard_numel: int) -> _Option | None:
-    """Where a parameter of this pile can start soonest from ``first`` on, a multiple of 64; None: nowhere near.
+    """The soonest start of a parameter of this pile from ``first``, a multiple of 64, with the largest that can start.
 
-    Of those that can start there, the largest.
+    None: no parameter of the pile can start before the next border, nor before the one after it.
     """
     atom, numels, _ = pile
     last = len(numels) - 1
     if atom and shard_numel % atom == 0:
-        aligned = round_up(first, math.lcm(atom, PARAM_ALIGNMENT))  # any number of borders
+        aligned = round_up(first, math.lcm(atom, PARAM_ALIGNMENT))  # then any number of borders may follow
         if aligned == first:
             return _Option(first, pile, last)
         whole = bisect_right(numels, -first % shard_numel or shard_numel) - 1
         return _Option(first, pile, whole) if whole >= 0 else _Option(aligned, pile, last)
-    for _ in range(2):  # from here, or from the next border
+    for _ in range(2):  # before the next border, then before the one after it
         border = (first // shard_numel + 1) * shard_numel
         whole = bisect_right(numels, border - first) - 1
         if whole >= 0:
@@ -113,7 +113,7 @@ def _soonest(pile: _Pile, first: int, shard_numel: int) -> _Option | None:
 
 
 def _congruent(first: int, border: int, atom: int) -> int | None:
-    """The smallest multiple of 64 from ``first`` on that lies a multiple of ``atom`` away from ``border``, or None."""
+    """The first multiple of 64 from ``first`` on whose distance to ``border`` is a multiple of ``atom``, or None."""
     common = math.gcd(PARAM_ALIGNMENT, atom)
     if border % common:
         return None
@@ -122,5 +122,5 @@ def _congruent(first: int, border: int, atom: int) -> int | None:
     return first + (count * PARAM_ALIGNMENT - first) % (period * PARAM_ALIGNMENT)
 
 
-def _pile_atom(kind: Kind) -> int:
-    return 0 if 1 < kind.atom >= kind.numel else kind.atom
+def _pile_atom(size: ParamSize) -> int:
+    return 0 if 1 < size.atom >= size.numel else size.atom

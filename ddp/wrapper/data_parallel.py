@@ -113,7 +113,7 @@ class DistributedDataParallel(AroundModule):
                 separate_gather=config.overlap_param_gather,
                 copy_engines=config.copy_engine_param_gather,
             )
-        """The ranks over which each kind of parameters, dense and expert, is reduced."""
+        """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
         self.failures.groups = all_groups(self.grids.values())
 
         # The plan: which gradients there are, and where each will lie.
@@ -134,7 +134,7 @@ class DistributedDataParallel(AroundModule):
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
-        reductions = [self.reductions[bucket.layout.group] for bucket in self.buckets]
+        reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, self.failures, device=self.device)
         self._gathers: Sequence[ParamGather] = ()
         self._masters: weakref.ref[WatchedMasters] | None = None
@@ -313,17 +313,17 @@ class DistributedDataParallel(AroundModule):
 
     def owned_range(self, layout: BucketLayout) -> tuple[int, int]:
         """[start, end) of the bucket's elements whose sum this rank gets: its shard, or all elements."""
-        return self.reductions[layout.group].owned_range(layout.numel)
+        return self.reductions[layout.grid_name].owned_range(layout.numel)
 
-    def reduced_grads(self, kind: str | None = None) -> list[Tensor]:
+    def reduced_grads(self, grid_name: str | None = None) -> list[Tensor]:
         """``owned_range`` of each bucket, as views that hold reduced gradients after ``finish_grad_sync``.
 
-        kind  ``dense`` or ``expert``; None: both
+        grid_name  "dense" or "expert": only buckets that are reduced over these ranks; None: all
         """
         return [
             bucket.grad_data[slice(*self.owned_range(bucket.layout))]
             for bucket in self.buckets
-            if kind in (None, bucket.layout.group)
+            if grid_name in (None, bucket.layout.grid_name)
         ]
 
     @property

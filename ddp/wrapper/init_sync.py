@@ -7,21 +7,21 @@ from torch import Tensor, nn
 
 from ..collectives.rank_grid import RankGrid
 from ..collectives.world import Ranks
-from ..plan.owned_params import OwnedParam, kind_of
+from ..plan.owned_params import OwnedParam, grid_name_of
 
 __all__ = ["broadcast_model", "check_same_experts", "check_whose_experts", "has_experts"]
 
 
 def has_experts(module: nn.Module) -> bool:
     """Whether a parameter or buffer of ``module`` has Megatron-core's mark of experts, ``allreduce = False``."""
-    return any(kind_of(tensor) == "expert" for _, tensor in _tensors_of(module))
+    return any(grid_name_of(tensor) == "expert" for _, tensor in _tensors_of(module))
 
 
 @torch.no_grad()
 def broadcast_model(module: nn.Module, grids: Mapping[str, RankGrid]) -> None:
     """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
     for _, tensor in _tensors_of(module):
-        grids[kind_of(tensor)].broadcast(tensor.detach())
+        grids[grid_name_of(tensor)].broadcast(tensor.detach())
         torch.autograd.graph.increment_version(tensor)  # collectives do not raise it, and masters follow it
 
 
@@ -52,7 +52,7 @@ def check_same_experts(tensors: Iterable[tuple[str, Tensor | None]], grid: RankG
 
     Collective over the grid. Copies one tensor at a time.
     """
-    experts = [(name, tensor) for name, tensor in tensors if tensor is not None and kind_of(tensor) == "expert"]
+    experts = [(name, tensor) for name, tensor in tensors if tensor is not None and grid_name_of(tensor) == "expert"]
     if grid.size == 1 or not experts:
         return
     differs = torch.zeros(len(experts), device=experts[0][1].device)

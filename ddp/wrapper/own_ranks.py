@@ -24,7 +24,7 @@ def note_own_ranks(wired: Iterable[WiredParam], grids: Mapping[str, RankGrid]) -
     """Set ``all_ranks`` in the records of experts that not all ranks hold."""
     all_ranks = grids["dense"]
     for entry in wired:
-        if grids[entry.bucket.layout.group].size < all_ranks.size:
+        if grids[entry.bucket.layout.grid_name].size < all_ranks.size:
             entry.record.all_ranks = all_ranks
             _have_scalers_agree()
 

@@ -19,7 +19,7 @@ from ..contract.main_grad import check_unattached
 from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.model_plan import plan_model
-from ..plan.owned_params import OwnedParam, kind_of
+from ..plan.owned_params import OwnedParam, grid_name_of
 
 __all__ = ["check_same_config", "check_same_on_all_ranks", "check_setup", "plan_on_each_rank"]
 
@@ -85,7 +85,8 @@ def plan_on_each_rank(
     """The device from ``check_setup`` and the plan from ``plan_model``. An error on one rank is raised on all ranks."""
 
     def plan() -> tuple[torch.device, GradPlan]:
-        degrees = {kind: grid.inner_size if config.use_distributed_optimizer else 1 for kind, grid in grids.items()}
+        sharded = config.use_distributed_optimizer
+        degrees = {grid_name: grid.inner_size if sharded else 1 for grid_name, grid in grids.items()}
         device = check_setup(module, trainable, config, grids.values())
         return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
 
@@ -97,13 +98,13 @@ def check_same_on_all_ranks(plan: GradPlan, grids: Mapping[str, RankGrid], broad
 
     broadcast  the module whose frozen parameters and buffers ``init_sync`` will overwrite: they are compared too
 
-    Each kind of parameters is compared over its own ranks: inside instances, then across.
+    Dense parameters and experts are compared over their own ranks each: inside the instances, then across.
     """
-    kinds = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
-    for own in kinds:
-        model = [line for kind in own for line in _describe_params(plan, kind)]
-        model += [line for kind in own for line in _describe_rest(broadcast, kind)]
-        buckets = [line for kind in own for line in _describe_buckets(plan, kind)]
+    grid_names = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
+    for own in grid_names:
+        model = [line for grid_name in own for line in _describe_params(plan, grid_name)]
+        model += [line for grid_name in own for line in _describe_rest(broadcast, grid_name)]
+        buckets = [line for grid_name in own for line in _describe_buckets(plan, grid_name)]
         for group in grids[own[0]].axes:
             compare_between_ranks(group, {"model": model, "gradient plan": buckets})
 
@@ -122,27 +123,27 @@ def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks) -> No
             compare_between_ranks(group, {"config": lines})
 
 
-def _describe_params(plan: GradPlan, kind: str) -> Iterator[str]:
+def _describe_params(plan: GradPlan, grid_name: str) -> Iterator[str]:
     for bucket in plan.buckets:
-        for slot in bucket.slots if bucket.group == kind else ():
+        for slot in bucket.slots if bucket.grid_name == grid_name else ():
             spec = slot.spec
             yield f"'{spec.name}' {spec.param_dtype} {list(spec.shape)} in bucket {bucket.index}"
 
 
-def _describe_buckets(plan: GradPlan, kind: str) -> Iterator[str]:
+def _describe_buckets(plan: GradPlan, grid_name: str) -> Iterator[str]:
     for bucket in plan.buckets:
-        if bucket.group == kind:
+        if bucket.grid_name == grid_name:
             grad_dtype = bucket.slots[0].spec.grad_dtype
             yield f"bucket {bucket.index} of {bucket.numel} elements {grad_dtype} in {bucket.shard_degree} shards"
 
 
-def _describe_rest(module: nn.Module | None, kind: str) -> Iterator[str]:
+def _describe_rest(module: nn.Module | None, grid_name: str) -> Iterator[str]:
     """Frozen parameters and buffers, which are in no plan."""
     if module is None:
         return
     for name, param in module.named_parameters():
-        if not param.requires_grad and kind_of(param) == kind:
+        if not param.requires_grad and grid_name_of(param) == grid_name:
             yield f"frozen '{name}' {param.dtype} {list(param.shape)}"
     for name, buffer in module.named_buffers():
-        if kind_of(buffer) == kind:
+        if grid_name_of(buffer) == grid_name:
             yield f"buffer '{name}' {buffer.dtype} {list(buffer.shape)}"

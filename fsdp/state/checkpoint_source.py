@@ -168,11 +168,10 @@ class ShardedSource:
 
     def _describe(self, param: nn.Parameter) -> HeldParam:
         if not isinstance(param, ShardedParameter):
-            return HeldParam(tuple(param.shape), param.dtype, param.dtype, "dense")
+            return HeldParam(tuple(param.shape), param.dtype, param.dtype, is_expert=False)
         computing, kept = self._whole[param].dtype, param.dtype
         rounds = kept is torch.float32 and computing in _HALF
-        kind = "expert" if self._is_experts(param) else "dense"
-        return HeldParam(param.shard.shape, computing if rounds else kept, kept, kind)
+        return HeldParam(param.shard.shape, computing if rounds else kept, kept, self._is_experts(param))
 
 
 def _without_units_inside(unit: nn.Module) -> Iterator[nn.Module]:

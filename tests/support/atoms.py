@@ -10,9 +10,9 @@ ONE_BUCKET = 10**15  # elements at which a bucket is closed: never
 KINDS = ("element", "row", "whole", 2, 7)
 
 
-def spec(name: str, *shape: int, atom: int = 1, group: str = "dense") -> ParamSpec:
+def spec(name: str, *shape: int, atom: int = 1, grid_name: str = "dense") -> ParamSpec:
     return ParamSpec(
-        name=name, shape=shape, param_dtype=torch.bfloat16, grad_dtype=torch.float32, group=group, atom=atom
+        name=name, shape=shape, param_dtype=torch.bfloat16, grad_dtype=torch.float32, grid_name=grid_name, atom=atom
     )
 
 
@@ -24,8 +24,8 @@ def models(draw: st.DrawFn, most: int = 16) -> list[ParamSpec]:
         shape = tuple(draw(st.lists(st.integers(0, 70), max_size=3)))
         kind = draw(st.sampled_from(KINDS))
         atom = draw(st.one_of(st.just(atom_of(shape, kind)), st.integers(1, 5000)))
-        group = draw(st.sampled_from(("dense", "dense", "expert")))
-        specs.append(spec(f"layer.{index}", *shape, atom=atom, group=group))
+        grid_name = draw(st.sampled_from(("dense", "dense", "expert")))
+        specs.append(spec(f"layer.{index}", *shape, atom=atom, grid_name=grid_name))
     return specs
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's files: the folder, the manifest with its index of chunks, and how chunks are written and read.
+"""A checkpoint's files: the folder, the manifest with its index of chunks, and the writing and reading of chunks.
 
-Knows tensors and bytes, and no model. Imports ``collectives``.
+These files deal with tensors and bytes, and know no model. Imports ``collectives`` and ``plan/ranges.py``.
 """

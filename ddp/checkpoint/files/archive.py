@@ -1,7 +1,7 @@
-"""Where in a zip archive of torch.save's the bytes of its tensor lie, and their checksum.
+"""Finds the bytes of a tensor in a zip archive of ``torch.save``, and their checksum.
 
-The archive has a pickle that describes the tensor, its bytes as they are, and a CRC-32 of each, which torch.save
-computes while it writes and torch.load does not look at.
+The archive holds a pickle that describes the tensor, the tensor's bytes, uncompressed, and a CRC-32 of each entry.
+``torch.save`` computes the CRC-32 while it writes; ``torch.load`` does not compare it.
 """
 
 import io
@@ -15,16 +15,17 @@ import torch
 __all__ = ["place_in_archive"]
 
 _BLOCK = 2**18
-"""Bytes that are read at a time."""
+"""Bytes of one read."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 def place_in_archive(file: BinaryIO, offset: int, length: int, nbytes: int) -> tuple[int, int]:
-    """(position in ``file``, CRC-32) of the bytes of the tensor whose archive is in [offset, offset + length) of it.
+    """(position in ``file``, CRC-32) of the bytes of a tensor.
 
-    nbytes  how many there are: raises ``ValueError`` where the archive has others
+    offset, length  of the tensor's archive in ``file``, in bytes
+    nbytes          size of the tensor in bytes: raises ``ValueError`` where the archive holds another number
     """
-    with zipfile.ZipFile(_Part(file, offset, length)) as directory:
+    with zipfile.ZipFile(_FileWindow(file, offset, length)) as directory:
         entry = next(entry for entry in directory.infolist() if entry.filename.endswith("/data/0"))
     if entry.file_size != nbytes or entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"torch.save has written {entry.file_size} bytes for a tensor of {nbytes}")
@@ -34,15 +35,15 @@ def place_in_archive(file: BinaryIO, offset: int, length: int, nbytes: int) -> t
     position = header_at + _LOCAL_HEADER.size + name_length + extra_length
     if torch.serialization.get_crc32_options():
         return position, entry.CRC
-    file.seek(position)  # torch was told to compute none
+    file.seek(position)  # torch was told to compute no CRC-32
     checksum = 0
     for at in range(0, nbytes, _BLOCK):
         checksum = zlib.crc32(file.read(min(_BLOCK, nbytes - at)), checksum)
     return position, checksum
 
 
-class _Part(io.RawIOBase):
-    """Bytes [offset, offset + length) of a file as a file of their own."""
+class _FileWindow(io.RawIOBase):
+    """Bytes [offset, offset + length) of a file, as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file, self._offset, self._length = file, offset, length

@@ -1,16 +1,16 @@
-"""A checkpoint is written into a folder beside its place and moved there when it is complete.
+"""A save writes into a folder beside the checkpoint's path, and renames this folder when the checkpoint is complete.
 
-    step-100.incomplete/    being written, or left by a save that died
+    step-100.incomplete/    a save is writing here, or a save that died has left this
     step-100/               complete
-    step-100.replaced/      what was there before, for the moment between two renames
+    step-100.replaced/      the previous checkpoint, between two renames
 
-A folder is complete when it has the manifest, which comes last and goes first. At no time is ``step-100`` a mixture or
-half a checkpoint, and at every time ``find`` has a complete one for it, once there was one: whatever moment a save dies
-at, the one before it can be loaded, or the new one. Only the first rank changes anything here.
+A folder is complete when it holds the manifest: a save writes the manifest last, and deletes the manifest first. So
+``step-100`` never holds half a checkpoint or a mixture of two. Once one save has completed, ``find`` always finds a
+complete checkpoint, the previous or the new one, whenever a later save dies. Only the first rank changes folders.
 
-The two folders beside it have a mark in them, a file that only a save puts there: a folder without it that is named
-like them is somebody's own, and stays as it is. The save that writes holds a lock on its mark until it ends, however it
-ends: another one to the same path is refused meanwhile.
+A save puts a mark, a file, into the two folders beside the path. A folder of such a name without the mark belongs to
+the user, and no save changes it. While a save runs, it holds a lock on the mark, and another save to the same path is
+refused. The lock ends with the process.
 """
 
 import os
@@ -30,23 +30,24 @@ if sys.platform != "win32":
 __all__ = ["MARK_FILE", "Staging", "belongs_to_checkpoint", "describe_missing", "find", "incomplete", "replaced"]
 
 MARK_FILE = "maingrad.saving"
-"""In a folder that a save has put beside the checkpoint's place."""
+"""Marks a folder that a save has made beside the checkpoint's path."""
 
 
 def incomplete(path: Path) -> Path:
-    """Where the checkpoint is written."""
+    """The folder into which a save writes."""
     return path.with_name(f"{path.name}.incomplete")
 
 
 def replaced(path: Path) -> Path:
-    """Where the one before it stays until the new one is in its place."""
+    """The folder of the previous checkpoint until the new checkpoint has its place."""
     return path.with_name(f"{path.name}.replaced")
 
 
 def find(path: Path) -> Path:
-    """The folder to read for ``path``: itself, but for a save that died between writing and moving.
+    """The folder to read for ``path``.
 
-    Then it is the newest complete one beside it. ``path``, too, where there is none.
+    This is ``path`` itself, unless nothing is there and a save died between two renames: then it is the newest complete
+    folder beside ``path``.
     """
     if not _is_free(path):
         return path
@@ -55,9 +56,9 @@ def find(path: Path) -> Path:
 
 
 class Staging:
-    """The folder that one save to ``path`` writes into, held against other saves; a context manager.
+    """The folder that one save to ``path`` writes into, locked against other saves; a context manager.
 
-    A save that fails leaves nothing behind. One in which a rank is gone leaves its files: other ranks may be writing.
+    A save that fails deletes its files. Where a rank is gone the files stay, because other ranks may still be writing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,11 +67,12 @@ class Staging:
 
     @property
     def folder(self) -> Path:
-        """Where to write."""
+        """The folder to write into."""
         return incomplete(self._path)
 
     def begin(self) -> None:
-        """Make the empty folder. What a save that died has left there is put into its place, or removed.
+        """Make the empty folder. A complete checkpoint of a save that died is moved to ``path`` first; its other files
+        are deleted.
 
         Raises ``FileExistsError`` where ``path``, or a folder beside it, holds something else than a checkpoint, and
         where another save is writing.
@@ -91,7 +93,7 @@ class Staging:
                 )
         self._hold()
         found = find(path)
-        if found != path:  # it is all there is until this save is complete
+        if found != path:  # the only complete checkpoint until this save completes
             if path.exists():
                 path.rmdir()
             found.rename(path)
@@ -102,7 +104,7 @@ class Staging:
         _empty(self.folder)
 
     def complete(self) -> None:
-        """Move the finished folder into its place; the checkpoint that was there goes when the new one stands."""
+        """Rename the finished folder to ``path``; then delete the previous checkpoint."""
         path = self._path
         _sync_folder(self.folder)
         if _is_free(path):
@@ -123,12 +125,12 @@ class Staging:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._mark is None:
             return
         try:
-            # A complete one stays, wherever the failure was: it is the newest there is.
+            # A complete folder stays even if the save fails later: it is the newest checkpoint.
             failed = isinstance(error, Exception) and not isinstance(error, CollectiveError)
             if failed and not _is_complete(self.folder):
                 _remove(self.folder)
@@ -136,14 +138,14 @@ class Staging:
             self._release()
 
     def _hold(self) -> None:
-        """Make the folder with its mark, or take over the one that is there."""
+        """Make the folder with its mark, or take over the existing one, and lock the mark."""
         self.folder.mkdir(parents=True, exist_ok=True)
         where = self.folder / MARK_FILE
         try:
             mark = where.open("a+", encoding="utf-8")
-        except FileNotFoundError:  # moved this very moment
+        except FileNotFoundError:  # another save has just renamed the folder
             raise _in_use(self.folder, "") from None
-        # Whoever held it until now may have moved it into its place.
+        # The save that held the lock before may have renamed the folder since the mark was opened.
         if not (_lock(mark) and where.exists() and os.path.samestat(os.fstat(mark.fileno()), where.stat())):
             mark.seek(0)
             writer = mark.read(200)
@@ -151,7 +153,7 @@ class Staging:
             raise _in_use(self.folder, writer)
         self._mark = mark
         mark.truncate(0)
-        try:  # at once: a full disk is not found when the file is closed
+        try:  # unbuffered: closing the file would not report a full disk
             os.write(mark.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(where)) from error
@@ -159,7 +161,7 @@ class Staging:
     def _release(self) -> None:
         if self._mark is not None:
             if sys.platform != "win32":
-                with suppress(OSError):  # explicitly: a forked process may have the file open still
+                with suppress(OSError):  # unlock explicitly: a forked process may still have the file open
                     fcntl.flock(self._mark, fcntl.LOCK_UN)
             self._mark.close()
             self._mark = None
@@ -173,7 +175,7 @@ def _in_use(folder: Path, writer: str) -> FileExistsError:
 
 
 def _lock(mark: TextIO) -> bool:
-    """Whether nobody else has it. True, too, on a system without locks: there the saves' ids have to do."""
+    """Lock the mark. False: another save holds the lock. True also where the system has no locks; ids must do there."""
     if sys.platform != "win32":
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -185,7 +187,7 @@ def _lock(mark: TextIO) -> bool:
 
 
 def describe_missing(path: Path) -> str:
-    """Why there is nothing at ``path``."""
+    """Why there is no checkpoint at ``path``, for an error."""
     missing = f"there is no checkpoint at '{path}'"
     for folder in (incomplete(path), replaced(path)):
         if _is_complete(folder):
@@ -204,35 +206,35 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _is_free(path: Path) -> bool:
-    """Nothing, or an empty folder, which nobody misses when it is replaced."""
+    """Whether there is nothing, or an empty folder, which a save may replace."""
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def _is_ours(folder: Path) -> bool:
-    """A folder with nothing in it but files that a save writes."""
+    """Whether this is a folder that holds nothing but files of a save."""
     return folder.is_dir() and all(entry.is_file() and belongs_to_checkpoint(entry.name) for entry in folder.iterdir())
 
 
 def belongs_to_checkpoint(name: str) -> bool:
-    """Whether a file of this name is one that a save writes."""
+    """Whether a save writes files of this name."""
     ours = (MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp", MARK_FILE)
     return name in ours or name.endswith(".distcp")
 
 
 def _is_leftover(folder: Path) -> bool:
-    """Nothing, or what a save has put beside a checkpoint's place."""
+    """Whether there is nothing, or a folder that a save has made beside a checkpoint's path."""
     return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))
 
 
 def _empty(folder: Path) -> None:
-    """Delete all but the mark; from the first moment on the folder is not complete."""
+    """Delete all files but the mark. The manifest goes first, so that the folder is not complete from then on."""
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name != MANIFEST_FILE):
         if entry.name != MARK_FILE:
             entry.unlink()
 
 
 def _remove(folder: Path) -> None:
-    """Delete it; the mark goes last."""
+    """Delete the folder; the mark goes last."""
     if folder.exists():
         _empty(folder)
         (folder / MARK_FILE).unlink(missing_ok=True)
@@ -240,7 +242,7 @@ def _remove(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the folder's own entries on the disk, where the system can do that."""
+    """Write the folder's entries to the disk, where the system can."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

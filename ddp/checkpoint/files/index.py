@@ -1,12 +1,13 @@
-"""The index of a checkpoint: where in its data files the elements of each tensor lie. It is a part of the manifest.
+"""The index of a checkpoint: where in the data files each tensor's elements lie. The index is a part of the manifest.
 
     "files":   [["__0_0.distcp", 9800], ["__1_0.distcp", 9672]]
     "tensors": {"model.up.weight": {"dtype": "bfloat16", "shape": [17, 15],
                                     "chunks": [[128, 0, 768, 2190183011], [127, 1, 704, 871223907]]}}
 
-A chunk is a run of elements of the flattened tensor that lies in one piece: how many elements, in which of the files,
-from which byte on, and the CRC-32 of their bytes. Chunks stand in the order of the elements, so that none can be there
-twice, and that none is missing is a sum. Bytes are those of the machine's memory, row by row.
+A chunk is a range of the flattened tensor whose bytes lie together in one file: number of elements, number of the file,
+position of the first byte, CRC-32 of the bytes. Chunks are in the order of elements, so that no element can be in two
+chunks, and the numbers of elements add up to the tensor's. Elements are stored row by row, in the byte order of the
+machine.
 """
 
 import math
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...plan.ranges import Range
 from .typed_json import dtype_name, dtype_named, expect, shape_from_json
 
 __all__ = ["Chunk", "Index", "StoredTensor"]
@@ -32,26 +34,31 @@ class Chunk(NamedTuple):
     end: int
     file: str
     position: int
-    """Of their first byte in the file."""
+    """Position of the first byte in the file."""
     checksum: int
-    """CRC-32 of their bytes."""
+    """CRC-32 of the bytes."""
+
+    @property
+    def range(self) -> Range:
+        """The elements, counted in the flattened tensor."""
+        return Range(self.start, self.end)
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the data files."""
+    """A tensor in the data files."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Sequence[Chunk]
-    """In the order of their elements: all of the tensor's."""
+    """All chunks of the tensor, in the order of elements."""
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         """Dtype and shape, in words."""
         return f"{dtype_name(self.dtype)} {list(self.shape)}"
 
     def overlapping(self, start: int, end: int) -> Iterator[Chunk]:
-        """The chunks with elements of [start, end)."""
+        """The chunks that hold elements of [start, end)."""
         at = bisect_right(self.chunks, start, key=lambda chunk: chunk.end)
         while at < len(self.chunks) and self.chunks[at].start < end:
             yield self.chunks[at]
@@ -62,11 +69,11 @@ class Index(NamedTuple):
     """All tensors of a checkpoint."""
 
     files: Mapping[str, int]
-    """Data file -> how many bytes it has."""
+    """Data file -> its size in bytes."""
     tensors: Mapping[str, StoredTensor]
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields in the manifest."""
+        """The index as fields of the manifest."""
         place = {name: number for number, name in enumerate(self.files)}
         tensors = {
             key: {
@@ -80,10 +87,10 @@ class Index(NamedTuple):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Index":
-        """The index in a manifest. Nothing is allocated for what it claims.
+        """The index in a manifest. No memory is allocated for the tensors.
 
-        Raises ``TypeError``, ``ValueError`` or ``KeyError`` for one that cannot be true: elements that lie nowhere or
-        outside their file, and tensors of more bytes than the files have.
+        Raises ``TypeError``, ``ValueError`` or ``KeyError`` for an impossible index: elements in no file or outside
+        their file, and tensors of more bytes than the files have.
         """
         files = [_parse_file(file) for file in expect(list, content["files"], "files")]
         left = [size for _, size in files]
@@ -104,7 +111,7 @@ def _parse_file(file: Any) -> tuple[str, int]:
 
 
 def _parse_tensor(key: str, entry: Any, files: Sequence[tuple[str, int]], left: list[int]) -> StoredTensor:
-    """left: bytes of each file that no chunk has claimed yet. Few bytes would be many tensors otherwise."""
+    """left: bytes of each file that no chunk has claimed; so few bytes cannot be claimed by many tensors."""
     dtype, shape = dtype_named(entry["dtype"]), shape_from_json(entry["shape"], key)
     chunks, start = [], 0
     for numbers in expect(list, entry["chunks"], f"the chunks of '{key}'"):

@@ -1,13 +1,13 @@
-"""The JSON file of a checkpoint: what was saved, in the names and shapes of the model, and where in the files it lies.
+"""The manifest, a checkpoint's JSON file: names and shapes of all tensors, and where in the data files they lie.
 
-It is written last, so that a folder with it is complete, and read first, so that a model that does not fit is refused
-before any tensor has been touched. What is not a tensor is in it too: no data file holds a pickled object. ``checksum``
-is the CRC-32 of all the rest, which a hand that changes something sets to null.
+A save writes the manifest last, so that a folder with a manifest is complete. A load reads the manifest first, so that
+a model that does not fit is refused before any tensor changes. The manifest also holds everything that is not a tensor:
+no data file holds a pickled object. ``checksum`` is the CRC-32 of the rest; set it to null after a change by hand.
 
-    version    what it added
+    version    what the version added
     1
     2          checksums of the manifest and of torch's metadata
-    3          the index (``checkpoint_index.py``); torch's metadata is not read. The first that is read
+    3          the index (``index.py``); torch's metadata is not read. Older versions are not read
 """
 
 import dataclasses
@@ -39,30 +39,30 @@ __all__ = [
 
 MANIFEST_FILE = "maingrad.json"
 MANIFEST_STAGING = f"{MANIFEST_FILE}.tmp"
-"""It is written here: where there is a manifest it is whole."""
+"""The manifest is written under this name first, so that a file named as the manifest is whole."""
 METADATA_FILE = ".metadata"
-"""Torch's own index, beside it: for torch's tools."""
+"""Torch's own index, for torch's tools."""
 FORMAT = "maingrad.checkpoint"
 VERSION = 3
 MOST_BYTES = 2**28
-"""Of the file: that is some million chunks."""
+"""Largest manifest, in bytes: some million chunks."""
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A parameter or buffer, and what an optimizer knows of it."""
+    """A parameter or buffer, and the description of its optimizer state."""
 
     shape: tuple[int, ...]
     dtype: str
     """Without ``torch.``: "bfloat16"."""
     group: int | None = None
-    """Its parameter group; None without an optimizer, and for buffers and frozen parameters."""
+    """Index of the parameter group; None without an optimizer, and for buffers and frozen parameters."""
     has_master: bool = False
-    """There is a master apart from the parameter: it is in half precision."""
+    """Whether there is an fp32 master beside the parameter, which is in half precision."""
     state: Mapping[str, str] = field(default_factory=dict)
     """Elementwise state: name -> dtype. Empty before the first step."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """The rest of its state, such as the number of steps, as ``to_json`` makes it."""
+    """The rest of the optimizer state, such as the number of steps, as ``to_json`` makes it."""
 
     @classmethod
     def of(cls, tensor: Tensor, **optimizer: Any) -> "SavedTensor":
@@ -70,14 +70,14 @@ class SavedTensor:
         return cls(tuple(tensor.shape), dtype_name(tensor.dtype), **optimizer)
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         """Dtype and shape, in words."""
         return f"{self.dtype} {list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """An optimizer, but for what it knows of each parameter."""
+    """An optimizer's class and groups, without the state of parameters."""
 
     optimizer_class: str
     groups: tuple[Mapping[str, Any], ...]
@@ -89,25 +89,25 @@ class Manifest:
     """Everything but the tensors."""
 
     save_id: str
-    """That of the data files too."""
+    """The id that is in the data files too."""
 
     parameters: Mapping[str, SavedTensor]
     buffers: Mapping[str, SavedTensor]
     tied: Mapping[str, str]
     """Further names of parameters -> the name under which they are stored."""
     num_expert_sets: int
-    """Ranks with different experts name theirs apart: so many of them."""
+    """Number of different sets of experts over the ranks; the experts of each set have names of their own."""
     optimizer: SavedOptimizer | None
     extra: Any
     index: Index
 
     def write(self, folder: Path) -> None:
-        """Write the file, and have its bytes on the disk before it has its name."""
+        """Write the file. Its bytes are on the disk before the file gets its name."""
         fields = dataclasses.asdict(dataclasses.replace(self, extra=None, index=Index({}, {})))
         del fields["index"]
         about = {"format": FORMAT, "version": VERSION, "torch": torch.__version__, "byteorder": sys.byteorder}
         content = {**about, **fields, "extra": self.extra, **self.index.to_json()}
-        content = json.loads(json.dumps(content))  # as it will be read
+        content = json.loads(json.dumps(content))  # as a load will read it
         written = _laid_out({"checksum": _checksum(content), **content})
         if len(written) > MOST_BYTES:
             raise ValueError(
@@ -120,7 +120,7 @@ class Manifest:
                 file.write(written)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # a write's does not name the file
+        except OSError as error:  # the error of a write does not name the file
             raise OSError(error.errno, error.strerror, str(staging)) from error
         staging.replace(folder / MANIFEST_FILE)
 
@@ -143,7 +143,7 @@ class Manifest:
             manifest = cls._parse(content)
             _check_sum(content)
             return manifest
-        except Exception as error:  # values of any kind in any place raise nearly anything
+        except Exception as error:  # wrong values raise nearly anything
             raise ValueError(f"'{path}' is damaged ({type(error).__name__}: {error})") from error
 
     @classmethod
@@ -153,12 +153,12 @@ class Manifest:
             all_groups = expect(list, optimizer["groups"], "groups")
             groups = tuple(expect(dict, group, "a parameter group") for group in all_groups)
             for value in (value for group in groups for value in group.values()):
-                from_json(value)  # so that what cannot be read is found here
+                from_json(value)  # raises for a value that a load could not read
             optimizer = SavedOptimizer(expect(str, optimizer["optimizer_class"], "optimizer_class"), groups)
             num_groups = len(groups)
         parameters, buffers = (
-            {name: _parse_tensor(name, entry, num_groups) for name, entry in expect(dict, content[kind], kind).items()}
-            for kind in ("parameters", "buffers")
+            {name: _parse_tensor(name, entry, num_groups) for name, entry in expect(dict, content[part], part).items()}
+            for part in ("parameters", "buffers")
         )
         num_expert_sets = expect(int, content["num_expert_sets"], "num_expert_sets")
         tied = expect(dict, content["tied"], "tied")
@@ -175,7 +175,7 @@ class Manifest:
 
 
 def _bytes_of(path: Path) -> bytes:
-    """The file. Raises ``ValueError`` for one that is far too long, of which little is read."""
+    """The file's bytes. Raises ``ValueError`` for a file that is too long, before it is read."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - 1))
@@ -186,7 +186,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _check_version(path: Path, version: Any) -> None:
-    """Raise ``ValueError`` for a version that is not read here; it says what can be done about it."""
+    """Raise ``ValueError`` for another version than ours; the error names a remedy."""
     if type(version) is int and version == VERSION:
         return
     found = f"'{path}' has version {reprlib.repr(version)} of the format, and this maingrad reads version {VERSION}"
@@ -199,14 +199,14 @@ def _check_version(path: Path, version: Any) -> None:
 
 
 def _laid_out(content: Mapping[str, Any]) -> str:
-    """JSON for the eye: a line for each value, and one for each tensor of the index."""
+    """JSON that people can read: a line for each value, and a line for each tensor of the index."""
     rest = json.dumps({key: value for key, value in content.items() if key != "tensors"}, indent=1)
     lines = (f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in content["tensors"].items())
     return rest.removesuffix("\n}") + ',\n "tensors": {\n' + ",\n".join(lines) + "\n }\n}\n"
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
-    """CRC-32 of all but the checksum itself, however it is laid out."""
+    """CRC-32 of everything but the checksum itself; does not depend on the layout of the file."""
     told = {key: value for key, value in content.items() if key != "checksum"}
     return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
 

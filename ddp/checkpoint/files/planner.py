@@ -1,7 +1,7 @@
-"""The plan of a save for torch.distributed.checkpoint (DCP): which rank writes which elements of which tensor.
+"""The plan of a save for torch.distributed.checkpoint (DCP): which rank writes which boxes.
 
-A rank offers `Piece`s, each a flat range of a tensor in that tensor's own coordinates. What several ranks hold alike is
-written by one of them, the one with the least to write so far.
+A rank offers ``TensorSlice``s. What several ranks hold alike is written by one of them: the one with the least to write
+so far.
 """
 
 import math
@@ -20,43 +20,43 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from .boxes import Piece, check_tiling
+from .boxes import TensorSlice, check_tiling
 
-__all__ = ["PiecesSavePlanner"]
+__all__ = ["SliceSavePlanner"]
 
 
-class PiecesSavePlanner(SavePlanner):
-    """Plans the writing of every rank's pieces.
+class SliceSavePlanner(SavePlanner):
+    """Plans the writing of every rank's slices.
 
-    notes  what this rank has to say to the coordinator: anything that can be pickled
+    notes  anything that can be pickled, for the coordinator
     """
 
-    def __init__(self, pieces: Sequence[Piece], notes: Any = None) -> None:
-        self._pieces = pieces
+    def __init__(self, slices: Sequence[TensorSlice], notes: Any = None) -> None:
+        self._slices = slices
         self._notes = notes
         self._views: dict[MetadataIndex, Tensor] = {}
         self.all_notes: list[Any] = []
-        """On the coordinator, once the plan is made: every rank's notes."""
+        """Every rank's notes: on the coordinator, after the global plan."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """In here, an error of one rank is every rank's."""
+        """Cut the slices into boxes. An error here on one rank is raised on every rank."""
         self._views = {
-            MetadataIndex(piece.key, box.offsets): view for piece in self._pieces for box, view in piece.boxes()
+            MetadataIndex(part.key, box.offsets): view for part in self._slices for box, view in part.boxes()
         }
 
     def create_local_plan(self) -> SavePlan:
-        """All of this rank's boxes, whether or not others hold them as well."""
+        """All of this rank's boxes, including those that other ranks hold too."""
         items = []
-        for piece in self._pieces:
-            properties = TensorProperties(dtype=piece.data.dtype)
-            for box, _ in piece.boxes():
+        for part in self._slices:
+            properties = TensorProperties(dtype=part.data.dtype)
+            for box, _ in part.boxes():
                 chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                written = TensorWriteData(chunk, properties, torch.Size(piece.shape))
-                index = MetadataIndex(piece.key, box.offsets)
+                written = TensorWriteData(chunk, properties, torch.Size(part.shape))
+                index = MetadataIndex(part.key, box.offsets)
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=written))
-        paths = {piece.key: piece.path for piece in self._pieces}
+        paths = {part.key: part.path for part in self._slices}
         return SavePlan(items, planner_data=(paths, self._notes))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -73,7 +73,7 @@ class PiecesSavePlanner(SavePlanner):
                 written = item.tensor_data
                 ranks = writers.pop(item.index, None)
                 if ranks is None or written is None:
-                    continue  # dealt out already
+                    continue  # assigned already
                 rank = min(ranks, key=nbytes.__getitem__)
                 mine[rank].append(item)
                 nbytes[rank] += math.prod(written.chunk.sizes) * written.properties.dtype.itemsize
@@ -85,17 +85,17 @@ class PiecesSavePlanner(SavePlanner):
         return [SavePlan(items) for items in mine], Metadata({**tensors}, planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The coordinator's word is final."""
+        """The coordinator's plan, unchanged."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The elements of one box, row by row: as torch.save writes them, a load reads them."""
+        """The elements of one box, row by row: the order in which ``torch.save`` writes them, and a load reads them."""
         view = self._views[write_item.index].detach()
         return _in_a_storage_of_its_size(view.resolve_conj().resolve_neg().contiguous())
 
 
 def _in_a_storage_of_its_size(view: Tensor) -> Tensor:
-    """The same memory. DCP copies what lies in a larger storage, since ``torch.save`` writes storages whole."""
+    """The same memory under a storage of its own: DCP would copy a view of a larger storage before ``torch.save``."""
     if not view.is_cpu:
         return view
     start = view.storage_offset() * view.itemsize

@@ -1,7 +1,7 @@
-"""The id of a save: it is in the manifest and at the head of every data file, and torch's metadata has it too.
+"""The id of a save, which stands in the manifest, at the head of every data file, and in torch's metadata.
 
-Files of two saves look alike: same names, same sizes. Checksums tell them apart while tensors are read, when the model
-is partly overwritten; ids do before.
+Files of two saves have the same names and sizes. Ids tell them apart before a load changes the model; checksums would
+tell only while tensors are read, when the model is partly overwritten.
 """
 
 import uuid
@@ -12,7 +12,7 @@ __all__ = ["check_head", "head_of", "is_id", "new_id"]
 
 _PREFIX = "maingrad-"
 _HEAD_BYTES = 64
-"""Torch aligns tensors in a file to as many."""
+"""Torch aligns tensors in a file to this number of bytes."""
 
 
 def new_id() -> str:
@@ -21,17 +21,17 @@ def new_id() -> str:
 
 
 def is_id(value: Any) -> bool:
-    """Whether it is one."""
+    """Whether ``value`` is an id of a save."""
     return isinstance(value, str) and value.startswith(_PREFIX) and len(value) == len(_PREFIX) + 32
 
 
 def head_of(save_id: str, name: str) -> bytes:
-    """What the data file of this name begins with. No reader goes there: the index says where each tensor lies."""
+    """The first bytes of the data file ``name``. Readers of tensors skip the head: the index has their positions."""
     return f"{save_id} {name}\n".encode().ljust(_HEAD_BYTES - 1) + b"\n"
 
 
 def check_head(file: BinaryIO, path: Path, save_id: str) -> None:
-    """Raise ``ValueError`` unless the data file ``file``, at ``path``, is of this save."""
+    """Raise ``ValueError`` unless the data file ``file``, at ``path``, belongs to this save and has its own name."""
     file.seek(0)
     head = file.read(_HEAD_BYTES)
     found, _, name = head.split(b"\n", 1)[0].decode("ascii", "replace").partition(" ")

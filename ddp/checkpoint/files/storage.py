@@ -1,8 +1,8 @@
-"""A checkpoint's folder as it is read: opened, checked, and its tensors read right into the memory where they belong.
+"""Opens and checks a checkpoint's folder, and reads tensors from the files directly into the caller's memory.
 
-Each rank reads by itself, by the manifest's index: no archive is opened and nothing is unpickled. Bytes are read once
-and compared with their checksum while they are in the cache; of a chunk of which a rank wants a part the rest passes
-through a small buffer. Nothing is allocated that the caller has not asked for.
+Each rank reads by itself, by the manifest's index: no archive is opened and nothing is unpickled. Bytes are read once,
+and their checksum is computed while they are in the cache. Where a rank needs only elements of a chunk, the other bytes
+pass through a small buffer.
 """
 
 import ctypes
@@ -15,30 +15,30 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from .boxes import Piece, boxes_of_range
+from .boxes import TensorSlice, boxes_of_range
 from .folder import describe_missing, find
 from .index import Chunk, Index
 from .manifest import Manifest
 from .save_id import check_head
 
-__all__ = ["Stored", "check_files", "check_stored", "open_checkpoint", "read_pieces"]
+__all__ = ["Stored", "check_files", "check_stored", "open_checkpoint", "read_slices"]
 
 _BLOCK = 2**18
-"""Bytes that are read and checked at a time: they stay in a core's cache."""
+"""Bytes of one read: few enough to stay in a core's cache until they are checked."""
 
 
 class Stored(NamedTuple):
-    """What a checkpoint holds, without its tensors."""
+    """An opened checkpoint: its folder and its manifest."""
 
     folder: Path
-    """Where it lies: beside its place where a save died before it was moved."""
+    """The folder to read: beside the checkpoint's path where a save died before the last rename."""
     manifest: Manifest
 
 
 def open_checkpoint(path: Path, *, check_sizes: bool = True) -> Stored:
-    """What the checkpoint at ``path`` holds. No process group is needed.
+    """Open the checkpoint at ``path``. Needs no process group.
 
-    check_sizes  look at every data file's size, and which save it is of
+    check_sizes  check every data file's size and id
 
     Raises ``FileNotFoundError``, and ``ValueError`` for a folder that is no complete checkpoint.
     """
@@ -80,7 +80,7 @@ def check_files(folder: Path, index: Index, save_id: str) -> None:
 
 
 def _last_in(index: Index, file: str) -> str:
-    """The tensor that lies at the end of a file."""
+    """The last tensor in a file."""
     places = (
         (chunk.position, key) for key, tensor in index.tensors.items() for chunk in tensor.chunks if chunk.file == file
     )
@@ -88,7 +88,7 @@ def _last_in(index: Index, file: str) -> str:
 
 
 def _check_told(manifest: Manifest) -> None:
-    """Raise ``ValueError`` unless the index has the tensors that the rest of the manifest tells of, and no other."""
+    """Raise ``ValueError`` unless the index and the rest of the manifest name the same tensors and shapes."""
     told = {f"model.{name}": entry.shape for name, entry in {**manifest.parameters, **manifest.buffers}.items()}
     for name, entry in manifest.parameters.items():
         told.update({f"optimizer.state.{name}.{key}": entry.shape for key in entry.state})
@@ -108,31 +108,31 @@ def _check_told(manifest: Manifest) -> None:
         raise ValueError(f"'{unknown}' is in the index of the checkpoint's manifest, and nowhere else in it")
 
 
-def check_stored(index: Index, pieces: Sequence[Piece]) -> None:
-    """Raise ``ValueError`` where a piece is of a tensor that is not there, or of another shape or dtype."""
-    for piece in pieces:
-        stored = index.tensors.get(piece.key)
+def check_stored(index: Index, slices: Sequence[TensorSlice]) -> None:
+    """Raise ``ValueError`` for a slice of a tensor that the index lacks, or has in another shape or dtype."""
+    for part in slices:
+        stored = index.tensors.get(part.key)
         if stored is None:
-            raise ValueError(f"'{piece.key}' is missing in the index of the checkpoint's manifest")
-        if (stored.shape, stored.dtype) != (piece.shape, piece.data.dtype):
+            raise ValueError(f"'{part.key}' is missing in the index of the checkpoint's manifest")
+        if (stored.shape, stored.dtype) != (part.shape, part.data.dtype):
             raise ValueError(
-                f"'{piece.key}' is {stored.kind} in the index of the checkpoint's manifest, though the rest of it has "
-                f"{piece.data.dtype} {list(piece.shape)}"
+                f"'{part.key}' is {stored.description} in the index of the checkpoint's manifest, though the rest of "
+                f"it has {part.data.dtype} {list(part.shape)}"
             )
 
 
-def read_pieces(stored: Stored, pieces: Sequence[Piece]) -> None:
-    """Fill the pieces' memory, on any device.
+def read_slices(stored: Stored, slices: Sequence[TensorSlice]) -> None:
+    """Fill the slices' memory, on any device.
 
-    Raises ``ValueError`` for a file that does not hold what was written, and names the tensor.
+    Raises ``ValueError``, naming the tensor, for a file whose bytes are not those that were written.
     """
     index, save_id = stored.manifest.index, stored.manifest.save_id
-    # As copy_ does, which most elements go without: whoever compares versions sees the change.
-    torch.autograd.graph.increment_version([piece.data for piece in pieces])
-    wanted: dict[tuple[Chunk, str], list[Piece]] = {}
-    for piece in pieces:
-        for chunk in index.tensors[piece.key].overlapping(piece.start, piece.end):
-            wanted.setdefault((chunk, piece.key), []).append(piece)
+    # Most elements are read without copy_, which would increment the version that optimizers compare.
+    torch.autograd.graph.increment_version([part.data for part in slices])
+    wanted: dict[tuple[Chunk, str], list[TensorSlice]] = {}
+    for part in slices:
+        for chunk in index.tensors[part.key].overlapping(part.start, part.end):
+            wanted.setdefault((chunk, part.key), []).append(part)
     in_order = sorted(wanted, key=lambda each: (each[0].file, each[0].position))
     scratch = memoryview(bytearray(_BLOCK))
     for name, chunks in itertools.groupby(in_order, key=lambda each: each[0].file):
@@ -140,40 +140,40 @@ def read_pieces(stored: Stored, pieces: Sequence[Piece]) -> None:
         with path.open("rb") as file:
             check_head(file, path, save_id)
             for chunk, key in chunks:
-                parts = [_Part.of(piece, chunk) for piece in wanted[chunk, key]]
+                overlaps = [_Overlap.of(part, chunk) for part in wanted[chunk, key]]
                 try:
-                    _read_chunk(file, chunk, index.tensors[key].dtype.itemsize, parts, scratch)
+                    _read_chunk(file, chunk, index.tensors[key].dtype.itemsize, overlaps, scratch)
                 except (ValueError, OSError) as error:
                     raise ValueError(
                         f"'{path}' is damaged where '{key}' lies ({type(error).__name__}: {error})"
                     ) from error
-                for part in parts:
-                    part.finish()
+                for overlap in overlaps:
+                    overlap.finish()
 
 
-class _Part(NamedTuple):
-    """Elements [start, end) of a tensor that a piece wants of a chunk."""
+class _Overlap(NamedTuple):
+    """Elements [start, end) of a tensor that are both in a slice and in a chunk."""
 
-    piece: Piece
+    wanted: TensorSlice
     start: int
     end: int
     landing: Tensor
-    """Contiguous memory on the CPU for them: the piece's own where that is such."""
+    """[end - start] contiguous CPU memory to read into: a view of the slice's memory where that is possible."""
 
     @classmethod
-    def of(cls, piece: Piece, chunk: Chunk) -> "_Part":
-        start, end = max(piece.start, chunk.start), min(piece.end, chunk.end)
-        if piece.data.is_cpu and piece.data.is_contiguous():
-            return cls(piece, start, end, piece.data.view(-1)[start - piece.start : end - piece.start])
-        return cls(piece, start, end, torch.empty(end - start, dtype=piece.data.dtype, device="cpu"))
+    def of(cls, wanted: TensorSlice, chunk: Chunk) -> "_Overlap":
+        start, end = wanted.range.intersect(chunk.range)
+        if wanted.data.is_cpu and wanted.data.is_contiguous():
+            return cls(wanted, start, end, wanted.data.view(-1)[start - wanted.start : end - wanted.start])
+        return cls(wanted, start, end, torch.empty(end - start, dtype=wanted.data.dtype, device="cpu"))
 
     def finish(self) -> None:
-        """All elements have landed: take them to the piece."""
-        data, start = self.piece.data, self.piece.start
+        """All elements are read: copy them to the slice, unless they were read into it."""
+        data, first = self.wanted.data, self.wanted.start
         if data.is_cpu and data.is_contiguous():
             return
         if data.ndim == 1 or data.is_contiguous():
-            data.view(-1)[self.start - start : self.end - start].copy_(self.landing)
+            data.view(-1)[self.start - first : self.end - first].copy_(self.landing)
             return
         for box in boxes_of_range(data.shape, self.start, self.end):
             target = data
@@ -182,12 +182,12 @@ class _Part(NamedTuple):
             target.copy_(self.landing[box.start - self.start : box.end - self.start].view(box.sizes))
 
 
-def _read_chunk(file: BinaryIO, chunk: Chunk, itemsize: int, parts: Sequence[_Part], scratch: memoryview) -> None:
-    """Read all of a chunk, of which the parts are taken. Raises ``ValueError`` where its checksum is another."""
-    # In bytes of the chunk: [first, end) goes into this memory.
+def _read_chunk(file: BinaryIO, chunk: Chunk, itemsize: int, overlaps: Sequence[_Overlap], scratch: memoryview) -> None:
+    """Read all of a chunk, keep the overlaps. Raises ``ValueError`` where the checksum differs."""
+    # (first, end, memory): bytes [first, end) of the chunk go into this memory.
     places = [
-        ((part.start - chunk.start) * itemsize, (part.end - chunk.start) * itemsize, _memory_of(part.landing))
-        for part in parts
+        ((each.start - chunk.start) * itemsize, (each.end - chunk.start) * itemsize, _memory_of(each.landing))
+        for each in overlaps
     ]
     nbytes = (chunk.end - chunk.start) * itemsize
     file.seek(chunk.position)
@@ -196,12 +196,12 @@ def _read_chunk(file: BinaryIO, chunk: Chunk, itemsize: int, parts: Sequence[_Pa
         until = min(at + _BLOCK, nbytes)
         here = [place for place in places if place[0] < until and at < place[1]]
         first, end, memory = here[0] if len(here) == 1 else (nbytes, 0, scratch)
-        right_away = first <= at and until <= end
-        block = memory[at - first : until - first] if right_away else scratch[: until - at]
+        in_place = first <= at and until <= end
+        block = memory[at - first : until - first] if in_place else scratch[: until - at]
         if file.readinto(block) != len(block):  # type: ignore[attr-defined]
             raise ValueError("the end is missing")
         checksum = zlib.crc32(block, checksum)
-        for first, end, memory in () if right_away else here:
+        for first, end, memory in () if in_place else here:
             low, high = max(at, first), min(until, end)
             memory[low - first : high - first] = block[low - at : high - at]
     if checksum != chunk.checksum:
@@ -209,7 +209,7 @@ def _read_chunk(file: BinaryIO, chunk: Chunk, itemsize: int, parts: Sequence[_Pa
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, which must outlive the view. NumPy has no view of every dtype."""
+    """The bytes of a contiguous CPU tensor, which must outlive the view. NumPy cannot view every dtype."""
     if not tensor.is_cpu:
         raise ValueError(f"memory of {tensor.device}")
     if tensor.nbytes == 0:

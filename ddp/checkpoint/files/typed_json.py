@@ -1,6 +1,6 @@
-"""Values of the manifest: each of the one kind that belongs in its place, however the file was made.
+"""Reads and writes values of the manifest, and checks that each value has the type that belongs in its place.
 
-JSON holds numbers, strings and lists. Dtypes are their names; a 0-dim tensor is its value and its dtype, exactly.
+JSON holds numbers, strings and lists. A dtype is stored as its name; a tensor of one element as its value and dtype.
 """
 
 import math
@@ -17,15 +17,15 @@ _MOST_DIMS = 64
 T = TypeVar("T")
 
 
-def expect(kind: type[T], value: Any, what: str) -> T:
-    """``value``, of this very type: JSON's true is no number. Raises ``TypeError``."""
-    if type(value) is not kind:
+def expect(wanted: type[T], value: Any, what: str) -> T:
+    """``value``, if it has exactly this type (JSON's true is no number). Raises ``TypeError``."""
+    if type(value) is not wanted:
         raise TypeError(f"{reprlib.repr(value)} as {what}")
     return value
 
 
 def shape_from_json(sizes: Any, name: str) -> tuple[int, ...]:
-    """A shape of which there can be a tensor. Raises ``TypeError`` or ``ValueError`` that says whose it is."""
+    """The shape of the tensor ``name``. Raises ``TypeError`` or ``ValueError`` for a shape that no tensor can have."""
     shape = tuple(expect(int, size, f"a size of '{name}'") for size in expect(list, sizes, f"the shape of '{name}'"))
     if len(shape) > _MOST_DIMS or min(shape, default=0) < 0 or math.prod(size or 1 for size in shape) >= 2**62:
         raise ValueError(f"'{name}' has shape {reprlib.repr(shape)}")
@@ -38,7 +38,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """The dtype of this name; raises ``TypeError`` or ``ValueError`` where there is none."""
+    """The dtype of this name. Raises ``TypeError`` or ``ValueError`` for anything else."""
     dtype = getattr(torch, expect(str, name, "a dtype"), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{reprlib.repr(name)} is no dtype")
@@ -46,9 +46,10 @@ def dtype_named(name: Any) -> torch.dtype:
 
 
 def to_json(value: Any, what: str) -> Any:
-    """A hyperparameter or scalar state as JSON holds it.
+    """A hyperparameter or scalar state as a value of JSON.
 
-    Raises ``ValueError`` that says ``what`` it is, for anything else than tensors, numbers, strings and sequences.
+    Takes None, numbers, strings, tensors of one element, and lists and tuples of these. Raises ``ValueError`` for
+    anything else; ``what`` names the value in the error.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -60,7 +61,7 @@ def to_json(value: Any, what: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What ``to_json`` was given, tensors on the CPU; sequences come back as tuples."""
+    """The value that ``to_json`` was given; tensors are on the CPU, lists come back as tuples."""
     if isinstance(value, list):
         return tuple(from_json(each) for each in value)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Writes a checkpoint's tensors through torch.distributed.checkpoint (DCP), and notes where in the files they lie.
+"""Writes a checkpoint's tensors through torch.distributed.checkpoint (DCP), and makes the index of chunks.
 
-DCP writes each chunk as an archive of torch.save's into one file for each rank, and metadata for its own tools. Each
-rank then looks up where in its archives the bytes are; the first rank hears of it with the results that DCP gathers.
+DCP writes one file for each rank, each chunk as an archive of ``torch.save``, and metadata for its own tools. Each rank
+then finds the bytes in its archives. DCP gathers their positions on the first rank with the results of writing.
 """
 
 import io
@@ -24,53 +24,53 @@ from torch.futures import Future
 
 from ...collectives.agreement import saying
 from .archive import place_in_archive
-from .boxes import Piece, flat_range
+from .boxes import TensorSlice, flat_range
 from .index import Chunk, Index, StoredTensor
-from .planner import PiecesSavePlanner
+from .planner import SliceSavePlanner
 from .save_id import head_of
 
-__all__ = ["PieceWriter", "write_pieces"]
+__all__ = ["SliceWriter", "write_slices"]
 
 
-def write_pieces(
-    folder: Path, save_id: str, pieces: Sequence[Piece], notes: Any, group: dist.ProcessGroup | None
+def write_slices(
+    folder: Path, save_id: str, slices: Sequence[TensorSlice], notes: Any, group: dist.ProcessGroup | None
 ) -> tuple[list[Any], Index]:
-    """Write what the ranks of ``group`` hold between them, once; on the first of them returns everybody's notes, and
-    where everything lies.
+    """Write the slices of all ranks of ``group``, each element once. Returns, on the first rank of the group, the notes
+    of all ranks and the index.
 
     Collective over ``group``; None: this rank alone. Raises ``ValueError`` on all for elements that no rank holds.
     """
-    planner = PiecesSavePlanner(pieces, notes)
-    writer = PieceWriter(folder, save_id)
+    planner = SliceSavePlanner(slices, notes)
+    writer = SliceWriter(folder, save_id)
     _run(lambda **how: save({}, storage_writer=writer, planner=planner, **how), group)
     return planner.all_notes, writer.index
 
 
 @dataclass(frozen=True)
 class _PlacedResult(WriteResult):
-    """DCP's word that a chunk is written, and where its bytes are."""
+    """DCP's result for a chunk, and the position of the chunk's bytes."""
 
     chunk: Chunk
     file_bytes: int
-    """Of the whole file."""
+    """Size of the whole file in bytes."""
 
 
-class PieceWriter(FileSystemWriter):
-    """DCP's writer of one file for each rank. The metadata does not say on which machine's path it was written."""
+class SliceWriter(FileSystemWriter):
+    """DCP's writer of one file for each rank; leaves the path out of the metadata."""
 
     def __init__(self, path: Path, save_id: str) -> None:
         super().__init__(path)
         self.fs = _HeadedFiles(save_id)
         self._id = save_id
         self.index = Index({}, {})
-        """On the coordinator, once all is written."""
+        """Where all chunks lie: on the coordinator, after ``finish``."""
 
     def storage_meta(self) -> StorageMeta:
-        """The id of this save, without the path."""
+        """DCP's metadata of the storage: the id of this save, without the path."""
         return StorageMeta(save_id=self._id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the plan's items."""
+        """Write the plan's items, and find their bytes in the file."""
         items = {item.index: item for item in plan.items}
         by_file: dict[str, list[WriteResult]] = {}
         for result in super().write_data(plan, planner).value():
@@ -113,7 +113,7 @@ def _index_of(metadata: Metadata, results: Iterable[_PlacedResult]) -> Index:
 
 
 class _NotingFile(io.FileIO):
-    """Notes why it could not be written: torch's serialization says at which position instead."""
+    """Keeps the error of a failed write: torch's serialization replaces the error by one without the cause."""
 
     failure: OSError | None = None
 
@@ -126,14 +126,14 @@ class _NotingFile(io.FileIO):
 
 
 class _HeadedFiles(FileSystem):
-    """DCP's files, but that data files begin with the id of their save and their name; errors of writing say which."""
+    """DCP's file system, with a head in each data file, and with errors that name the file."""
 
     def __init__(self, save_id: str) -> None:
         self._id = save_id
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """As DCP's, which notes where in the stream it writes each tensor."""
+        """A file to read, or to write with a head."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -152,7 +152,7 @@ class _HeadedFiles(FileSystem):
 
 
 def _run(action: Callable[..., Any], group: dist.ProcessGroup | None) -> None:
-    """Call DCP over a group. It gathers the ranks' errors into one ``BaseException``: the first rank's is raised."""
+    """Call DCP over a group. DCP collects the ranks' errors in one exception; raise the first rank's error."""
     try:
         if group is not None:
             action(process_group=group)

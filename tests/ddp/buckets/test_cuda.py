@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, missing waits, host synchronisation, and NCCL against simulated ranks."""
+"""What only a GPU shows: streams, missing waits, host synchronisation; NCCL compared with simulated ranks."""
 
 from contextlib import nullcontext
 
@@ -45,7 +45,7 @@ def batch(step: int, microbatch: int, rank: int) -> torch.Tensor:
 
 
 def train(config: dict[str, object], device: str, group: dist.ProcessGroup | None = None) -> Outcome:
-    """Losses of each step, the first step's gradients (this rank's part of them) and the final weights, on the CPU."""
+    """Losses of each step, this rank's gradients of the first step, and the final weights, on the CPU."""
     rank = 0 if group is None else group.rank()
     ddp = DistributedDataParallel(
         build().to(device), DistributedDataParallelConfig(bucket_size=1500, **config), process_group=group
@@ -115,7 +115,7 @@ def test_a_training_step_never_synchronises_the_host() -> None:
 
 
 class SideStreamGrad(torch.autograd.Function):
-    """Identity whose gradient is long in coming, on whatever stream the forward ran on."""
+    """Identity with a slow backward, on the stream of its forward."""
 
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class SideStreamGrad(torch.autograd.Function):
 
 
 class TwoStreams(nn.Module):
-    """One branch runs, forward and therefore backward, on a stream of its own."""
+    """One branch runs its forward, and so its backward, on a stream of its own."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def check_two_streams(gradients: list[torch.Tensor]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("input_needs_grad", [True, False])
 def test_the_hook_runs_on_the_functions_stream_after_it(input_needs_grad: bool) -> None:
-    """Our hook fires on None, on the stream of the fused backward, whether or not x needs a gradient."""
+    """The hook runs where ``.grad`` is None, on the stream of the fused backward, with and without a gradient of x."""
     seen = []
     layer = Linear(8, 8, device="cuda", fuse_wgrad_accumulation=True)
     ddp = DistributedDataParallel(layer)
@@ -219,7 +219,7 @@ def test_max_connections_of_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def nccl_rank() -> tuple[dict[str, Outcome], dict[bool, list[torch.Tensor]]]:
-    """On each of two gloo processes: an NCCL group beside it, every configuration, and the gradients of two streams."""
+    """On each of two gloo processes, with an NCCL group: every configuration, and the gradients of two streams."""
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")

@@ -1,4 +1,4 @@
-"""A model that is let go frees its memory by reference count alone: no cycle waits for the garbage collector."""
+"""A deleted model frees its memory by reference counts alone: no reference cycle waits for the garbage collector."""
 
 import weakref
 from collections.abc import Callable
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_garbage_collector")
 
 
 class Watched:
-    """Weak references to everything large that a wrapper and its model own: objects, and memory itself."""
+    """Weak references to all large objects and all memory of a wrapper and its model."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.objects: dict[str, weakref.ref[object]] = {"wrapper": weakref.ref(ddp), "model": weakref.ref(ddp.module)}
@@ -40,7 +40,7 @@ class Watched:
 
 
 def nothing(ddp: DistributedDataParallel) -> None:
-    """Just wrapped."""
+    """Do nothing after wrapping."""
 
 
 def a_forward(ddp: DistributedDataParallel) -> None:

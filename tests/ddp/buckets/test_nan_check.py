@@ -1,4 +1,4 @@
-"""NaN and Inf in gradients are found before they spread, named on all ranks, and leave no trace behind."""
+"""NaN and Inf in gradients are found before reductions spread them, are named on all ranks, and leave no trace."""
 
 import math
 import re
@@ -26,7 +26,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Mixed(nn.Module):
-    """A weight whose gradient is delayed, one that our module writes, an expert, and what autograd writes."""
+    """A delayed weight gradient, one that our module writes, an expert's, and one that autograd writes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Mixed(nn.Module):
         return self._poisoned("last", self.last(x))
 
     def _poisoned(self, name: str, y: Tensor) -> Tensor:
-        """One element of the gradient of ``y`` is bad, and with it that layer's parameters', and what lies before."""
+        """Make one element of the gradient of ``y`` bad, and so the gradients of this layer and of those before it."""
         if self.poison is not None and self.poison[0] == name:
             value = self.poison[1]
             y = y.clone()  # a hook of its own
@@ -85,7 +85,7 @@ def finish(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> N
 def two_trainings(
     dtype: torch.dtype, config: dict[str, Any], victim: int, layer: str, value: float, at: int
 ) -> tuple[str, str]:
-    """With an iteration whose gradients are bad on one rank, and without it: bitwise the same. Returns the message."""
+    """Train with and without an iteration that is bad on one rank: bitwise the same. Returns the error's message."""
     rank = dist.get_rank()
     model, optimizer = make(dtype, **config)
     twin, twin_optimizer = make(dtype, **config)
@@ -161,7 +161,7 @@ def test_bad_gradients_are_named_on_all_ranks_and_leave_no_trace(
 
 
 def one_bad_iteration(layer: str, value: float, config: dict[str, Any]) -> None:
-    """Rank 1's gradients are bad in the second iteration, and nobody catches the error."""
+    """Rank 1's gradients are bad in the second iteration, and no rank catches the error."""
     model, optimizer = make(**config)
     for step in range(3):
         backwards(model, seed=step, layer=layer, value=value, at=1 if dist.get_rank() == 1 and step == 1 else -1)
@@ -224,7 +224,7 @@ def test_the_largest_finite_gradients_are_no_error(magnitude: float, dtype: torc
 
 
 def sent(dtype: torch.dtype, magnitude: float) -> str:
-    """The error of two ranks whose gradients have this magnitude and are halved on the way."""
+    """The error of two ranks whose gradients have this magnitude; the average halves them before they are sent."""
     model, _ = make(use_distributed_optimizer=True, grad_reduce_wire_dtype=dtype)
     backwards(model, seed=1)
     if dist.get_rank() == 1:
@@ -260,7 +260,7 @@ def test_complex_gradients_are_searched() -> None:
 
 
 class Readings(TorchDispatchMode):
-    """Notes the operations that hand a tensor's value, or a shape that depends on values, to the host."""
+    """Records the operations that give the host a tensor's value, or a shape that depends on values."""
 
     names = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
 
@@ -294,7 +294,7 @@ def test_the_host_reads_once_and_after_all_buckets(config: str, monkeypatch: pyt
 
 
 def test_noting_a_bucket_needs_no_values() -> None:
-    """Tensors without values raise where one is read."""
+    """Tensors on the meta device raise where a value is read."""
     model, _ = make()
     check = model._nan_check
     assert check is not None

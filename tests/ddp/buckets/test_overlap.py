@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 
 
 def share_inside(times: IterationTimes) -> float:
-    """Share of the collectives' time, but for the last one's, that lies inside the backward."""
+    """Share of the collectives' time inside the backward; the last collective does not count."""
     start, end = times.backward
     counted = times.collectives[:-1]
     inside = sum(max(0.0, min(end, c.end) - max(start, c.start)) for c in counted)
@@ -67,7 +67,7 @@ def share_inside(times: IterationTimes) -> float:
 
 
 def measure(case: Case) -> list[Measured]:
-    """On each rank: every iteration of ``case``, from the first, its gradients compared with a plain model's."""
+    """Every iteration of ``case`` on this rank, from the first; gradients are compared with a plain model's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sleep = SleepInBackward(0.0)
     shape = {"unused_spares": case.unused_spares, "skipped": case.skipped, "registered": case.registered}
@@ -108,7 +108,7 @@ def measure(case: Case) -> list[Measured]:
 
 
 def check_overlap(case: Case) -> None:
-    """At least 80 % in every iteration of every rank, and not because the backward waited for the collectives."""
+    """At least 80 % in every iteration on every rank, while the backward does not wait for collectives."""
     repeat_on_a_busy_machine(lambda: _too_little_overlap(run_ranks(measure, 2, case), len(case.registered)))
 
 
@@ -165,7 +165,7 @@ def test_unused_parameters_hold_nothing_back(sharded: bool, unused: dict[str, An
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_iteration_is_finished(sharded: bool) -> None:
-    """The bucket that misses a gradient, and those behind it, wait for finish_grad_sync: late, but right."""
+    """The bucket without its gradient, and the buckets behind it, are reduced in finish_grad_sync."""
     for unused_layer in (7, 3, 0):
         case = Case(sharded=sharded, unused_spares=(unused_layer,), num_microbatches=(1, 2))
         for iterations in run_ranks(measure, 2, case):
@@ -190,7 +190,7 @@ def test_the_measure_fails_without_overlap(sharded: bool) -> None:
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_the_measure_fails_in_the_wrong_order(sharded: bool) -> None:
-    """Registered backwards and not told so: the first bucket in the plan is the last to become ready."""
+    """Without backward_order for a reversed registration: the plan's first bucket is the last to be ready."""
     backwards = tuple(reversed(range(8)))
     for iterations in run_ranks(measure, 2, Case(sharded=sharded, registered=backwards)):
         assert all(measured.share < 0.5 for measured in iterations)
@@ -200,7 +200,7 @@ def test_the_measure_fails_in_the_wrong_order(sharded: bool) -> None:
 
 
 def test_a_fused_layer_that_leaves_no_grad_is_reduced_under_overlap() -> None:
-    """Its hook finds ``.grad`` None: nothing is asked of it but that the gradient is in ``main_grad``."""
+    """The hook finds ``.grad`` None: the layer only has to have written ``main_grad``."""
     check_overlap(Case(sharded=False, fused=True, num_microbatches=(1,)))
 
 
@@ -215,7 +215,7 @@ def test_a_bucket_waits_for_the_last_microbatch() -> None:
 
 
 class Choosy(Tower):
-    """Leaves out three layers that the data choose: others on each rank, in each microbatch."""
+    """Leaves out three layers that the data choose: different ones on each rank and in each microbatch."""
 
     def forward(self, x: Tensor) -> Tensor:
         chooser = torch.Generator().manual_seed(int(x.abs().sum() * 1000))

@@ -1,4 +1,4 @@
-"""Gradients that come in any order, another one on every rank, and collectives that take long: nothing changes."""
+"""Gradients come in another order on every rank, and collectives are slow: the results stay the same."""
 
 import functools
 import random
@@ -27,7 +27,7 @@ STEPS = 3
 
 
 class Branches(nn.Module):
-    """Branches that run, and so are reached by backward, in a given order; their sum always has the same order.
+    """Branches that run, and get their gradients, in a given order; their sum always has the same order.
 
     One branch is left out on some ranks: its gradients are zeros there.
     """
@@ -54,7 +54,7 @@ class Branches(nn.Module):
 
 
 class Loop(NamedTuple):
-    """How one run goes about the same training."""
+    """One random way of the same training."""
 
     ranks: int
     delayed: bool
@@ -67,7 +67,7 @@ def batch(step: int, microbatch: int) -> Tensor:
 
 
 def train(loop: Loop, shuffled: int | None) -> tuple[Trained, list[tuple[str, ...]]]:
-    """Three steps of two microbatches; ``shuffled`` is the seed of every rank's own orders, None: the plain one.
+    """Three steps of two microbatches; ``shuffled``: seed of every rank's random orders, None: the usual order.
 
     Also returns the orders in which parameters became ready.
     """

@@ -1,4 +1,4 @@
-"""Bytes at rest are what the formula says, to the byte; a model that is let go frees them without the collector."""
+"""Bytes at rest are exactly the formula's; a deleted model frees them without the garbage collector."""
 
 import gc
 import time
@@ -31,7 +31,7 @@ NUMEL, PADDED = 8768, 8832
 
 
 def bytes_at_rest(config: dict[str, Any]) -> dict[str, int]:
-    """What a rank keeps, before the first step, after it, and after the next iteration has begun."""
+    """Bytes that a rank keeps: before the first step, after it, and after the next iteration has begun."""
     dtype = config.pop("dtype")
     options = config.pop("options", {})
     ddp = wrap(make_net(dtype), **config)
@@ -112,7 +112,7 @@ def test_bytes_at_rest_are_the_formulas_everywhere(placed: str, dtype: str, rank
 
 
 def mixed_bytes() -> tuple[int, int]:
-    """Several dtypes, buckets, groups, a frozen layer, buffers, a scalar: what is kept, and the sum from the plan.
+    """Several dtypes, buckets, groups, a frozen layer, buffers, a scalar: bytes measured, and bytes by the plan.
 
     Padding has moments where a parameter lies in the same shard.
     """
@@ -164,7 +164,7 @@ def test_other_classes_keep_their_own_state_alone(options: dict[str, Any], of_st
 
 
 def test_nothing_else_is_alive() -> None:
-    """Counted from the other end: all tensors of a process that does nothing else. Calls leave nothing behind."""
+    """The sum of all live tensors in a process that does nothing else. Calls leave no tensor behind."""
     run_ranks(count_all_tensors, 1)
 
 
@@ -191,7 +191,7 @@ def count_all_tensors() -> None:
 
 
 def test_masters_see_the_gradients_themselves() -> None:
-    """In fp32 the fused step reads the bucket's memory; converted gradients live for the step alone."""
+    """In fp32 the fused step reads the bucket's memory; converted gradients exist only during the step."""
     for dtype, config, shared in ((BF16, {}, True), (FP32, {}, True), (BF16, {"grad_reduce_in_fp32": False}, False)):
         ddp = wrap(make_net(dtype), use_distributed_optimizer=True, bucket_size=300, **config)
         optimizer = DistributedOptimizer(ddp)
@@ -217,7 +217,7 @@ def test_masters_see_the_gradients_themselves() -> None:
 
 
 class Watched:
-    """Weak references to all memory and parameters of a model and its optimizer, by what they are."""
+    """Weak references to all memory and parameters of a model and its optimizer, by their role."""
 
     def __init__(self, ddp: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
         self._objects: dict[str, weakref.ref[Any]] = {
@@ -303,7 +303,7 @@ LIVES = [
 def live_and_let_go(
     live: Callable[..., None], config: dict[str, Any], dtype: torch.dtype, patience: float = 0.0
 ) -> list[str]:
-    """What is left. ``patience``: seconds in which gloo's threads may let go of what they worked on."""
+    """What is still alive after deletion. ``patience``: seconds in which gloo's threads may release their tensors."""
     ddp = wrap(make_net(dtype), bucket_size=300, **config)
     optimizer = DistributedOptimizer(
         ddp, max_grad_norm=1.0, param_groups=[{"params": lambda name, param: "bias" in name, "weight_decay": 0.0}]
@@ -366,7 +366,7 @@ class _Stream:
 
 
 def test_memory_that_a_gather_still_writes_is_not_reused_before_it_ends() -> None:
-    """On CUDA freed memory returns to the stream that it came from, which therefore waits for the gather."""
+    """On CUDA, freed memory returns to the stream that allocated it: this stream must wait for the gather."""
     ddp = wrap(make_net())
     gather = ParamGather("bucket 0", torch.zeros(8), [], ddp.grids["dense"], ddp.failures)
     stream, event = _Stream(), object()
@@ -389,7 +389,7 @@ def test_memory_that_a_reduction_still_writes_is_not_reused_before_it_ends(monke
 
 @pytest.mark.usefixtures("no_garbage_collector")
 def test_a_model_may_be_let_go_in_the_middle_of_another_optimizers_step() -> None:
-    """The collector comes when it likes, also while torch goes through the hooks that run before a step."""
+    """The garbage collector may run at any time, also while torch iterates over hooks that run before a step."""
     handle = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
     ddp = wrap(make_net())
     ddp.itself = [ddp]

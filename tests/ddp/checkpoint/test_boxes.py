@@ -62,7 +62,7 @@ def test_the_drawing_in_the_docstring() -> None:
 
 
 def test_the_bound_on_boxes_is_reached() -> None:
-    """Of a cube from its second element to the last but one: out of every dim, and back into it."""
+    """From a cube's second element to the last but one: a box out of every dim, and back."""
     for dims in range(1, 6):
         assert len(boxes_of_range((3,) * dims, 1, 3**dims - 1)) == 2 * dims - 1
 

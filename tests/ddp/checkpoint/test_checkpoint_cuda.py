@@ -33,7 +33,7 @@ def on_gpu(seed: int = 0, group: Any = None, **options: Any) -> tuple[Distribute
 
 
 def assert_same_exports(one: Path, other: Path) -> None:
-    """Bit for bit; the entries of the files' own metadata have no order."""
+    """Bitwise equal, except for the order of entries in the files' metadata."""
     with safe_open(one, "pt") as first, safe_open(other, "pt") as second:
         assert first.metadata() == second.metadata()
     assert_same(load_file(one), load_file(other))

@@ -1,4 +1,4 @@
-"""Files that were damaged, by accident or on purpose: loaded rightly, or refused by name, soon and in little memory."""
+"""Damaged files, by accident or on purpose, load correctly or are refused by name, fast and in little memory."""
 
 import json
 import math
@@ -23,8 +23,8 @@ from loops import assert_same, wrap
 from torch import nn
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
-from maingrad.ddp.checkpoint.files.boxes import Piece
-from maingrad.ddp.checkpoint.files.storage import open_checkpoint, read_pieces
+from maingrad.ddp.checkpoint.files.boxes import TensorSlice
+from maingrad.ddp.checkpoint.files.storage import open_checkpoint, read_slices
 from maingrad.launch import simulate
 from maingrad.launch.safetensors_io import export_safetensors, load_safetensors
 
@@ -47,7 +47,7 @@ def checkpoint(pristine: Path, tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """What a load says; within a second, and without much memory of Python's or of the process."""
+    """A load's error; raised within a second, and without much memory of Python or the process."""
     ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tracemalloc.start()
@@ -75,7 +75,7 @@ def test_a_huge_manifest_is_not_read(checkpoint: Path) -> None:
 
 
 def test_few_bytes_that_claim_to_be_much_are_not_exported(tmp_path: Path) -> None:
-    """A tensor of a gigabyte where 2 kB are."""
+    """2 kB of files claim a tensor of a gigabyte."""
     save_checkpoint(tmp_path / "c", torch.nn.Linear(2**9, 1, bias=False))
     content = (tmp_path / "c" / "maingrad.json").read_text()
     content = (
@@ -206,7 +206,7 @@ def test_json_that_is_no_manifest_is_refused_by_name(checkpoint: Path, content: 
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and beside it its export."""
+    """A checkpoint of two ranks, and its export beside it."""
     folder = tmp_path_factory.mktemp("two") / "c"
 
     def save() -> None:
@@ -236,7 +236,7 @@ def assert_equal(found: Any, whole: Any) -> None:
 
 
 def everything_loaded(folder: Path) -> Any:
-    """Into a fresh model: its tensors, moments, and what else there is."""
+    """Load into a fresh model; returns its tensors, moments and everything else."""
     ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
     before = model_state(ddp)
     try:
@@ -259,7 +259,7 @@ def weights_loaded(folder: Path) -> Any:
 
 @contextmanager
 def limited(maps: int = 0) -> Iterator[None]:
-    """A second, and 100 MB of address space beside files that are only mapped."""
+    """Limit to a second, and to 100 MB of address space besides mapped files."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     old = resource.getrlimit(resource.RLIMIT_AS)
     if pages:
@@ -303,7 +303,7 @@ def test_drawn_damage_is_refused_by_name_or_harmless(of_two_ranks: Path, tmp_pat
 
 
 def places_of_tensors(folder: Path) -> list[tuple[str, str, int, int]]:
-    """(tensor, data file, place of its bytes, how many) of each chunk."""
+    """(tensor, data file, position of the bytes, number of bytes) of each chunk."""
     return [
         (key, chunk.file, chunk.position, (chunk.end - chunk.start) * stored.dtype.itemsize)
         for key, stored in open_checkpoint(folder).manifest.index.tensors.items()
@@ -333,20 +333,20 @@ def test_a_flipped_bit_in_a_tensor_is_noticed(of_two_ranks: Path, tmp_path: Path
 
 
 def read_everything(folder: Path) -> None:
-    """As a fully sharded model's rank does, whose pieces are not the chunks."""
+    """Read as a rank of a fully sharded model: its slices are not the chunks."""
     stored = open_checkpoint(folder)
-    pieces = []
+    slices = []
     for key, entry in stored.manifest.index.tensors.items():
         numel = math.prod(entry.shape)
         cut = min(1, numel)
         for start, end in ((0, cut), (cut, numel)):
             data = torch.empty(end - start, dtype=entry.dtype)
-            pieces.append(Piece((key,), entry.shape, start, end, data))
-    read_pieces(stored, pieces)
+            slices.append(TensorSlice((key,), entry.shape, start, end, data))
+    read_slices(stored, slices)
 
 
 def test_bytes_of_two_tensors_in_each_others_place_are_noticed(of_two_ranks: Path, tmp_path: Path) -> None:
-    """Of one dtype, as many, whole archives: nothing in the data file says which is whose."""
+    """Two whole archives of one dtype and size: nothing in the data file tells them apart."""
     folder = tmp_path / "two" / "c"
     shutil.copytree(of_two_ranks, folder.parent)
     for seed in range(4):
@@ -391,7 +391,7 @@ def test_files_of_one_checkpoint_in_each_others_place_are_refused(tmp_path: Path
 
 
 def test_a_save_by_a_torch_without_checksums_has_ours(tmp_path: Path) -> None:
-    """Torch has been told to write none."""
+    """Torch was told to write no checksums."""
     torch.serialization.set_crc32_options(False)
     try:
         save_checkpoint(tmp_path / "c", Everything(seed=1))

@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit, are not whole or are not checkpoints: one clear error, alike on all ranks, no hang."""
+"""Checkpoints that do not fit, are incomplete or are none: one clear error on all ranks, and no hang."""
 
 import io
 import json
@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
 from maingrad.ddp.checkpoint.files import folder as checkpoint_folder
-from maingrad.ddp.checkpoint.files.boxes import Piece
+from maingrad.ddp.checkpoint.files.boxes import TensorSlice
 from maingrad.ddp.checkpoint.files.save_id import new_id
-from maingrad.ddp.checkpoint.files.writer import PieceWriter, write_pieces
+from maingrad.ddp.checkpoint.files.writer import SliceWriter, write_slices
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
 
@@ -81,7 +81,7 @@ def edit_manifest(**changes: Any) -> Callable[[Path], None]:
 
 
 def other_format(folder: Path) -> None:
-    """A folder of torch's own, without anything of this library."""
+    """A checkpoint of torch's, without this library's files."""
     shutil.rmtree(folder)
     torchs_save({"model": Everything().state_dict()}, checkpoint_id=folder, no_dist=True)
 
@@ -349,14 +349,14 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -
 
 
 STAGES = {
-    "tensors": "maingrad.ddp.checkpoint.files.writer.PieceWriter.finish",
+    "tensors": "maingrad.ddp.checkpoint.files.writer.SliceWriter.finish",
     "manifest": "maingrad.ddp.checkpoint.files.manifest.Manifest.write",
     "move": "maingrad.ddp.checkpoint.files.folder.Staging.complete",
 }
 
 
 class Interrupted(BaseException):
-    """Nobody handles it."""
+    """An error that no code handles."""
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -444,32 +444,32 @@ def save_where_rank_1_cannot_write(folder: Path) -> str:
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_replaced(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = PieceWriter.write_data
+    original = SliceWriter.write_data
 
-    def full(self: PieceWriter, plan: Any, planner: Any) -> Any:
+    def full(self: SliceWriter, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == 1:
             raise OSError("No space left on device")
         return original(self, plan, planner)
 
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(PieceWriter, "write_data", full)
+        patch.setattr(SliceWriter, "write_data", full)
         errors = simulate(save_where_rank_1_cannot_write, 3, checkpoint)
     assert set(errors) == {"OSError: No space left on device (on rank 1)"}
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
 def test_files_on_disks_of_their_own_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank does not see what the others wrote."""
-    original = PieceWriter.write_data
+    """The first rank does not see the files of the other ranks."""
+    original = SliceWriter.write_data
 
-    def elsewhere(self: PieceWriter, plan: Any, planner: Any) -> Any:
+    def elsewhere(self: SliceWriter, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == 1:
             self.path = tmp_path / "disk of rank 1"
             self.path.mkdir()
         return original(self, plan, planner)
 
-    monkeypatch.setattr(PieceWriter, "write_data", elsewhere)
+    monkeypatch.setattr(SliceWriter, "write_data", elsewhere)
     errors = simulate(save_where_rank_1_cannot_write, 2, tmp_path / "c")
     assert errors[0] == errors[1]
     assert "__1_0.distcp' is missing" in errors[0]
@@ -495,20 +495,20 @@ def test_a_model_in_torchs_wrapper_is_refused_on_all_ranks(tmp_path: Path) -> No
 
 
 def save_while_another_rank_does(path: Path) -> str:
-    """Rank 1 comes when rank 0 is in the middle."""
-    original = PieceWriter.write_data
+    """Rank 1 starts its save while rank 0 is saving."""
+    original = SliceWriter.write_data
 
-    def slow(self: PieceWriter, plan: Any, planner: Any) -> Any:
+    def slow(self: SliceWriter, plan: Any, planner: Any) -> Any:
         dist.barrier()
         dist.barrier()
         return original(self, plan, planner)
 
     if dist.get_rank() == 0:
-        PieceWriter.write_data = slow  # type: ignore[method-assign]
+        SliceWriter.write_data = slow  # type: ignore[method-assign]
         try:
             return save_a_bare_model(path, "plain")
         finally:
-            PieceWriter.write_data = original  # type: ignore[method-assign]
+            SliceWriter.write_data = original  # type: ignore[method-assign]
     dist.barrier()
     said = save_a_bare_model(path, "plain")
     dist.barrier()
@@ -540,16 +540,16 @@ def test_dtensors_are_refused_by_name(tmp_path: Path) -> None:
 # ---- What does not fit together. ----
 
 
-def test_a_save_whose_pieces_are_incomplete_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_save_whose_slices_are_incomplete_is_refused_by_name(tmp_path: Path) -> None:
     data = torch.arange(12.0)
     for parts, lost in (([(0, 5)], r"\[5, 12\)"), ([(0, 5), (7, 12)], r"\[5, 7\)")):
-        pieces = [Piece(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
+        slices = [TensorSlice(("model", "w"), (3, 4), start, end, data[start:end]) for start, end in parts]
         with pytest.raises(ValueError, match=rf"'model\.w' of shape \[3, 4\] is not held .* elements {lost} are mis"):
-            write_pieces(tmp_path, new_id(), pieces, None, None)
+            write_slices(tmp_path, new_id(), slices, None, None)
 
 
 def test_a_chunk_of_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
-    """A whole tensor of as many bytes, as torch saves it; and an index that was changed to tell of it."""
+    """A whole tensor of the same size in bytes, as torch saves it, with an index changed to match."""
     save_checkpoint(tmp_path / "c", nn.Linear(4, 4, bias=False))
     (place,) = FileSystemReader(tmp_path / "c").read_metadata().storage_data.values()
     other = io.BytesIO()
@@ -638,7 +638,7 @@ def test_a_model_on_the_meta_device_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_default_device_is_none_of_its_business(tmp_path: Path) -> None:
-    """What is read beside its place is on the CPU: a chunk of which ranks have parts, a tensor that lies transposed."""
+    """Temporary memory is on the CPU: for chunks of which ranks need parts, and for transposed tensors."""
 
     def make() -> tuple[nn.Module, DistributedOptimizer]:
         inner = nn.Linear(64, 64).bfloat16()

@@ -1,4 +1,4 @@
-"""A disk that is full while a checkpoint is written: the error says where and why, and nothing stays behind."""
+"""The disk is full during a save: the error says where and why, and no file stays."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every file of a checkpoint is of one save: what is not is refused, and what somebody else put there stays."""
+"""All files of a checkpoint belong to one save: other files are refused, and a user's own files stay."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_copy_and_a_renamed_folder_are_the_same_checkpoint(tmp_path: Path) -> 
 
 
 def test_torchs_metadata_are_for_torchs_tools(tmp_path: Path) -> None:
-    """Of another save, damaged or gone: a load does not look there."""
+    """Torch's metadata may be another save's, damaged or missing: a load does not read them."""
     simulate(two_steps, 2, tmp_path)
     whole = Everything(torch.bfloat16)
     load_checkpoint(tmp_path / "step-1", whole)
@@ -106,7 +106,7 @@ def test_a_version_of_before_the_index_is_refused_with_the_ways_out(tmp_path: Pa
 
 
 def save_and_wait(path: Path, reached: Any, goes_on: Any) -> None:
-    """Save, and stand still when all tensors are written."""
+    """Save, and wait after all tensors are written."""
     original = os.fsync
 
     def waits(descriptor: int) -> None:

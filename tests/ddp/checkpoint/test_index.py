@@ -1,4 +1,4 @@
-"""The manifest's index tells where tensors lie, and is believed in nothing that can be checked."""
+"""The manifest's index says where tensors lie; everything in the index that can be checked is checked."""
 
 import copy
 from typing import Any

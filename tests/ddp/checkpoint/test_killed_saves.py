@@ -1,6 +1,6 @@
-"""A process that is killed while it saves, at any moment: what there was can be loaded, or the new one; others say why.
+"""A process is killed at any moment of a save: the previous or the new checkpoint loads; other ranks say why.
 
-Kills come between two operations on files, and before collectives: a process's audit events tell of both.
+Kills come before operations on files and before collectives, which are found by the process's audit events.
 """
 
 import os
@@ -29,7 +29,7 @@ GATHERS = ("all_gather_object", "gather_object", "scatter_object_list", "broadca
 
 
 class Trap:
-    """Ends this process by SIGKILL right before an operation on the folder, or a collective of objects."""
+    """Kills this process (SIGKILL) right before an operation on the folder, or a collective of objects."""
 
     def __init__(self, folder: Path, springs: Callable[[int, str], bool]) -> None:
         self.events: list[str] = []
@@ -72,7 +72,7 @@ def make(seed: int) -> nn.Module:
 
 
 def saved_by_a_child(folder: Path, extra: int, at: int) -> bool:
-    """Save; whether the child was killed at its ``at``-th event on the way."""
+    """Save in a child process; returns whether the child was killed at its ``at``-th event."""
     child = os.fork()
     if child == 0:
         Trap(folder, lambda count, event: count == at).arm()
@@ -84,7 +84,7 @@ def saved_by_a_child(folder: Path, extra: int, at: int) -> bool:
 
 
 def loaded(path: Path) -> int:
-    """Which it was; its weights are that one's."""
+    """The number of the loaded checkpoint, whose weights are compared."""
     model = make(0)
     extra: int = load_checkpoint(path, model)
     assert_same(model.state_dict(), make(extra).state_dict())
@@ -104,7 +104,7 @@ def one_before(folder: Path) -> None:
 
 
 def two_between_renames(folder: Path) -> None:
-    """As a save leaves them that dies there."""
+    """The folders after a save that died between its two renames."""
     one_before(folder)
     left_by_a_save(folder / "c", "c.replaced")
     save_checkpoint(folder / "d", make(2), extra=2)
@@ -112,19 +112,19 @@ def two_between_renames(folder: Path) -> None:
 
 
 def one_that_was_never_moved(folder: Path) -> None:
-    """As a first save leaves it that dies before it is moved."""
+    """The folder after a first save that died before its rename."""
     one_before(folder)
     left_by_a_save(folder / "c", "c.incomplete")
 
 
 def one_that_was_put_away(folder: Path) -> None:
-    """As a save leaves it that dies between the renames, if what it wrote is lost."""
+    """The folder after a save that died between its renames, and whose new folder is lost."""
     one_before(folder)
     left_by_a_save(folder / "c", "c.replaced")
 
 
 def half_a_leftover(folder: Path) -> None:
-    """As a save leaves it that dies while it deletes what was there before."""
+    """The folder after a save that died while it deleted the previous checkpoint."""
     one_before(folder)
     save_checkpoint(folder / "d", make(2), extra=2)
     left_by_a_save(folder / "d", "c.replaced")
@@ -143,7 +143,7 @@ BEFORE: dict[str, tuple[Callable[[Path], None], int | None]] = {
 
 
 def at_every_moment(folder: Path, before: str) -> list[tuple[int | None, int, list[str]]]:
-    """For each: what can be loaded then; what after the next save, and what that leaves."""
+    """For each moment: what loads then; what loads after the next save, and which files this leaves."""
     prepare, _ = BEFORE[before]
     found, at, killed = [], 0, True
     while killed:
@@ -223,7 +223,7 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 def one_is_killed(folder: Path, kind: str, verb: str, victim: int, at: int, event: str) -> list[str]:
-    """Before the ``at``-th event of this name in its second save, or its load."""
+    """Kill a rank before the ``at``-th event of this name in its second save, or its load."""
     model, optimizer = MODELS[kind]()
     save_checkpoint(folder / "c", model, optimizer, extra=1)
     if kind != "fully sharded":
@@ -336,7 +336,7 @@ def test_a_rank_that_is_killed_in_a_load_is_named(kind: str, victim: int, at: tu
 
 
 def another_is_killed(folder: Path, victim: int) -> None:
-    """By the first rank, between the two renames of the second save."""
+    """The first rank kills another one between the two renames of the second save."""
     model, optimizer = replicated(use_distributed_optimizer=True, bucket_size=300)
     save_checkpoint(folder / "c", model, optimizer, extra=1)
     pids: list[int] = [0] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""A checkpoint is the model and its optimizer, bit for bit, whatever ranks, buckets, placement are on either side."""
+"""A checkpoint keeps the model and its optimizer bit for bit, for any ranks, buckets and placements on both sides."""
 
 import functools
 import math
@@ -80,12 +80,12 @@ def load_and_train(folder: Path, dtype: torch.dtype, config: dict[str, Any], ste
 
 
 def assert_same_weights(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """But for what is not persistent."""
+    """All weights and persistent buffers are equal."""
     assert_same(*({name: t for name, t in side.items() if name != "scratch"} for side in (actual, expected)))
 
 
 class Saved(NamedTuple):
-    """Of four ranks of ZeRO-1 after three steps, and how they are after five."""
+    """A checkpoint of four ranks of ZeRO-1 after three steps, and the expected state after five."""
 
     folder: Path
     state: dict[str, Tensor]
@@ -124,7 +124,7 @@ FAST = [
 def test_there_and_back_changes_no_bit(
     tmp_path: Path, saved_by_four: Callable[[torch.dtype], Saved], middle: str, dtype: torch.dtype
 ) -> None:
-    """Four ranks -> any others -> four ranks, and on: the same files, and the same as if nothing had happened."""
+    """Four ranks -> any others -> four ranks: the same files; training goes on as without the way there and back."""
     ranks, config = MIDDLES[middle]
     saved = saved_by_four(dtype)
     for state, extra in simulate(load_and_save, ranks, saved.folder, tmp_path / "second", dtype, config):
@@ -218,7 +218,7 @@ FAST_OPTIMIZERS = ("adamw groups", "sgd momentum in one group", "nadam")
 )
 @pytest.mark.sampled(1)
 def test_every_optimizer_resumes_with_its_groups_and_schedule(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Through a wrapper that cuts the model otherwise, on the way."""
+    """The checkpoint passes through a wrapper with other buckets."""
     simulate(resume_scheduled, 2, tmp_path / "c", options, ZERO1, WHOLE)
 
 
@@ -242,7 +242,7 @@ def test_hyperparameters_come_back_and_moments_stay_where_they_are(tmp_path: Pat
 
 
 def test_groups_are_known_by_their_parameters(tmp_path: Path) -> None:
-    """In another order, and where a default group for the rest is left empty, hyperparameters follow the parameters."""
+    """Hyperparameters follow the parameters to groups in another order, and past an empty default group."""
     biases, others = {"params": "*.bias"}, {"params": lambda name, param: not name.endswith(".bias")}
 
     def save() -> None:
@@ -349,7 +349,7 @@ def load_counting(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the number of ranks that saved, exactly them; each stored chunk at most once."""
+    """On the number of ranks that saved, exactly its slices; each stored chunk at most once."""
     simulate(train_and_save, 4, tmp_path / "c", torch.bfloat16, ZERO1)
     nbytes: dict[int, int] = {}
     seen = set()
@@ -368,7 +368,7 @@ def test_a_rank_reads_its_own_slices_only(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_views_of_every_kind_are_saved_as_their_values(tmp_path: Path) -> None:
-    """Transposed, with steps, expanded, conjugated, negated: into plain memory, and into such, here and by torch."""
+    """Transposed, strided, expanded, conjugated and negated views: saved, and loaded into views and copies."""
     numbers = torch.arange(24.0).view(4, 6)
     complexes = torch.complex(numbers, numbers + 1)
     views = {
@@ -431,7 +431,7 @@ def test_a_changed_parameter_reaches_its_master_before_it_is_saved(tmp_path: Pat
 
 
 def load_weights_only(folder: Path, when: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """An optimizer made before or after takes the weights that were loaded."""
+    """An optimizer that was made before or after the load uses the loaded weights."""
     if when == "before":
         ddp, optimizer = build(torch.bfloat16, seed=1, **ZERO1)
         load_checkpoint(folder, ddp)
@@ -493,7 +493,7 @@ def with_experts(folder: Path, load: bool) -> dict[str, Tensor]:
 
 
 def with_experts_apart(folder: Path) -> None:
-    """Instances (0 1) and (2 3) of the dense layer, with experts of their own."""
+    """Instances (0 1) and (2 3) of the dense layer, each with experts of its own."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -534,7 +534,7 @@ def run_docs(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_documentation_runs(tmp_path: Path) -> None:
-    """The first blocks on two ranks, the others on what they wrote."""
+    """Run the first blocks on two ranks, and the others on the files of these."""
     assert len(DOCS) == 5
     simulate(run_docs, 2, tmp_path)
     assert (tmp_path / "step-101").exists()
@@ -544,7 +544,7 @@ def test_the_documentation_runs(tmp_path: Path) -> None:
 
 
 class SharedBuffers(nn.Module):
-    """One buffer under a name that is not persistent, and then under two that are; one under such names of modules."""
+    """A buffer under a non-persistent name and two persistent ones; another one under such names of modules."""
 
     def __init__(self, value: float) -> None:
         super().__init__()

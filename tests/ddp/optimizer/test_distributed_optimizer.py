@@ -155,7 +155,7 @@ def test_zero_grad_starts_a_new_iteration() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_norm", [1e-3, 0.3, 1e3])
 def test_clipping_is_torchs(dtype: torch.dtype, max_norm: float) -> None:
-    """The coefficient is divided by where torch multiplies: a rounding apart, which AdamW does not amplify."""
+    """Ours divides by the inverse coefficient, torch multiplies: one rounding apart, which AdamW does not amplify."""
     models = [wrap(make_model(dtype)) for _ in range(2)]
     reference = Reference(models[0])
     inside = DistributedOptimizer(models[0], **HYPER, max_grad_norm=max_norm)
@@ -280,7 +280,7 @@ def load_on_rank_0_and_step() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("run", [simulate, run_ranks])
 def test_a_load_on_rank_0_and_a_broadcast_reach_every_ranks_masters(run: Callable[..., list[Any]]) -> None:
-    """Real collectives write without raising the tensor's version, which is what masters are refreshed by."""
+    """Real collectives write without incrementing the tensor's version, by which masters are refreshed."""
     for got, expected in run(load_on_rank_0_and_step, 2):
         assert_same(got, expected)
 
@@ -289,7 +289,7 @@ def test_a_load_on_rank_0_and_a_broadcast_reach_every_ranks_masters(run: Callabl
 
 
 def resume(dtype: torch.dtype, sharded: bool, max_norm: float | None) -> None:
-    """Four steps at once, and two steps twice with a file in between: the same bits."""
+    """Four steps in one run, and two steps, a file, two steps: the same bits."""
     rank = torch.distributed.get_rank()
 
     def run(steps: range, state: io.BytesIO | None) -> tuple[io.BytesIO, dict[str, Tensor]]:

@@ -126,12 +126,12 @@ MATRIX = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "variants", "placed"), MATRIX)
 def test_the_norm_is_that_of_the_model_on_one_machine_everywhere(ranks: int, variants: int, placed: str) -> None:
-    """Six ranks with four variants too: two of them are held once, two twice."""
+    """Also six ranks with four variants of experts: one rank holds each of two, two ranks hold each of the others."""
     check(ranks, variants, PLACED[placed])
 
 
 def test_the_reference_tells_each_way_to_count_from_the_others() -> None:
-    """Experts are a part of the norm that shows, and so are differences between variants."""
+    """Experts, and differences between their variants, change the norm visibly."""
     one, two = (simulate(norm_by_hand, 4, variants, 1, 1)[0] for variants in (1, 2))
     assert abs(one - two) > 1e-3 * one
 
@@ -192,7 +192,7 @@ def test_clipped_training_is_bitwise_the_same_sharded(sharded: bool, max_grad_no
 
 
 def one_step_each_way(max_norm: float | None, dtype: torch.dtype) -> tuple[dict[str, Tensor], ...]:
-    """SGD's weights: clipped inside the step, outside of it; and their clipped gradients. None: to half the norm."""
+    """SGD's weights, clipped inside and outside the step; and the clipped gradients. None: clip to half the norm."""
     results, grads = [], {}
     for inside in (True, False):
         ddp = wrap(make_net(dtype), bucket_size=300)
@@ -245,7 +245,7 @@ def test_one_rank_agrees_with_torch() -> None:
 
 
 class Constant(nn.Module):
-    """Its gradient is what it is told."""
+    """A module whose gradient is a given value."""
 
     def __init__(self, grads: list[Tensor]) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_the_norm_is_as_wide_as_the_widest_gradient(ranks: int, config: dict[str
 
 
 def test_large_and_small_gradients_neither_overflow_nor_vanish() -> None:
-    """Their squares would, in fp32."""
+    """Their squares would overflow and vanish in fp32."""
     for scale in (1e30, 1e-30):
         (norm,) = simulate(norm_of, 1, [torch.tensor([3.0, 4.0]) * scale], use_distributed_optimizer=True)
         torch.testing.assert_close(norm, torch.tensor(5.0 * scale), rtol=1e-6, atol=0)
@@ -304,7 +304,7 @@ def test_inf_and_nan_reach_every_ranks_norm(value: float) -> None:
 
 
 def norms_around_nan(config: dict[str, Any]) -> list[Tensor]:
-    """Of three iterations, the second with NaN on rank 0, each clipped."""
+    """The norms of three clipped iterations, of which the second has NaN on rank 0."""
     ddp = wrap(make_net(), **config)
     found = []
     for step in range(3):
@@ -322,7 +322,7 @@ def norms_around_nan(config: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize("config", [{}, ZERO1, {**ZERO1, "keep_params_whole": True}], ids=str)
 @pytest.mark.sampled(3)
 def test_an_iteration_with_nan_leaves_nothing_behind(config: dict[str, Any], bucket_size: int | None) -> None:
-    """Also in padding, which clipping multiplied by NaN."""
+    """Nor in padding, which clipping has multiplied by NaN."""
     for before, bad, after in simulate(norms_around_nan, 3, {**config, "bucket_size": bucket_size}):
         assert bad.isnan()
         assert torch.equal(before, after)

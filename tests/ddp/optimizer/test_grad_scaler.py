@@ -1,4 +1,4 @@
-"""Loss scaling: ranks skip alike wherever the Inf lies, a scale leaves no trace, nothing waits for the device."""
+"""Loss scaling: all ranks skip the same steps, a scale leaves no trace, the host waits for no device."""
 
 import math
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def forward(model: nn.Module, step: int, rank: int, dtype: torch.dtype) -> Tenso
 
 
 def plain_fp16(dtype: torch.dtype, ranks: int) -> History:
-    """torch's scaler and AdamW on masters of the test's own."""
+    """torch's scaler and AdamW, on masters that the test keeps."""
     model = make_net(dtype)
     masters = {name: nn.Parameter(param.detach().float()) for name, param in model.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), **HYPER, fused=True)
@@ -91,7 +91,7 @@ SHARDED: dict[str, Any] = {"use_distributed_optimizer": True, "bucket_size": 300
 @pytest.mark.parametrize(("ranks", "config"), [(1, {}), (3, SHARDED), (2, {**SHARDED, "overlap_param_gather": True})])
 @pytest.mark.sampled(2)
 def test_training_is_torchs_own_scaled_training(ranks: int, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """From a scale that overflows: skipped steps, the scale's way down, and up again where no Inf came."""
+    """Starts with a scale that overflows: steps are skipped, the scale falls, and rises again without Inf."""
     expected = plain_fp16(dtype, ranks)
     moves = [after / before for before, after in zip([SCALE, *expected.scales], expected.scales, strict=False)]
     assert {0.5, 1.0} <= set(moves) and 2.0 in moves, f"nothing was skipped or grown: {expected.scales}"
@@ -105,7 +105,7 @@ def test_training_is_torchs_own_scaled_training(ranks: int, config: dict[str, An
 
 
 class Way(NamedTuple):
-    """How a step is taken."""
+    """A way of taking a step."""
 
     options: dict[str, Any]
     config: dict[str, Any] | None = None
@@ -139,7 +139,7 @@ WAYS: dict[str, Way] = {
 
 
 def take_step(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, scaler: Any, way: Way, step: int) -> None:
-    """``scaler`` None: without."""
+    """Take one step; ``scaler`` None: without a scaler."""
     loss = loss_of(ddp, batch_of(step, rank_of(), way.dtype))
     (loss if scaler is None else scaler.scale(loss)).backward()
     ddp.finish_grad_sync()
@@ -157,17 +157,17 @@ def take_step(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, sca
 def held(optimizer: DistributedOptimizer) -> dict[str, Tensor]:
     """Copies of everything that a step changes on this rank."""
     found = {}
-    for piece in optimizer.slices:
-        found[f"{piece.name}: master"] = piece.master.clone()
-        for key, value in (*piece.state().items(), *piece.scalars().items()):
-            found[f"{piece.name}: {key}"] = torch.as_tensor(value).clone()
+    for held in optimizer.slices:
+        found[f"{held.name}: master"] = held.master.clone()
+        for key, value in (*held.state().items(), *held.scalars().items()):
+            found[f"{held.name}: {key}"] = torch.as_tensor(value).clone()
     return found
 
 
 def inf_in_one_shard(
     way: Way, config: dict[str, Any], place: str, offender: int, value: float = math.inf
 ) -> tuple[bool, int]:
-    """Two good steps, one with Inf, a good one; returns whether this rank's shard held the Inf, and steps counted."""
+    """Two good steps, one with Inf, a good one; returns whether this rank's shard had the Inf, and the steps."""
     ddp = wrap(make_net(way.dtype), **config, **(way.config or {}))
     optimizer = DistributedOptimizer(ddp, lr=0.02, **way.options)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
@@ -196,7 +196,7 @@ def inf_in_one_shard(
     take_step(ddp, optimizer, scaler, way, 3)
     assert scaler.get_scale() == 2.0**9
     assert not torch.equal(weights(ddp)["0.weight"], before["0.weight"]), "the next step goes on"
-    steps = {int(piece.scalars()["step"]) for piece in optimizer.slices if "step" in piece.scalars()}
+    steps = {int(held.scalars()["step"]) for held in optimizer.slices if "step" in held.scalars()}
     assert len(steps) <= 1
     return has_inf, steps.pop() if steps else 3
 
@@ -204,7 +204,7 @@ def inf_in_one_shard(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.sampled(4)
 def test_inf_in_one_shard_skips_the_step_on_all_ranks(way: str) -> None:
-    """Rank 2's gradient of the parameter that backward reaches first has the Inf: in rank 0's shard alone."""
+    """The Inf is in rank 2's gradient of the parameter that backward reaches first, so only in rank 0's shard."""
     found = simulate(inf_in_one_shard, 3, WAYS[way], {"use_distributed_optimizer": True}, "3.bias", 2)
     inside = "max_grad_norm" in WAYS[way].options or WAYS[way].clip is not None
     assert [has_inf for has_inf, _ in found] == [True, inside and found[1][0], inside and found[2][0]]
@@ -224,7 +224,7 @@ def test_processes_skip_alike_too(way: str, value: float) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.sampled(2)
 def test_training_goes_on_after_nan(way: str) -> None:
-    """Clipping multiplies by a coefficient that is NaN, padding too, which nothing else would ever clear."""
+    """Clipping multiplies everything by a NaN coefficient, padding too, which no backward overwrites."""
     for _, steps in simulate(
         inf_in_one_shard, 3, WAYS[way], {"use_distributed_optimizer": True}, "3.bias", 2, math.nan
     ):
@@ -247,7 +247,7 @@ def test_all_ranks_skip_alike_under_every_placement(config: dict[str, Any], plac
 
 
 def with_and_without(way: Way) -> None:
-    """Powers of two are exact, so that the weights are those of training without a scaler, to the bit."""
+    """Scales are powers of two, which are exact: the weights are bitwise those of training without a scaler."""
     runs = []
     for scaler in (None, GradScaler("cpu", init_scale=2.0**12, growth_interval=2)):
         ddp = wrap(make_net(way.dtype), use_distributed_optimizer=True, bucket_size=300, **(way.config or {}))
@@ -293,7 +293,7 @@ def test_unscaling_leaves_unscaled_gradients_where_they_are_read(way: str) -> No
 
 
 class _UniformLists(TorchDispatchMode):
-    """torch's CUDA kernel takes every gradient of a call for one of the first one's dtype, and does not know bf16."""
+    """Takes all gradients of a call for the first one's dtype, and refuses bf16, as torch's CUDA kernel does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class _UniformLists(TorchDispatchMode):
 
 
 class _SeveralDtypes(nn.Module):
-    """Its gradients are 4, and ``value`` more in the first element of the bf16 parameter."""
+    """All gradients are 4, plus ``value`` in the first element of the bf16 parameter."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ def test_half_precision_gradients_are_unscaled_by_the_step_alone() -> None:
 
 @pytest.mark.parametrize("unscale", [False, True])
 def test_torchs_own_scaler_is_refused_by_name(unscale: bool) -> None:
-    """It would look into this rank's shard only, and ranks would skip different steps."""
+    """It would check only this rank's shard, and ranks would skip different steps."""
     ddp = wrap(make_net(), use_distributed_optimizer=True)
     optimizer = DistributedOptimizer(ddp)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -385,7 +385,7 @@ def test_unscaling_before_the_reduction_is_refused() -> None:
 
 
 def test_a_step_that_raised_leaves_no_scale_for_the_next_one() -> None:
-    """torch sets the scale on the optimizer and multiplies it by one that is there already."""
+    """torch sets the scale on the optimizer, and multiplies it by a scale that is left there."""
     results = []
     for fails in (False, True):
         ddp = wrap(make_net(), use_distributed_optimizer=True)

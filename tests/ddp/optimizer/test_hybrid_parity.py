@@ -1,4 +1,4 @@
-"""Hybrid sharding against gradients that the test itself adds: inside each instance first, then across. Bitwise."""
+"""Hybrid sharding is bitwise the test's own sum of gradients: inside each instance first, then across."""
 
 import functools
 from typing import Any
@@ -43,7 +43,7 @@ def check(
     overlap: tuple[bool, bool],
     steps: int = STEPS,
 ) -> None:
-    """overlap: of reductions, of gathers"""
+    """overlap: (reductions, gathers)"""
     instances, inner = shape
     hybrid = simulate(
         train,
@@ -95,7 +95,7 @@ def test_hybrid_adds_inside_first_then_across(
     overlap: tuple[bool, bool],
     variants: int,
 ) -> None:
-    """A sample of the matrix above: both shapes, with everything on and with everything off; five steps."""
+    """A sample of the matrix above: both shapes, with all options on and with all off; five steps."""
     check(shape, microbatches=microbatches, fused=fused, delayed=delayed, variants=variants, overlap=overlap, steps=5)
 
 
@@ -103,7 +103,7 @@ VALUES = [1e8, 1.0, -1e8, 1.0]  # in fp32, 1e8 + 1 = 1e8
 
 
 def summed(instances: int) -> list[float]:
-    """The sum of one gradient over four ranks, where this rank has it."""
+    """The sum of one gradient over four ranks, on the rank that owns it."""
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, num_distributed_optimizer_instances=instances, calculate_per_token_loss=True
     )

@@ -1,4 +1,4 @@
-"""Every elementwise class of ``torch.optim`` over flat shards is bitwise the class itself; others are refused by name.
+"""Every elementwise class of ``torch.optim`` gives the same bits over flat shards; other classes are refused by name.
 
 The reference is the stock class with the same options, one fp32 master for each parameter, on gradients that the test
 adds up by hand (``stock_steps``). No tolerance anywhere: each element's arithmetic is the same.
@@ -59,7 +59,7 @@ CASES = [
 
 
 def stock_options(case: Case) -> dict[str, Any]:
-    """Where torch has a fused kernel ours is the default."""
+    """Options of the stock class: fused where torch has a fused kernel, as ours defaults to."""
     fused = case.cls in (optim.AdamW, optim.Adam, optim.SGD) and not case.options.get("foreach")
     return {"fused": True, **case.options} if fused else case.options
 
@@ -100,7 +100,7 @@ def test_a_class_is_itself_everywhere(index: int, dtype: torch.dtype, ranks: int
 
 
 def test_every_elementwise_class_of_torch_is_there() -> None:
-    """A class that comes with another torch is either here or refused below."""
+    """A class that a new torch adds must be tested here or refused below."""
     classes = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
     assert classes - {optim.Optimizer} == {case.cls for case in CASES} | {
         optim.LBFGS,
@@ -114,7 +114,7 @@ def test_every_elementwise_class_of_torch_is_there() -> None:
 
 
 def make_matrices(dtype: torch.dtype) -> nn.Sequential:
-    """Two dims each, as Muon wants; odd ones, so that shards are not even."""
+    """Matrices, as Muon needs; of odd sizes, so that shards are uneven."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(4, WIDTH, bias=False, dtype=dtype),
@@ -134,7 +134,7 @@ def make_mixed(dtype: torch.dtype) -> nn.Sequential:
 
 
 class Sign(optim.Optimizer):
-    """Lion without its second momentum, as a user might write it: each element alone."""
+    """Lion without its second momentum, as a user might write it: elementwise."""
 
     elementwise = True
 
@@ -152,7 +152,7 @@ class Sign(optim.Optimizer):
 
 
 class RowWise(optim.Optimizer):
-    """Normalises each row of a matrix: not elementwise, and right with whole parameters."""
+    """Normalises each row of a matrix: not elementwise, and correct with whole parameters."""
 
     per_parameter = True
 
@@ -178,7 +178,7 @@ def train_whole(
         backward(ddp, step, dtype)
         optimizer.step()
         ddp.zero_grad_buffer()
-    return weights(ddp), [piece.end - piece.start for piece in optimizer.slices]
+    return weights(ddp), [held.end - held.start for held in optimizer.slices]
 
 
 def stock_whole(
@@ -237,12 +237,12 @@ def test_a_class_that_says_it_is_elementwise_is_taken_at_its_word() -> None:
     for history, optimizer in simulate(train, 3, BF16, range(STEPS), config, options):
         for ours, theirs in zip(history, expected, strict=True):
             assert_same(ours, theirs)
-        for piece in optimizer.slices:
-            assert set(piece.state()) == ({"average"} if piece.end > piece.start else set())
+        for held in optimizer.slices:
+            assert set(held.state()) == ({"average"} if held.end > held.start else set())
 
 
 class Counting(optim.Optimizer):
-    """Counts its steps in the group, as some fused and schedule-free optimizers do."""
+    """Counts its steps in the parameter group, as some fused and schedule-free optimizers do."""
 
     elementwise = True
 
@@ -259,7 +259,7 @@ class Counting(optim.Optimizer):
 
 
 def test_a_class_with_a_count_of_its_own_steps_once_a_step() -> None:
-    """However many buckets are gathered one after the other."""
+    """It steps once also where several buckets are updated and gathered one after the other."""
     expected = stock_run(BF16, 3, STEPS, lambda masters: Counting(masters.values(), lr=0.5))
     options = {"optimizer_class": Counting, "lr": 0.5}
     config = {"use_distributed_optimizer": True, "bucket_size": 100, "overlap_param_gather": True}
@@ -316,7 +316,7 @@ def test_classes_of_matrices_are_refused_without_whole_parameters(cls: type[opti
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_class_that_says_nothing_is_refused(whole: bool) -> None:
-    """It may sum over all parameters, as Prodigy does: whole ones would not help."""
+    """The class may sum over all parameters, as Prodigy does: whole parameters would not help."""
 
     class Silent(optim.SGD):
         pass
@@ -334,7 +334,7 @@ def muon_on_vectors() -> str:
 
 
 def test_muon_refuses_vectors_on_every_rank_alike() -> None:
-    """Also on those whose shards hold matrices alone, which would wait for the others for ever."""
+    """Also on ranks whose shards hold only matrices: these would wait for the other ranks for ever."""
     for message in simulate(muon_on_vectors, 3):
         assert "parameter '3.bias' has shape [128]" in message
 

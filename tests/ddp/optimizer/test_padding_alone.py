@@ -1,4 +1,4 @@
-"""Ranks with padding alone in a bucket's shard, or no parameter of a group: every class goes on from a checkpoint.
+"""Ranks whose shard of a bucket is only padding, or without a parameter of a group: every class resumes.
 
 Fault 27: such a rank's optimizer lacked state of what no checkpoint holds.
 """
@@ -129,7 +129,7 @@ def padding_has_no_state() -> tuple[int, int]:
     (ddp(torch.ones(3, 4)) - 1).square().mean().backward()
     ddp.finish_grad_sync()
     optimizer.step()
-    return sum(piece.end - piece.start for piece in optimizer.slices), len(optimizer.state)
+    return sum(held.end - held.start for held in optimizer.slices), len(optimizer.state)
 
 
 def test_a_rank_without_a_parameter_has_no_state() -> None:

@@ -70,7 +70,7 @@ def check(name: str, dtype: torch.dtype, ranks: int, **config: Any) -> None:
         for ours, theirs in zip(history, expected, strict=True):
             assert_same(ours, theirs)
         assert len(optimizer.param_groups) == len(members), "the same number on every rank, whatever its shard holds"
-        by_group = [{piece.name for piece in optimizer.slices if piece.group == i} for i in range(len(members))]
+        by_group = [{held.name for held in optimizer.slices if held.group == i} for i in range(len(members))]
         assert by_group == [set(names) for names in members]
 
 
@@ -104,7 +104,7 @@ def where_groups_lie() -> tuple[list[int], dict[str, int]]:
     for ours, theirs in zip(history, expected, strict=True):
         assert_same(ours, theirs)
     numels = [sum(param.numel() for param in group["params"]) for group in optimizer.param_groups]
-    return numels, {piece.name: piece.end - piece.start for piece in optimizer.slices}
+    return numels, {held.name: held.end - held.start for held in optimizer.slices}
 
 
 def test_a_group_may_lie_wholly_in_another_ranks_shard() -> None:
@@ -121,27 +121,29 @@ def test_a_group_may_lie_wholly_in_another_ranks_shard() -> None:
     assert [slices["0.weight"] for _, slices in results] == [0, 0, 0, 256]
 
 
-def runs_here(config: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
+def segments_here(config: dict[str, Any]) -> list[list[tuple[int, int, int]]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 15), nn.Linear(15, 17), nn.Linear(17, 3))
     groups = [{"params": "*.bias"}, {"params": "1.weight"}]
     optimizer = DistributedOptimizer(wrap(model, use_distributed_optimizer=True, **config), param_groups=groups)
     found: dict[int, list[tuple[int, int, int]]] = {}
-    for run in optimizer._runs:
-        found.setdefault(id(run.flat.params), []).append((run.start, run.end, run.flat.mine.numel()))
+    for segment in optimizer._segments:
+        found.setdefault(id(segment.flat.params), []).append(
+            (segment.start, segment.end, segment.flat.owned_params.numel())
+        )
     return list(found.values())
 
 
 @pytest.mark.parametrize("bucket_size", [1, None])
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 @pytest.mark.sampled(3)
-def test_runs_of_groups_follow_each_other_and_leave_no_padding_out(ranks: int, bucket_size: int | None) -> None:
+def test_segments_of_groups_follow_each_other_and_leave_no_padding_out(ranks: int, bucket_size: int | None) -> None:
     """Odd sizes, so that shards begin and end in the padding between parameters: on eight ranks after 80 elements."""
-    for buckets in simulate(runs_here, ranks, {"bucket_size": bucket_size}):
-        for runs in buckets:
-            assert runs[0][0] == 0
-            assert [end for _, end, _ in runs[:-1]] == [start for start, _, _ in runs[1:]]
-            assert runs[-1][1] == runs[-1][2]
+    for buckets in simulate(segments_here, ranks, {"bucket_size": bucket_size}):
+        for segments in buckets:
+            assert segments[0][0] == 0
+            assert [end for _, end, _ in segments[:-1]] == [start for start, _, _ in segments[1:]]
+            assert segments[-1][1] == segments[-1][2]
 
 
 # ---- Schedulers. ----
@@ -232,7 +234,7 @@ def test_a_state_dict_has_the_groups_options_and_resumes_bitwise(dtype: torch.dt
     ids=["other members", "no groups", "other buckets"],
 )
 def test_a_state_of_other_groups_is_refused(other: dict[str, Any]) -> None:
-    """With as many masters in each group torch would take it, and its kernel write behind the moments."""
+    """With equal numbers of masters in each group, torch would load it, and its kernel write past the moments."""
 
     def run(bucket_size: int | None = None, **options: Any) -> DistributedOptimizer:
         return train(torch.float32, range(1), {"bucket_size": bucket_size}, options)[1]
@@ -300,7 +302,7 @@ def test_further_groups_are_refused() -> None:
 @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
 @pytest.mark.sampled(3)
 def test_a_group_without_the_fused_kernel_takes_it_from_all(options: dict[str, Any], max_grad_norm: float) -> None:
-    """Clipping divides gradients inside the fused kernel or before all of them, never before some."""
+    """Clipping divides all gradients inside the fused kernel, or all before it; never some."""
     groups = [{"params": "*.bias", **options}]
     common = {**DEFAULTS, "max_grad_norm": max_grad_norm}
     mixed, optimizer = train(torch.float32, range(STEPS), {}, {**common, "param_groups": groups})

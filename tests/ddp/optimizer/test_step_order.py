@@ -1,4 +1,4 @@
-"""A step that updates what has been reduced while the rest is under way: the same weights, in another order."""
+"""A step updates reduced buckets while others are being reduced: the same weights, in another order."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One model, one optimizer: a second one beside it is refused, and so is the one that another has replaced."""
+"""A model has one optimizer: a second one is refused, and so is an optimizer that another has replaced."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ STOCK: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def both(dtype: torch.dtype, name: str, first: str, order: str) -> None:
-    """first: which is built first; order: which steps first."""
+    """first: the optimizer that is built first; order: the one that steps first."""
     ddp = wrap(make_model(dtype))
     if first == "stock":
         stock = STOCK[name](ddp.parameters())
@@ -62,7 +62,7 @@ def test_a_stock_optimizer_beside_ours_is_refused(dtype: torch.dtype, name: str,
 
 
 def test_where_gradients_are_sharded_too() -> None:
-    """And the message does not send the user to ``expose_grads``, which refuses."""
+    """The message must not name ``expose_grads``, which refuses sharded gradients."""
     ddp = wrap(make_model(), use_distributed_optimizer=True)
     stock = torch.optim.SGD(ddp.parameters(), lr=0.1)
     DistributedOptimizer(ddp)
@@ -82,7 +82,7 @@ def test_an_optimizer_of_some_of_the_parameters_is_one_too_many() -> None:
 
 
 def test_other_models_and_wrappers_have_optimizers_of_their_own() -> None:
-    """What the message says works: a wrapper without a DistributedOptimizer takes stock ones, several of them."""
+    """The message's remedy works: a wrapper without a DistributedOptimizer takes several stock optimizers."""
     ours = wrap(make_model())
     kept = DistributedOptimizer(ours)
     module = make_model(seed=1)
@@ -161,7 +161,7 @@ def replaced(verb: str, config: dict[str, Any], folder: Path) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.sampled(2)
 def test_an_optimizer_that_was_replaced_does_nothing_more(verb: str, config: dict[str, Any], tmp_path: Path) -> None:
-    """It would update, save and load memory that no parameter lies in any more."""
+    """It would update, save and load memory that no parameter uses any more."""
     simulate(replaced, 2, verb, config, tmp_path)
 
 
@@ -176,7 +176,7 @@ def test_an_optimizer_that_was_replaced_does_nothing_more(verb: str, config: dic
     ids=str,
 )
 def test_one_that_was_never_built_replaces_nothing(options: dict[str, Any]) -> None:
-    """Whatever its constructor refuses, it refuses before parameters have moved."""
+    """Its constructor refuses everything before parameters move."""
     ddp = wrap(make_model(torch.bfloat16), use_distributed_optimizer=True)
     optimizer = DistributedOptimizer(ddp, lr=0.1)
     with pytest.raises((ValueError, TypeError)):
@@ -202,7 +202,7 @@ def test_schedulers_of_the_new_one_work() -> None:
 
 
 def test_a_state_dict_has_what_was_loaded_into_the_model() -> None:
-    """Masters follow the parameters before they are saved, as before a step."""
+    """Masters follow changed parameters before a save, as before a step."""
     ddp, other = wrap(make_model(torch.bfloat16)), make_model(torch.bfloat16, seed=1)
     optimizer = DistributedOptimizer(ddp, lr=0.1)
     ddp.module.load_state_dict(other.state_dict())

@@ -41,7 +41,7 @@ Run = tuple[list[float], dict[str, Tensor]]
 
 
 class Model(nn.Module):
-    """Fused and plain layers, a tied embedding read outside its module's forward, an unused and a frozen parameter."""
+    """Fused and plain layers; a tied embedding read outside its module's forward; unused and frozen parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def train(config: dict[str, Any], group: Any, delay: Callable[[str], None] = lam
 
 @contextmanager
 def delayed(where: str, rank: int) -> Iterator[Callable[[str], None]]:
-    """Have the device sleep before every gather, reduction or forward: on one rank at a time, in turn."""
+    """Make the device sleep before every gather, reduction or forward, on one rank after the other."""
     count = 0
 
     def sleep(at: str) -> None:
@@ -166,7 +166,7 @@ def test_delays_change_nothing(runs: list[dict[str, Run]]) -> None:
 
 
 def reads_on_streams() -> bool:
-    """An average over a kept list of parameters on a side stream, right after a step whose gathers are slow."""
+    """Average a list of parameters on a side stream, right after a step with slow gathers."""
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")
@@ -198,7 +198,7 @@ def test_a_reader_on_a_side_stream_waits_too() -> None:
 
 
 def reads_late_on_a_stream() -> bool:
-    """The same after the forward has read them: the side stream was ordered with the step before that."""
+    """The same after the forward has read the parameters: the side stream has waited only for the step before."""
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")
@@ -300,7 +300,7 @@ def test_bytes_at_rest_on_a_gpu() -> None:
 
 
 def weights_outlive_the_optimizer() -> bool:
-    """Parameters in memory that NCCL has mapped stay what they are when nobody gathers them any more."""
+    """Parameters in memory that NCCL has mapped keep their values after the optimizer is deleted."""
     torch.cuda.set_device(dist.get_rank())
     group = dist.new_group(backend="nccl")
     config = DistributedDataParallelConfig(

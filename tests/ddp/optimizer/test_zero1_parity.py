@@ -44,7 +44,7 @@ MATRIX = [Case(*axes) for axes in itertools.product(MICROBATCHES, (False, True),
 
 
 def sample(cases: list[Case], seed: int) -> list[Case]:
-    """A sample in which every value of every axis occurs: cases in a random order, those left out that add none."""
+    """A sample with every value of every axis: cases in random order, without those that add no new value."""
     seen: set[tuple[str, Any]] = set()
     chosen = []
     for case in random.Random(seed).sample(cases, len(cases)):
@@ -60,7 +60,7 @@ REST = [case for case in MATRIX if case not in SAMPLE]
 
 
 def variants(ranks: int) -> int:
-    """Ranks hold two variants of the experts where they can."""
+    """Ranks hold two variants of the experts where their number allows."""
     return 2 if ranks % 2 == 0 else 1
 
 
@@ -68,7 +68,7 @@ def variants(ranks: int) -> int:
 def all_reduced(
     ranks: int, microbatches: int, fused: bool, delayed: bool, fused_step: bool = True, steps: int = STEPS
 ) -> list[Trained]:
-    """What plain data parallelism gives, without any overlap."""
+    """The result of plain data parallelism without overlap."""
     return simulate(
         train,
         ranks,
@@ -162,7 +162,7 @@ def test_a_width_of_2880(fused: bool, delayed: bool, ranks: int) -> None:
 
 
 def test_the_reference_has_what_it_is_meant_to_have() -> None:
-    """Each oddity of the model is there, and does what it should under plain data parallelism."""
+    """Each special case of the model exists, and works under plain data parallelism."""
     ranks = 4
     trained = all_reduced(ranks, 1, True, False)
     first, last = trained[0].weights[0], trained[0].weights[-1]

@@ -1,4 +1,4 @@
-"""The plan of gradient memory: properties over random models, and the few numbers worth pinning."""
+"""The plan of gradient memory: properties over random models, and a few exact numbers."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ def models(draw: st.DrawFn) -> list[ParamSpec]:
                 shape=draw(SHAPES),
                 param_dtype=param_dtype,
                 grad_dtype=grad_dtype,
-                group=draw(st.sampled_from(("dense", "expert"))),
+                grid_name=draw(st.sampled_from(("dense", "expert"))),
                 delayed=draw(st.booleans()),
                 own_bucket=draw(st.integers(0, 9)) == 0,
             )
@@ -76,10 +76,10 @@ def test_every_plan_is_sound(specs: list[ParamSpec], degree: int, bucket_numel: 
                 assert slot.start % PARAM_ALIGNMENT == 0
                 assert slot.start >= end, "parameters do not overlap"
                 end = slot.end
-                assert (slot.spec.param_dtype, slot.spec.grad_dtype, slot.spec.group) == (
+                assert (slot.spec.param_dtype, slot.spec.grad_dtype, slot.spec.grid_name) == (
                     buffer.param_dtype,
                     buffer.grad_dtype,
-                    buffer.group,
+                    buffer.grid_name,
                 )
                 assert slot.spec.delayed is bucket.delayed, "delayed and undelayed never mix"
                 assert not slot.spec.own_bucket or len(bucket.slots) == 1
@@ -146,9 +146,9 @@ def test_a_scalar_and_an_empty_parameter_get_a_place() -> None:
 
 
 def test_degrees_by_group() -> None:
-    expert = ParamSpec(name="e", shape=(10,), param_dtype=torch.float32, grad_dtype=torch.float32, group="expert")
+    expert = ParamSpec(name="e", shape=(10,), param_dtype=torch.float32, grad_dtype=torch.float32, grid_name="expert")
     plan = plan_gradients([spec("d", 10), expert], shard_degree={"dense": 6, "expert": 2})
-    assert {buffer.group: buffer.buckets[0].shard_degree for buffer in plan.buffers} == {"dense": 6, "expert": 2}
+    assert {buffer.grid_name: buffer.buckets[0].shard_degree for buffer in plan.buffers} == {"dense": 6, "expert": 2}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_degrees_by_group() -> None:
         (lambda: plan_gradients([]), "no parameter that requires a gradient"),
         (lambda: plan_gradients([spec("a", 1), spec("a", 2)]), "'a' appears twice"),
         (lambda: plan_gradients([spec("a", 1)], bucket_numel=0), "bucket_size must be at least 1"),
-        (lambda: plan_gradients([spec("a", 1)], shard_degree=0), "shard_degree of group 'dense'"),
+        (lambda: plan_gradients([spec("a", 1)], shard_degree=0), "shard_degree of 'dense' parameters"),
         (lambda: spec("a", -1), "'a': negative size"),
         (lambda: BucketLayout(index=3, start=0, end=8, shard_degree=1, slots=()), "bucket 3 holds no parameter"),
         (

@@ -1,4 +1,4 @@
-"""Shard borders that cut no atom: properties over random parameters, and small cases against every order there is."""
+"""Shard borders cut no atom: properties over random parameters; small cases against every possible order."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from atoms import ONE_BUCKET, models, spec, starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maingrad.ddp.plan.atoms import atom_of, cuts_an_atom, least_shard_numel, place
+from maingrad.ddp.plan.atoms import arrange, atom_of, cuts_an_atom, least_shard_numel
 from maingrad.ddp.plan.cut import deal, round_up
 from maingrad.ddp.plan.layout import PARAM_ALIGNMENT, BucketLayout, BufferLayout, ParamSlot, ParamSpec, plan_gradients
 
@@ -109,7 +109,7 @@ def test_every_plan_is_sound(specs: list[ParamSpec], degree: int, bucket_numel: 
 def test_shards_are_between_the_bound_and_layouts_that_always_exist(specs: list[ParamSpec], degree: int) -> None:
     numels, atoms = [s.numel for s in specs], [s.atom for s in specs]
     multiple = 128 // math.gcd(128, degree)
-    shard_numel = place(numels, atoms, degree, multiple).shard_numel
+    shard_numel = arrange(numels, atoms, degree, multiple).shard_numel
 
     bound = least_shard_numel(numels, atoms, degree, multiple)
     assert bound % multiple == 0
@@ -133,7 +133,7 @@ def test_shards_are_between_the_bound_and_layouts_that_always_exist(specs: list[
 def test_element_atoms_lie_in_order_as_tightly_as_alignment_lets_them(
     specs: list[ParamSpec], degree: int, bucket_numel: int
 ) -> None:
-    elements = [spec(s.name, *s.shape, group=s.group) for s in specs]
+    elements = [spec(s.name, *s.shape, grid_name=s.grid_name) for s in specs]
     plan = plan_gradients(elements, shard_degree=degree, bucket_numel=bucket_numel)
     for bucket in plan.buckets:
         position = bucket.start
@@ -146,7 +146,7 @@ def test_element_atoms_lie_in_order_as_tightly_as_alignment_lets_them(
 
 @given(models(), st.integers(1, 12))
 def test_atoms_that_nobody_cuts_change_nothing(specs: list[ParamSpec], degree: int) -> None:
-    elements = plan_gradients([spec(s.name, *s.shape, group=s.group) for s in specs], shard_degree=degree)
+    elements = plan_gradients([spec(s.name, *s.shape, grid_name=s.grid_name) for s in specs], shard_degree=degree)
     cut = [
         offset % by_name.atom
         for bucket in elements.buckets
@@ -164,7 +164,7 @@ def test_atoms_that_nobody_cuts_change_nothing(specs: list[ParamSpec], degree: i
 
 @given(models(), st.integers(1, 12))
 def test_whole_is_stronger_than_any_atom(specs: list[ParamSpec], degree: int) -> None:
-    elements = [spec(s.name, *s.shape, group=s.group) for s in specs]
+    elements = [spec(s.name, *s.shape, grid_name=s.grid_name) for s in specs]
     whole = plan_gradients(elements, shard_degree=degree, keep_params_whole=True)
     plan = plan_gradients(specs, shard_degree=degree, keep_params_whole=True)
     assert starts(plan) == starts(whole)
@@ -199,9 +199,9 @@ def test_parameters_that_may_be_cut_lie_across_borders() -> None:
 
 
 def test_experts_on_other_ranks_have_borders_of_their_own() -> None:
-    specs = [spec("dense", 6, 192, atom=192), spec("expert", 5, 320, atom=320, group="expert")]
+    specs = [spec("dense", 6, 192, atom=192), spec("expert", 5, 320, atom=320, grid_name="expert")]
     plan = plan_gradients(specs, shard_degree={"dense": 4, "expert": 2})
-    assert {buffer.group: buffer.numel for buffer in plan.buffers} == {"dense": 4 * 384, "expert": 2 * 960}
+    assert {buffer.grid_name: buffer.numel for buffer in plan.buffers} == {"dense": 4 * 384, "expert": 2 * 960}
 
 
 def test_a_border_inside_an_atom_is_refused() -> None:
@@ -217,7 +217,7 @@ def test_a_border_inside_an_atom_is_refused() -> None:
 def test_memory_order_is_free() -> None:
     slots = (ParamSlot(spec=spec("a", 64), start=64), ParamSlot(spec=spec("b", 64), start=0))
     bucket = BucketLayout(index=0, start=0, end=128, shard_degree=2, slots=slots)
-    buffer = BufferLayout(param_dtype=torch.bfloat16, grad_dtype=torch.float32, group="dense", buckets=(bucket,))
+    buffer = BufferLayout(param_dtype=torch.bfloat16, grad_dtype=torch.float32, grid_name="dense", buckets=(bucket,))
     assert (buffer.numel, bucket.padding) == (128, 0)
 
 
@@ -225,7 +225,7 @@ def test_memory_order_is_free() -> None:
 
 
 def shortest(numels: Sequence[int], atoms: Sequence[int], degree: int) -> int:
-    """Elements of the shortest shards, a multiple of 64: every length, every order, each as soon as nothing is cut."""
+    """Length of the shortest possible shards, a multiple of 64: tries every length and every order of parameters."""
     for shard in itertools.count(PARAM_ALIGNMENT, PARAM_ALIGNMENT):
         if shard * degree < sum(numels):
             continue
@@ -253,11 +253,11 @@ def test_shards_are_about_as_short_as_can_be(blocks: list[tuple[int, int, int]],
     numels = [rows * width for rows, width, _ in blocks]
     atoms = [min(rows * width, width * rows_together) for rows, width, rows_together in blocks]
     best = shortest(numels, atoms, degree)
-    assert best <= place(numels, atoms, degree, PARAM_ALIGNMENT).shard_numel <= 4 / 3 * best
+    assert best <= arrange(numels, atoms, degree, PARAM_ALIGNMENT).shard_numel <= 4 / 3 * best
 
 
 def excess(num_parameters: tuple[int, int], num_units: int, degree: int) -> float:
-    """By how much shards are longer than the bound, in percent, on average over units of random rows and blocks."""
+    """Mean excess of shards over the lower bound, in percent, over units of random rows and blocks."""
     total = 0.0
     for seed in range(num_units):
         random = Random(seed)
@@ -269,7 +269,7 @@ def excess(num_parameters: tuple[int, int], num_units: int, degree: int) -> floa
             numels.append(width * random.choice([random.randint(1, 6000), random.randint(1, 100), width]))
             atoms.append(random.choice([1, width, width, 16 * width, numels[-1]] if seed % 2 else [1, width, width]))
         multiple = 128 // math.gcd(128, degree)
-        shard_numel = place(numels, atoms, degree, multiple).shard_numel
+        shard_numel = arrange(numels, atoms, degree, multiple).shard_numel
         total += shard_numel / least_shard_numel(numels, atoms, degree, multiple) - 1
     return 100 * total / num_units
 
@@ -282,7 +282,7 @@ def excess(num_parameters: tuple[int, int], num_units: int, degree: int) -> floa
 def test_shards_are_hardly_longer_than_the_bound(
     num_parameters: tuple[int, int], num_units: int, degree: int, percent: float
 ) -> None:
-    """The measured excess and a little: a rule of the search that stops working shows here."""
+    """Limits are a little above the measured excess: a rule of the search that stops working fails here."""
     assert excess(num_parameters, num_units, degree) < percent
 
 

@@ -1,4 +1,4 @@
-"""Ten layers of 95 x 95 at the bucket sizes of Megatron-core's own test: what our rule makes of them, by hand.
+"""Ten layers of 95 x 95 at the bucket sizes of Megatron-core's own test: our buckets, computed by hand.
 
 The parametrisation (sizes, sharded or not, bias, shared embedding) is that of ``test_bucket_sizes`` in Megatron-LM's
 ``tests/unit_tests/distributed/test_param_and_grad_buffer.py``. The numbers differ where the rules do: ours pads
@@ -94,7 +94,7 @@ def plan(
     size: int | None = None,
     **options: object,
 ) -> GradPlan:
-    """The plan for Megatron's model; on the meta device, since a plan takes no memory. Unsharded, ``ranks`` is 1."""
+    """The plan for Megatron's model, on the meta device: a plan needs no memory. ``ranks`` is 1 without sharding."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(95, 95, bias=bias) for _ in range(10))).bfloat16()
     if shared_embedding:
@@ -195,7 +195,7 @@ def test_whole_weights(ranks: int, size: int | None, expected: list[int]) -> Non
 
 
 def test_whole_weights_and_biases() -> None:
-    """Eight ranks: ten weights and ten biases, the most even that whole parameters can be."""
+    """Ten weights and ten biases on eight ranks, as evenly as whole parameters allow."""
     (bucket,) = plan(8, sharded=True, bias=True, keep_params_whole=True).buckets
     # Weights: two shards get two, six get one. The biases then go to the six: four of those get two of them, two one.
     fill = [0] * 8

@@ -1,4 +1,4 @@
-"""Padding of published models, sharded by layers: with element atoms next to none, with rows what rows must cost."""
+"""Padding of published models, sharded by layers: nearly none with element atoms; the possible minimum with rows."""
 
 import itertools
 import math
@@ -50,7 +50,7 @@ def numel_of(shapes: Shapes) -> int:
 
 
 def parts(unit: PublishedUnit) -> list[Shapes]:
-    """What one plan may hold: everything, or dense weights and experts apart because their ranks differ."""
+    """The parameters of each plan: all together, or dense weights and experts apart because their ranks differ."""
     return [{**unit.dense, **unit.experts}, *([unit.dense, unit.experts] if unit.experts else [])]
 
 
@@ -97,7 +97,7 @@ APART_AT_1024 = {
 
 @pytest.mark.parametrize("name", ROWS_AT_1024)
 def test_rows_of_different_widths_cannot_share_shards_cheaply(name: str) -> None:
-    """What element atoms save: such rows make every shard a multiple of their widths' common multiple."""
+    """Each shard is a multiple of the common multiple of the rows' widths: this is what element atoms save."""
     unit = PUBLISHED[name]()[-1]
     rows = specs_of(unit.dense, "row")
     numel = numel_of(unit.dense)

@@ -14,13 +14,15 @@ from maingrad.ddp.plan.layout import PARAM_ALIGNMENT, BucketLayout, GradPlan, Pa
 SIZES = st.lists(st.integers(0, 700), min_size=1, max_size=30)
 
 
-def spec(name: str, numel: int, *, delayed: bool = False, own_bucket: bool = False, group: str = "dense") -> ParamSpec:
+def spec(
+    name: str, numel: int, *, delayed: bool = False, own_bucket: bool = False, grid_name: str = "dense"
+) -> ParamSpec:
     return ParamSpec(
         name=name,
         shape=(numel,),
         param_dtype=torch.bfloat16,
         grad_dtype=torch.float32,
-        group=group,
+        grid_name=grid_name,
         delayed=delayed,
         own_bucket=own_bucket,
     )
@@ -34,7 +36,7 @@ def models(draw: st.DrawFn) -> list[ParamSpec]:
             numel,
             delayed=draw(st.booleans()),
             own_bucket=draw(st.integers(0, 9)) == 0,
-            group=draw(st.sampled_from(("dense", "expert"))),
+            grid_name=draw(st.sampled_from(("dense", "expert"))),
         )
         for index, numel in enumerate(draw(SIZES))
     ]
@@ -126,7 +128,7 @@ def test_the_longest_pile_goes_to_the_rank_that_has_least() -> None:
 
 
 def test_ranks_are_balanced_over_buckets() -> None:
-    """Each bucket has four equal matrices and one vector for four ranks: the vector goes round."""
+    """Each bucket has four equal matrices and one vector for four ranks: the vector goes to another rank each time."""
     layer = (("vector", 64), ("q", 256), ("k", 256), ("v", 256), ("o", 256))
     specs = [spec(f"{index}.{name}", numel) for index in range(8) for name, numel in layer]
     plan = plan_gradients(specs, shard_degree=4, bucket_numel=1, keep_params_whole=True)
@@ -139,7 +141,7 @@ def test_ranks_are_balanced_over_buckets() -> None:
 
 
 def test_balance_counts_all_buffers_of_a_group_and_no_other_group() -> None:
-    expert = spec("expert", 640, group="expert")
+    expert = spec("expert", 640, grid_name="expert")
     half = spec("bf16", 640)
     full = ParamSpec(name="fp32", shape=(640,), param_dtype=torch.float32, grad_dtype=torch.float32)
     plan = plan_gradients([expert, half, full], shard_degree=2, keep_params_whole=True)
@@ -242,9 +244,9 @@ def test_a_large_parameter_leaves_the_other_buckets_to_the_small_ones() -> None:
 
 def test_each_buffer_has_so_many_buckets_and_those_apart_count() -> None:
     specs = [spec(f"p{i}", 64) for i in range(6)] + [spec("tied", 64, own_bucket=True)]
-    specs += [spec(f"e{i}", 64, group="expert") for i in range(6)]
+    specs += [spec(f"e{i}", 64, grid_name="expert") for i in range(6)]
     plan = plan_gradients(specs, num_buckets=3)
-    assert {b.group: [len(bucket.slots) for bucket in b.buckets] for b in plan.buffers} == {
+    assert {b.grid_name: [len(bucket.slots) for bucket in b.buckets] for b in plan.buffers} == {
         "dense": [3, 3, 1],
         "expert": [2, 2, 2],
     }

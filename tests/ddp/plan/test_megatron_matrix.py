@@ -1,4 +1,4 @@
-"""Megatron-core's published test matrices for gradient sync, experts and whole-parameter optimizers, as our own tests.
+"""Megatron-core's published test matrices for gradient sync, experts and whole-parameter optimizers, run on ours.
 
 The parametrisations are facts from Megatron-LM's ``tests/unit_tests``: ``distributed/test_param_and_grad_buffer.py``
 (sharded x overlap x average in the collective x optimizer instances; ten layers of 100 x 100 and biases in one bucket),
@@ -24,7 +24,7 @@ from maingrad.launch import simulate
 
 
 class Parameters(nn.Module):
-    """Parameters whose gradient is ``value`` everywhere: the loss is the sum of them all, times ``value``."""
+    """Parameters whose gradients are ``value``: the loss is the sum of all parameters, times ``value``."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], experts: dict[str, tuple[int, ...]] | None = None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Synced(NamedTuple):
 
 
 def sync(**config: Any) -> Synced:
-    """Rank r's gradients are r + 1."""
+    """Reduce gradients that are r + 1 on rank r."""
     model = Parameters(TEN_LAYERS)
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(**config))
     (bucket,) = ddp.buckets
@@ -86,7 +86,7 @@ def sync(**config: Any) -> Synced:
 def test_grad_sync(
     sharded: bool, overlap: bool, average_in_collective: bool | None, instances: int, ranks: int
 ) -> None:
-    """The bucket is launched with its last parameter, not before, and holds the average: 2.5 over four ranks."""
+    """The bucket launches with its last parameter, not before, and holds the average: 2.5 over four ranks."""
     config = {
         "use_distributed_optimizer": sharded,
         "overlap_grad_reduce": overlap,
@@ -143,7 +143,7 @@ def sync_experts(ep: int, etp: int, **config: Any) -> tuple[list[tuple[str, Tens
         for slot in bucket.layout.slots:
             mask[slot.start - bucket.layout.start : slot.end - bucket.layout.start] = True
         owned = slice(*ddp.owned_range(bucket.layout))
-        held.append((bucket.layout.group, bucket.grad_data[owned][mask[owned]]))
+        held.append((bucket.layout.grid_name, bucket.grad_data[owned][mask[owned]]))
     return held, ranks
 
 
@@ -157,7 +157,7 @@ def sync_experts(ep: int, etp: int, **config: Any) -> tuple[list[tuple[str, Tens
 def test_grad_sync_of_experts(
     sharded: bool, overlap: bool, average_in_collective: bool | None, ep: int, etp: int, instances: int
 ) -> None:
-    """Averages are over all ranks, experts' too: everything is 1 on eight ranks, dense or expert."""
+    """All gradients are averaged over all ranks, those of experts too: all are 1 on eight ranks."""
     if instances > 1 and not sharded:
         return  # refused: see above
     results = simulate(
@@ -223,7 +223,7 @@ def input_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def step_whole(name: str, dtype: torch.dtype, max_grad_norm: float | None, restore: bool, **config: Any) -> Stepped:
-    """Four steps of AdamW; ``restore``: into a new optimizer in the middle."""
+    """Four steps of AdamW; ``restore``: load the state into a new optimizer after two steps."""
     ddp = DistributedDataParallel(build(name, dtype), DistributedDataParallelConfig(**config))
 
     def optimizer_of(model: DistributedDataParallel) -> DistributedOptimizer:
@@ -246,7 +246,7 @@ def step_whole(name: str, dtype: torch.dtype, max_grad_norm: float | None, resto
         if optimizer.grad_norm is not None:
             norms.append(optimizer.grad_norm.clone())
         ddp.zero_grad_buffer()
-    owned = {piece.name: piece.end - piece.start for piece in optimizer.slices}
+    owned = {held.name: held.end - held.start for held in optimizer.slices}
     return Stepped({name: p.detach().clone() for name, p in ddp.module.named_parameters()}, norms, owned)
 
 
@@ -258,7 +258,7 @@ WHOLE: dict[str, Any] = {"use_distributed_optimizer": True, "keep_params_whole":
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.sampled(3)
 def test_whole_parameters_step_as_all_reduce_does(ranks: int, name: str, dtype: torch.dtype) -> None:
-    """Bitwise, on all ranks alike, and each parameter is updated by one rank; with eight ranks some update nothing."""
+    """Weights are bitwise those of all-reduce; one rank updates each parameter; of eight ranks some update nothing."""
     whole = simulate(step_whole, ranks, name, dtype, None, False, **WHOLE)
     reference = simulate(step_whole, ranks, name, dtype, None, False)
     initial = dict(build(name, dtype).named_parameters())
@@ -293,7 +293,7 @@ def test_whole_parameters_are_saved_and_loaded(name: str) -> None:
 
 
 def step_scaled(fused: bool, unscale: bool) -> tuple[list[float], Tensor, Tensor | None]:
-    """Steps with a loss scale and clipping on ranks most of which update nothing; the second gradient is infinite."""
+    """Steps with a loss scale and clipping, where most ranks update nothing; the second gradient is infinite."""
     ddp = DistributedDataParallel(build("tiny", torch.float16), DistributedDataParallelConfig(**WHOLE))
     optimizer = DistributedOptimizer(ddp, lr=0.01, max_grad_norm=1.0, fused=fused)
     scaler = GradScaler("cpu", init_scale=64.0, growth_interval=100)
@@ -326,7 +326,7 @@ def test_ranks_that_update_nothing_scale_and_clip_with_the_others(fused: bool, u
 
 
 class Matrices(nn.Sequential):
-    """Matrices alone, of which Muon takes no other parameters."""
+    """Matrices only: Muon takes no other parameters."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(80, 48, bias=False), nn.Tanh(), nn.Linear(48, 10, bias=False), nn.Tanh())
@@ -334,7 +334,7 @@ class Matrices(nn.Sequential):
 
 
 def step_muon(overlap: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights after three steps of Muon, sharded by whole parameters; and what torch's own class does on one rank."""
+    """Weights after three steps of Muon: sharded by whole parameters, and by torch's own class on one rank."""
     torch.manual_seed(2)
     model = Matrices()
     plain = copy.deepcopy(model)

@@ -134,8 +134,8 @@ def test_bytes_on_the_wire():
 
 def test_expert_buffers_have_a_degree_of_their_own():
     specs = [
-        ParamSpec(name=name, shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32, group=group)
-        for name, group in (("dense", "dense"), ("expert", "expert"))
+        ParamSpec(name=name, shape=(1024,), param_dtype=torch.bfloat16, grad_dtype=torch.float32, grid_name=grid_name)
+        for name, grid_name in (("dense", "dense"), ("expert", "expert"))
     ]
     held = rank_bytes(plan_gradients(specs, shard_degree={"dense": 8, "expert": 2}))
     assert held == (2 * 2048, 2 * 4096, 4 * (128 + 512), 8 * (128 + 512))
