@@ -39,7 +39,8 @@ class WiredParam(NamedTuple):
         if found is not param:
             raise RuntimeError(
                 f"parameter '{name}' was replaced after wrapping (load_state_dict(assign=True), a new nn.Parameter): "
-                f"its gradient would never be reduced; load with assign=False, or wrap again"
+                f"its gradient would never be reduced; load with assign=False, or wrap again. For "
+                f"torch.func.functional_call, call it on wrapper.module"
             )
         if param.dtype is not self.dtype or param.device != self.device:
             raise RuntimeError(

@@ -109,6 +109,12 @@ def slices_of_model(holding: Holding, names: StoredNames, *, buffers: bool = Tru
 
 
 def _whole(stored: str, tensor: Tensor) -> TensorSlice:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise ValueError(
+            f"'{stored}' is {what}, and a checkpoint has dense tensors only: register its parts (indices and values, "
+            f"integers and scales) as buffers, or register it with persistent=False"
+        )
     return TensorSlice(("model", stored), tuple(tensor.shape), 0, tensor.numel(), tensor)
 
 

@@ -573,3 +573,22 @@ def test_a_buffer_counts_where_any_of_its_names_is_persistent(tmp_path: Path, wr
     tensors, manifest = files_content(tmp_path / "c")
     assert set(manifest["buffers"]) == {"running", "other.table"}, "and is stored once"
     assert set(tensors["model"]) == {"weight", "running", "other.table"}
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "wrapped"),
+    [  # a wrapper takes no sparse buffers: no collective does
+        (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo", False),
+        (lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8), "quantized", False),
+        (lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8), "quantized", True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_buffer_that_is_not_dense_is_refused_by_name(
+    tmp_path: Path, make: Callable[[], Tensor], what: str, wrapped: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_buffer("table", make())
+    with pytest.raises(ValueError, match=f"'0.table' is {what}, and a checkpoint has dense tensors only"):
+        save_checkpoint(tmp_path / "c", wrap(model, **ZERO1) if wrapped else model)
+    assert not list(tmp_path.iterdir()), "nothing is left behind"

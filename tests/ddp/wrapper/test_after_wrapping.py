@@ -363,3 +363,20 @@ def test_a_replaced_main_grad_is_refused_by_the_layer_that_would_write_it() -> N
     ddp.module[0].weight.main_grad = torch.zeros(3, FEATURES)
     with pytest.raises(RuntimeError, match=r"weight.main_grad was replaced after wrapping.*parameter '0.weight'"):
         ddp(make_batches(1)[0]).sum().backward()
+
+
+def test_functional_call_goes_over_the_wrapped_module() -> None:
+    """``torch.func.functional_call`` replaces parameters, which the wrapper refuses and says where to call it."""
+    ddp, (x,) = wrap(make_model()), make_batches(1)
+    given = {name: torch.randn_like(param, requires_grad=True) for name, param in ddp.module.named_parameters()}
+    through = {f"module.{name}": param for name, param in given.items()}
+    with pytest.raises(
+        RuntimeError, match=r"was replaced after wrapping .*functional_call, call it on wrapper\.module"
+    ):
+        torch.func.functional_call(ddp, through, (x,))
+    grads = torch.autograd.grad(torch.func.functional_call(ddp.module, given, (x,)).sum(), list(given.values()))
+    plain = make_model()
+    plain.load_state_dict(given)
+    expected = torch.autograd.grad(plain(x).sum(), list(plain.parameters()))
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert torch.equal(grad, wanted)
