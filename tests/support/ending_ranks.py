@@ -82,7 +82,8 @@ def run_to_the_end(
 # ---- What survivors say. ----
 
 REPORT = re.compile(
-    r"^maingrad\.ddp\.failure_report\.CollectiveError: rank (?P<rank>\d+) waited (?P<seconds>\d+\.\d\d) s for "
+    r"^maingrad\.ddp\.collectives\.failure_report\.CollectiveError: "
+    r"rank (?P<rank>\d+) waited (?P<seconds>\d+\.\d\d) s for "
     r"(?P<what>.*), which failed: (?P<why>.*)\n(?P<fates>(?:  .*\n)*)",
     re.MULTILINE,
 )
