@@ -160,8 +160,8 @@ def test_collectives_run_under_computation_and_the_timeline_says_so() -> None:
             assert 0 <= span.ready <= span.launched <= span.finished
         for gather in recorded.gathers:
             assert 0 <= gather.launched <= gather.finished
-        # A reduction takes far less than a block. A block's pause is a hook on its output, and comes before the hook that
-        # sends the gradients of the block above: those of the last two units are sent when all pauses are over.
+        # A reduction takes far less than a block. A block's pause is a hook on its output, which comes before the hook
+        # that sends the gradients of the block above: those of the last two units are sent when all pauses are over.
         for backward in recorded.backwards:
             inside = [span for span in recorded.reductions if backward.start <= span.launched <= backward.end]
             times = [(span.bucket, span.ready, span.launched, span.finished) for span in recorded.reductions]
