@@ -99,7 +99,7 @@ class ParamSlice(NamedTuple):
     @property
     def grad(self) -> Tensor:
         """[end - start] view of the gradients; they are reduced after ``finish_grad_sync``."""
-        grads = self.param.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
+        grads = self.wired.record.view.new_empty(0) if self.segment is None else self.segment.grads.view(-1)
         return grads[self.offset : self.offset + self.end - self.start]
 
     @property

@@ -9,11 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from few_elements import FewElements
 from loops import weights, wrap
 from torch import Tensor, nn, optim
 
-from maingrad.ddp import DistributedOptimizer, load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.launch import simulate
 
 SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
@@ -137,3 +144,23 @@ def test_a_rank_without_a_parameter_has_no_state() -> None:
     assert sum(numel for numel, _ in found) == sum(param.numel() for param in FewElements().parameters())
     assert any(numel == 0 for numel, _ in found), "no rank has padding alone"
     assert all((numel == 0) == (states == 0) for numel, states in found)
+
+
+def test_gradients_of_slices_have_one_dtype_on_all_ranks() -> None:
+    """Programs reduce what they make of them: a rank that updates nothing joins in with the dtype of ``main_grad``."""
+
+    def squares() -> Tensor:
+        model = DistributedDataParallel(
+            nn.Linear(2, 2).bfloat16(), DistributedDataParallelConfig(use_distributed_optimizer=True)
+        )
+        optimizer = DistributedOptimizer(model)
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).float().square().sum().backward()
+        model.finish_grad_sync()
+        assert {part.grad.dtype for part in optimizer.slices} == {torch.float32}
+        sums = torch.stack([part.grad.square().sum() for part in optimizer.slices])
+        dist.all_reduce(sums)
+        return sums
+
+    first, *others = simulate(squares, 4)
+    assert all(torch.equal(first, other) for other in others)
+    assert all(first > 0)
