@@ -1,4 +1,4 @@
-"""``maingrad bench``: one file for each question, and a folder for each of the two that take several files.
+"""``maingrad bench``: one file for each small benchmark, and a folder for each of the two large ones.
 
-Imports every folder of ``launch`` but ``simulation``, which one question needs.
+Imports every folder of ``launch``; ``gathers.py`` alone imports ``simulation``.
 """

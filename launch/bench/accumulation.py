@@ -1,4 +1,4 @@
-"""What fusing the weight gradient buys on one device: step time and peak memory, four ways to accumulate gradients.
+"""What the fused weight gradient gains on one device: step time and peak memory of four ways to accumulate gradients.
 
 fused         main_grad in fp32, written by the weight-gradient GEMM
 hook          main_grad in fp32; autograd makes each weight gradient in bf16 and a hook adds it
@@ -46,7 +46,7 @@ class AccumulationBench:
     num_steps: int = 10
     """Consecutive steps of one measurement."""
     num_rounds: int = 3
-    """Measurements; the median counts. Rounds go over all variants in turn, so that drift hits them alike."""
+    """Rounds; the median counts. Each round measures all variants in turn, so that drift hits them alike."""
     num_warmup_steps: int = 3
     """Steps before each measurement."""
 
@@ -71,13 +71,13 @@ class AccumulationRow:
 
     variant: str
     step_ms: float
-    """Median over the rounds of the mean step, optimizer included."""
+    """Median over the rounds of a round's mean step time, optimizer included."""
     spread_ms: float
     """Largest minus smallest round."""
     over_fused: float
-    """Step time over the fused row's."""
+    """Step time divided by the fused row's."""
     peak_gib: float
-    """Peak of allocated device memory over the measured steps; 0 on the CPU."""
+    """Peak of allocated device memory during the measured steps; 0 on the CPU."""
     first_loss: float
     last_loss: float
     num_params: int
@@ -86,7 +86,7 @@ class AccumulationRow:
 def bench_accumulation(
     bench: AccumulationBench, device: torch.device, log: Callable[[str], None] = lambda _: None
 ) -> list[AccumulationRow]:
-    """Measure every variant; a variant's model exists only while it is measured, so that peaks are its own."""
+    """Measure every variant. Only the measured variant's model exists, so that the peak memory is its own."""
     times: dict[str, list[float]] = {variant: [] for variant in _VARIANTS}
     peaks: dict[str, float] = {}
     losses: dict[str, tuple[float, float]] = {}
@@ -197,7 +197,7 @@ def _plain_step(model: nn.Module, tokens: Tensor, variant: str) -> Callable[[], 
 
 
 def time_steps(step: Callable[[], Tensor], num_steps: int, device: torch.device) -> tuple[float, float]:
-    """Mean milliseconds of consecutive steps, nothing left on the device at either end; and the last loss."""
+    """Mean milliseconds of consecutive steps, and the last loss. The device is idle at the start and at the end."""
     loss = torch.zeros(())
     if device.type != "cuda":
         began = time.perf_counter()
@@ -209,7 +209,7 @@ def time_steps(step: Callable[[], Tensor], num_steps: int, device: torch.device)
     start.record()
     for _ in range(num_steps):
         loss = step()
-    torch.cuda.synchronize(device)  # whatever other streams still do belongs to these steps
+    torch.cuda.synchronize(device)  # work that other streams still have belongs to these steps
     end.record()
     torch.cuda.synchronize(device)
     return start.elapsed_time(end) / num_steps, loss.item()

@@ -1,12 +1,11 @@
-"""Saving and loading, ours beside plain torch.distributed.checkpoint (DCP), of the same number of bytes in pairs.
+"""Time to save and load: maingrad's checkpoints against plain torch.distributed.checkpoint (DCP), with equal bytes.
 
 ZeRO-1           a ``DistributedDataParallel`` model and its ``DistributedOptimizer``
 fully sharded    a ``fully_shard`` model and ``torch.optim.AdamW``
-DCP              as many tensors of the same shapes as either stores: weights whole on every rank (ZeRO-1) or as
-                 DTensors, moments as DTensors, cut between rows; without what a checkpoint knows beside them (groups,
-                 steps, an id), and without a look at a checksum
+DCP              tensors of the same number and shapes: weights whole on every rank (ZeRO-1) or as DTensors, moments as
+                 DTensors sharded by rows; no metadata (groups, steps, an id), and no check of a checksum
 
-Run by torchrun. Each round saves and loads ours, then DCP's; the file system's cache is warm in both.
+Run by torchrun. Each round saves and loads maingrad's checkpoint, then DCP's; the file system's cache is warm for both.
 """
 
 import statistics
@@ -38,16 +37,16 @@ __all__ = ["CheckpointBench", "CheckpointRow", "bench_checkpoint", "write_checkp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointBench:
-    """What is saved: a chain of square layers in fp32, with both moments of Adam."""
+    """The size of the saved model: a chain of square layers in fp32, with both moments of Adam."""
 
     dim: int = 1020
     """Rows and columns of a layer."""
     num_layers: int = 12
-    """With a bias each."""
+    """Number of layers; each has a bias."""
     num_rounds: int = 9
-    """After one that is not counted."""
+    """Measured rounds, after one warm-up round."""
     folder: Path | None = None
-    """Where the files go, which are removed afterwards; on a file system that all ranks share. None: a new one."""
+    """Folder for the checkpoints, which are removed at the end; all ranks must see it. None: a new temporary folder."""
 
     def model(self) -> nn.Sequential:
         """The whole model."""
@@ -56,18 +55,18 @@ class CheckpointBench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRow:
-    """One verb of one wrapper."""
+    """One line of the table: saving or loading with one wrapper."""
 
     name: str
     verb: str
     megabytes: float
     seconds: float
-    """Median over rounds, from one barrier to the next."""
+    """Median over the rounds of the seconds from one barrier to the next."""
     dcp_seconds: float
     ratio: float
-    """Median of the rounds' own ratios."""
+    """Median over the rounds of maingrad's seconds divided by DCP's in the same round."""
     cpu_ratio: float
-    """The same of the processor time of the first rank, which other programs on the machine change less."""
+    """The same ratio for the processor time of rank 0, which other programs on the machine disturb less."""
 
 
 COLUMNS: list[Column] = [
@@ -82,7 +81,7 @@ COLUMNS: list[Column] = [
 
 
 def bench_checkpoint(bench: CheckpointBench, log: Callable[[str], None]) -> list[CheckpointRow]:
-    """Measure. Collective over the default group; every rank gets the first one's numbers or its own."""
+    """Measure on all ranks of the default group (collective). Times are rank-local: report those of rank 0."""
     if not dist.is_initialized():
         raise ConfigError("bench checkpoint compares ranks that save together: torchrun --nproc-per-node 2 -m maingrad")
     folder = [tempfile.mkdtemp(dir=bench.folder) if dist.get_rank() == 0 else ""]
@@ -101,7 +100,7 @@ def bench_checkpoint(bench: CheckpointBench, log: Callable[[str], None]) -> list
 
 
 def write_checkpoint_report(rows: list[CheckpointRow], bench: CheckpointBench, folder: Path) -> str:
-    """``checkpoint.csv`` and ``checkpoint.md``; returns the latter."""
+    """Write ``checkpoint.csv`` and ``checkpoint.md`` into ``folder``; returns the Markdown."""
     return write_table(
         folder,
         "checkpoint",
@@ -172,7 +171,7 @@ def _measure(
 
 
 def _timed(call: Callable[[], object]) -> tuple[float, float]:
-    """(seconds from a barrier to the next, processor seconds of this rank)."""
+    """Run ``call``; returns (seconds from a barrier to the next, processor seconds of this rank)."""
     dist.barrier()
     began, busy = time.perf_counter(), time.process_time()
     with warnings.catch_warnings():
@@ -184,7 +183,10 @@ def _timed(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def _torchs(bench: CheckpointBench, whole: bool) -> dict[str, Tensor]:
-    """As a user of DCP has them. whole: every rank has all weights."""
+    """Weights and moments as a user of DCP holds them.
+
+    whole  every rank holds all weights; otherwise weights are DTensors like the moments
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

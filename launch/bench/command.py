@@ -111,7 +111,7 @@ def _moe(out_dir: Path, arguments: list[str], log: Log) -> int:
 
 
 def _kernels(out_dir: Path, arguments: list[str], log: Log) -> int:
-    """Returns status 1 where one of maingrad's kernels computed a wrong result; the table names the kernel."""
+    """Returns status 1 if one of maingrad's kernels computed a wrong result; the table names the kernel."""
     from .kernels.measure import KernelBench, bench_kernels
     from .kernels.report import write_kernel_report
 
@@ -137,7 +137,7 @@ def _tune(out_dir: Path, arguments: list[str], log: Log) -> int:
 
 
 def _data_parallel(out_dir: Path, arguments: list[str], log: Log) -> int:
-    """Returns status 1 where the loss of a maingrad row differs from the other rows; the table names the row."""
+    """Returns status 1 if the loss of a maingrad row differs from the other rows'; the table names the row."""
     from ..report.table import machine
     from .data_parallel.fsdp_rows import FSDP
     from .data_parallel.measure import (

@@ -1,13 +1,13 @@
-"""What delaying weight gradients does to the reduction: step time, and how much of it lies under their products.
+"""Delayed weight gradients: their effect on step time, and how much of the reduction runs under their products.
 
-overlapped     weight gradients in backward; buckets reduce as backward goes on
+overlapped     weight gradients in backward; each bucket is reduced while backward goes on
 delayed        backward computes input gradients only; then weight gradients in bucket order, each bucket's reduction
                under the products of the next
 mixed          the head and the last half of the blocks are delayed
 
-All rows train the same GPT on the same tokens over the ranks of the default group, with sharded AdamW. The share is
-read from a profiler's trace of one step: reduce-scatter kernels of all buckets but the last, against the matrix
-products that run at the same time.
+All rows train the same GPT on the same tokens over the ranks of the default group, with sharded AdamW. A profiler's
+trace of one step gives the shares: how long the reduce-scatter kernels of all buckets but the last ran at the same time
+as matrix products.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from .accumulation import AccumulationBench, time_steps
 __all__ = ["DelayedRow", "bench_delayed", "covered", "write_delayed_report"]
 
 _PRODUCTS = ("gemm", "nvjet", "cutlass", "cublas", "xmma")
-"""Parts of the names of matrix-product kernels."""
+"""A kernel whose name contains one of these is a matrix product."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +42,13 @@ class DelayedRow:
 
     variant: str
     step_ms: float
-    """Median over the rounds of the mean step, optimizer included."""
+    """Median over the rounds of a round's mean step time, optimizer included."""
     over_overlapped: float
-    """Step time over the first row's."""
+    """Step time divided by the first row's."""
     share_under_products: float
-    """Part of the reduce-scatter kernels' time, all buckets but the last, during which a matrix product ran."""
+    """Part of the reduce-scatter kernels' time during which a matrix product ran; all buckets but the last."""
     share_under_kernels: float
-    """The same under any computing kernel."""
+    """Part of the same time during which any computing kernel ran."""
     peak_gib: float
 
 
@@ -148,7 +148,7 @@ def _training_step(bench: AccumulationBench, delay_wgrad_layers: int, device: to
 
 
 def _profile_shares(step: Callable[[], Tensor], device: torch.device) -> tuple[float, float]:
-    """Of the reduce-scatter kernels of all buckets but the last: the part under products, and under any kernel."""
+    """``share_under_products`` and ``share_under_kernels`` of `DelayedRow`, from a trace of one step."""
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize(device)

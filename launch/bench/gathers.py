@@ -1,11 +1,12 @@
-"""What a module costs the host where parameters are gathered under the forward: microseconds of one module.
+"""Host time per module of overlapping parameter all-gathers with the forward, in microseconds.
 
-A chain of modules under two simulated ranks, whose gathers have all been joined before the clock starts, so that nobody
-waits for another rank: what is timed is having parameters and modules wait, and taking that back at the first read of
-each bucket. The forward runs without gradients and with the collector off.
+The benchmark runs a chain of modules on two simulated ranks. Every gather is joined by both ranks before the clock
+starts, so no rank waits for the other. The clock measures two things: installing the guards that make reads of
+parameters wait, and removing them at the first read of each bucket. The forward runs without gradients and with the
+garbage collector off.
 
-nn.Linear          torch's own: its parameters wait, and the dict that it registers them in
-a user's module    of a class of its own: a hook waits before its forward as well
+nn.Linear          torch's own class: guards on the parameters and on the dict that holds them
+a user's module    a subclass: the same guards, and a hook that waits before the forward
 """
 
 import gc
@@ -38,13 +39,13 @@ class GatherRow:
     name: str
     modules_per_bucket: int
     bare_us: float
-    """Forward of one module that no gather ever guarded."""
+    """Forward of one module that was never guarded."""
     idle_us: float
-    """Forward of one module between steps: nothing is in flight."""
+    """Forward of one module while no gather is in flight."""
     guard_us: float
-    """Of ``optimizer.step()``: having one module and its parameters wait."""
+    """The part of ``optimizer.step()`` that installs the guards of one module and its parameters."""
     in_flight_us: float
-    """The first forward after the step."""
+    """First forward of one module after the step."""
 
 
 GATHER_COLUMNS: list[Column] = [
@@ -58,7 +59,7 @@ GATHER_COLUMNS: list[Column] = [
 
 
 def bench_gathers(device: torch.device, *, num_modules: int = 240, rounds: int = 15) -> list[GatherRow]:
-    """Measure torch's own and a user's modules, few and many in a bucket."""
+    """Measure ``nn.Linear`` and a user's subclass, each with few and with many modules in a bucket."""
     rows = []
     for name, kind in _KINDS.items():
         for modules_per_bucket in (2, 24):
@@ -68,7 +69,7 @@ def bench_gathers(device: torch.device, *, num_modules: int = 240, rounds: int =
 
 
 class _Users(nn.Linear):
-    """Of the same cost, and not torch's own."""
+    """A class that is not torch's own; its forward costs the same."""
 
 
 _KINDS: Mapping[str, type[nn.Linear]] = {"nn.Linear": nn.Linear, "a user's module": _Users}
@@ -77,7 +78,7 @@ _KINDS: Mapping[str, type[nn.Linear]] = {"nn.Linear": nn.Linear, "a user's modul
 def _measure(
     kind: type[nn.Linear], device: torch.device, num_modules: int, modules_per_bucket: int, rounds: int
 ) -> dict[str, float]:
-    """Medians over rounds, by the field of the row."""
+    """Medians over the rounds, by field of `GatherRow`."""
     bare, chain = (nn.Sequential(*[kind(_WIDTH, _WIDTH, device=device) for _ in range(num_modules)]) for _ in range(2))
     grids = make_grids(None, None, has_experts=False, num_instances=1, separate_gather=False, copy_engines=False)
     threads, failures = ReaderThreads(), FailureReporter()
@@ -103,21 +104,21 @@ def _measure(
         for round_index in range(rounds + 1):
             for gather in gathers:
                 gather.start(stream)
-            dist.barrier()  # all of them are there
+            dist.barrier()  # all ranks have joined the gathers
             measured = {
                 "guard_us": _time(guard, x),
                 "in_flight_us": _time(lambda: chain(x), x),
                 "idle_us": _time(lambda: chain(x), x),
                 "bare_us": _time(lambda: bare(x), x),
             }
-            if round_index:  # the first one warms up
+            if round_index:  # the first round is a warm-up
                 for field, seconds in measured.items():
                     times[field].append(seconds / num_modules * 1e6)
     return {field: statistics.median(values) for field, values in times.items()}
 
 
 def _time(call: Callable[[], object], x: Tensor) -> float:
-    """Seconds of the host."""
+    """Host seconds of one call."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     gc.disable()

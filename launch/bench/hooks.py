@@ -1,15 +1,18 @@
-"""What a wrapper's hooks cost the host: microseconds of one parameter in one microbatch.
+"""Host time of a wrapper's hooks, in microseconds per parameter and microbatch.
 
-Backward of a model of many one-element parameters under a wrapper, minus the same backward without one, over the number
-of parameters. Only backward is on the clock; forward, zeroing and waiting are not, and the collector is off. Without a
-wrapper ``.grad`` is cleared between backwards, so that autograd hands it over there as it does under one.
+The model has many one-element parameters. The hooks' time is the backward under a wrapper minus the same backward
+without a wrapper, divided by the number of parameters. The clock runs during backward alone, not during forward,
+zeroing or waiting, and the garbage collector is off. Without a wrapper, ``.grad`` is cleared between backwards, so that
+autograd assigns ``.grad`` in both cases instead of adding to it.
 
 plain   the gradient comes in ``.grad``, and the hook adds it to ``main_grad``
-fused   a module has written ``main_grad`` and says so; the hook takes note. Under a foreign wrapper the module returns
-        the placeholder that such wrappers want, and it does so without a wrapper as well: it is not the hook's
+fused   a module has written ``main_grad`` and says so; the hook records it. Under a foreign wrapper the module returns
+        the placeholder gradient that such wrappers expect. It returns the placeholder without a wrapper as well, so
+        that the placeholder's cost does not count as the hook's
 
-The intermediate microbatch is under ``no_sync``. The final one marks buckets ready and launches their collectives, in a
-group of one rank. Ours and Megatron-core's overlap and shard; the rounds of all contenders alternate.
+The intermediate microbatch is under ``no_sync``. The final microbatch marks buckets ready and launches their
+collectives, in a group of one rank. Our wrapper and Megatron-core's both overlap and shard. Each round measures all
+contenders.
 """
 
 import gc
@@ -45,11 +48,11 @@ class HookRow:
     parameters: str
     """"plain" or "fused"."""
     intermediate_us: float = math.nan
-    """Of one parameter in a microbatch under ``no_sync``."""
+    """Hook time of one parameter in a microbatch under ``no_sync``."""
     final_us: float = math.nan
-    """In the last microbatch."""
+    """Hook time of one parameter in the last microbatch."""
     backward_us: float = math.nan
-    """Of one parameter in backward without a wrapper."""
+    """Backward time of one parameter without a wrapper."""
     problem: str = ""
 
 
@@ -63,7 +66,7 @@ HOOK_COLUMNS: list[Column] = [
 
 
 def bench_hooks(device: torch.device, *, num_params: int = 400, calls: int = 5, rounds: int = 5) -> list[HookRow]:
-    """Measure plain and fused parameters under ours and, where it runs, under Megatron-core's wrapper."""
+    """Measure plain and fused parameters under our wrapper and, where it runs, under Megatron-core's."""
     rows = []
     for parameters in ("plain", "fused"):
         problem = megatron_core_problem(device)
@@ -81,7 +84,7 @@ def bench_hooks(device: torch.device, *, num_params: int = 400, calls: int = 5, 
 
 
 class _Plain(nn.Module):
-    """Sum of x [n] times its n parameters of one element."""
+    """Sum over i of x[i] times parameter i; each of the n parameters has one element."""
 
     def __init__(self, num_params: int, device: torch.device, *, is_foreign: bool) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class _Plain(nn.Module):
 
 
 class _Fused(_Plain):
-    """A chain of layers, one for each parameter, that do nothing but report a weight gradient."""
+    """A chain of layers, one for each parameter; each layer only reports a weight gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
@@ -118,7 +121,7 @@ class _Report(torch.autograd.Function):
 
 
 class _Wrapped(NamedTuple):
-    """A model under a wrapper, in the four verbs that a microbatch takes."""
+    """A model under a wrapper, with the wrapper's functions that a microbatch calls."""
 
     forward: Callable[[Tensor], Tensor]
     no_sync: Callable[[], AbstractContextManager[Any]]
@@ -177,7 +180,7 @@ def _measure(
         bare, wrapped = (kind(num_params, device, is_foreign=name != OURS) for _ in range(2))
         contenders[name] = (_wrap_nothing(bare), wrap(wrapped))
     x = torch.ones(num_params, device=device, dtype=torch.bfloat16, requires_grad=True)
-    # By contender and whether it is the last microbatch: microseconds without and with the wrapper, round by round.
+    # By (contender, whether it is the last microbatch): microseconds without and with the wrapper, one pair per round.
     times: dict[tuple[str, bool], list[tuple[float, float]]] = {
         (name, last): [] for name in contenders for last in (False, True)
     }
@@ -187,7 +190,7 @@ def _measure(
                 statistics.mean(_time_backward(each, x, last=last) for _ in range(calls)) / num_params * 1e6
                 for each in contenders[name]
             )
-            if round_index:  # the first one warms up
+            if round_index:  # the first round is a warm-up
                 measured.append((bare_us, wrapped_us))
 
     def beyond_bare(name: str, last: bool) -> float:
@@ -206,7 +209,7 @@ def _measure(
 
 
 def _time_backward(wrapped: _Wrapped, x: Tensor, *, last: bool) -> float:
-    """Seconds of the host in one backward: the final microbatch's of an iteration, or one before it."""
+    """Host seconds of one backward: of the final microbatch if ``last``, otherwise of an intermediate one."""
     wrapped.start()
     x.grad = None
     with nullcontext() if last else wrapped.no_sync():

@@ -1,10 +1,10 @@
-"""What a module costs the host: microseconds of one forward and backward of a layer too small to keep the device busy.
+"""Host time of one forward and backward of a layer that is too small to keep the device busy, in microseconds.
 
-Rows: ``nn.Linear`` alone; ``nn.Linear`` whose gradient a hook moves to ``main_grad``; our Linear, fused, with its
-provider attached and its hooks included; the same with the weight gradient delayed and computed right after.
+Rows: ``nn.Linear`` alone; ``nn.Linear`` whose gradient a hook moves to ``main_grad``; our fused Linear with the
+wrapper's hooks; our fused Linear with its weight gradient delayed and computed right after the backward.
 
-A second table tells what the hooks of a wrapper take of one parameter (``hooks.py``), a third what gathers under
-the forward take of one module (``gathers.py``), a fourth what a sharded unit takes (``units.py``).
+Three more tables give the host time of a wrapper's hooks per parameter (``hooks.py``), of overlapped parameter gathers
+per module (``gathers.py``), and of sharded units per unit (``units.py``).
 """
 
 import statistics
@@ -32,15 +32,15 @@ class HostRow:
 
     name: str
     microseconds: float
-    """Median over the rounds of the mean forward and backward."""
+    """Median over the rounds of a round's mean time for forward and backward."""
     over_plain: float
-    """Over the first row's, of the same round."""
+    """Median over the rounds of the time divided by the first row's time in the same round."""
 
 
 def bench_host(
     device: torch.device, *, features: int = 64, rows: int = 16, calls: int = 500, rounds: int = 7
 ) -> list[HostRow]:
-    """Time every row in turn, ``rounds`` times, so that drift hits them alike."""
+    """Time all rows in each of ``rounds`` rounds, so that drift hits them alike."""
     x = torch.randn(rows, features, device=device, requires_grad=True)
     dy = torch.randn(rows, features, device=device)
     cases = {name: make(features, device) for name, make in _CASES.items()}
@@ -48,7 +48,7 @@ def bench_host(
     for round_index in range(rounds + 1):
         for name, call in cases.items():
             seconds = _time(call, x, dy, calls)
-            if round_index:  # the first one warms up
+            if round_index:  # the first round is a warm-up
                 times[name].append(seconds / calls * 1e6)
     plain = times["nn.Linear"]
     return [
@@ -71,7 +71,7 @@ def _time(call: Call, x: Tensor, dy: Tensor, calls: int) -> float:
     for _ in range(calls):
         call(x, dy)
         x.grad = None
-    ended = time.perf_counter()  # the host's time: what the device still has to do is not waited for
+    ended = time.perf_counter()  # host time: the clock does not wait for the device
     if x.is_cuda:
         torch.cuda.synchronize()
     return ended - began
@@ -91,7 +91,7 @@ def _wrapped(layer: nn.Module, after: Callable[[], None] = lambda: None) -> Call
     ddp = DistributedDataParallel(nn.Sequential(layer), DistributedDataParallelConfig(overlap_grad_reduce=True))
 
     def call(x: Tensor, dy: Tensor) -> None:
-        with ddp.no_sync():  # the layer, not the wrapper's forward: that is paid once per model
+        with ddp.no_sync():  # the layer alone: a model pays for the wrapper's forward once, not per layer
             layer(x).backward(dy)
             after()
 
@@ -124,10 +124,9 @@ _CASES: dict[str, Callable[[int, torch.device], Call]] = {
 def write_host_report(
     rows: list[HostRow], hooks: list[HookRow], gathers: list[GatherRow], units: list[UnitRow], folder: Path
 ) -> str:
-    """Write ``host.csv``, ``host_hooks.csv``, ``host_gathers.csv``, ``host_units.csv``, and ``host.md`` with all of the
-    tables into a folder.
+    """Write ``host.csv``, ``host_hooks.csv``, ``host_gathers.csv``, ``host_units.csv`` and ``host.md`` into ``folder``.
 
-    Returns the last.
+    Returns the text of ``host.md``, which has all four tables.
     """
     setting = (
         f"{machine()}. Host microseconds of one forward and backward of a layer of 64 x 64 on 16 rows, provider "

@@ -1,4 +1,4 @@
-"""What a training step of a mixture of experts takes on one device, by how the experts' products are computed.
+"""Time of a training step of a mixture of experts on one device, for several ways to compute the experts.
 
 Rows differ in the experts alone: router, permutation, attention and norms are the same modules with the same weights.
 
@@ -39,8 +39,8 @@ _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._gr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEBench:
-    """Size of the measurement; the defaults are the published table's: OLMoE-1B-7B's block, and a quarter of its 16
-    blocks under a quarter of its vocabulary."""
+    """Size of the measurement. The defaults are the published table's: blocks of OLMoE-1B-7B, a quarter of its 16
+    blocks and a quarter of its vocabulary."""
 
     dim: int = 2048
     """Width of the model."""
@@ -49,9 +49,9 @@ class MoEBench:
     num_heads: int = 16
     """Attention heads."""
     num_experts: int = 64
-    """Experts of a block."""
+    """Number of experts in a block."""
     top_k: int = 8
-    """Experts for each token."""
+    """Number of experts for each token."""
     expert_ffn_dim: int = 1024
     """Width of an expert."""
     vocab_size: int = 12576
@@ -63,7 +63,7 @@ class MoEBench:
     num_steps: int = 5
     """Consecutive steps of one measurement."""
     num_rounds: int = 5
-    """Measurements; the median counts. Rounds go over all variants in turn, so that drift hits them alike."""
+    """Rounds; the median counts. Each round measures all variants in turn, so that drift hits them alike."""
     num_warmup_steps: int = 3
     """Steps before each measurement."""
 
@@ -86,34 +86,34 @@ class MoEBench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoERow:
-    """One line of the table; times are medians over the rounds of the mean step."""
+    """One line of the table; times are medians over the rounds of a round's mean step."""
 
     variant: str
     step_ms: float
-    """Optimizer included."""
+    """Time of a step, optimizer included."""
     microbatches_ms: float
-    """Forward and backward of all microbatches alone."""
+    """Time of forward and backward of all microbatches, without the optimizer."""
     experts_ms: float
-    """Of that, in the experts: their products, activations and gradients, in one step of each round."""
+    """The part of ``microbatches_ms`` in the experts: products, activations, gradients; from one step of each round."""
     over_fused: float
-    """Step time over the first row's."""
+    """Step time divided by the first row's."""
     spread_ms: float
     """Largest minus smallest round."""
     peak_gib: float
-    """Peak of allocated device memory over the measured steps; 0 on the CPU."""
+    """Peak of allocated device memory during the measured steps; 0 on the CPU."""
     first_loss: float
     last_loss: float
     num_params: int
 
 
 class _Variant(NamedTuple):
-    """One way to compute the experts and to sum their gradients."""
+    """One way to compute the experts and to accumulate their gradients."""
 
     name: str
     experts: str
-    """"ours", or how rows of ``grouped_mm`` are activated: "eager" or "kernel"."""
+    """"ours", or the activation between torch's ``grouped_mm`` products: "eager" or "kernel"."""
     sums: str
-    """Where gradients are summed: "fp32" or "bf16" main_grad, or "grad"."""
+    """Where gradients accumulate: "fp32" or "bf16" main_grad, or "grad" for ``.grad``."""
 
 
 _VARIANTS = (
@@ -127,7 +127,7 @@ _VARIANTS = (
 
 
 class GroupedMMExperts(nn.Module):
-    """A ``GroupedMLP`` as one would write it with torch's ``grouped_mm``, over the same packed parameters.
+    """A ``GroupedMLP`` written with torch's ``grouped_mm``, over the same packed parameters.
 
     x [R, D], splits [E], probs [R] -> [R, D]; ``activation`` None: torch's operations, in the dtype of x.
     """
@@ -152,7 +152,7 @@ class GroupedMMExperts(nn.Module):
 
 
 class _Step(NamedTuple):
-    """A training step in two halves."""
+    """A training step in two halves: all microbatches, then the optimizer."""
 
     accumulate: Callable[[], Tensor]
     update: Callable[[], None]
@@ -167,7 +167,7 @@ class _Times(NamedTuple):
 
 
 def bench_moe(bench: MoEBench, device: torch.device, log: Callable[[str], None] = lambda _: None) -> list[MoERow]:
-    """Measure every variant; a variant's model exists only while it is measured, so that peaks are its own."""
+    """Measure every variant. Only the measured variant's model exists, so that the peak memory is its own."""
     times: dict[str, list[_Times]] = {variant.name: [] for variant in _VARIANTS}
     peaks: dict[str, float] = {}
     first_losses: dict[str, float] = {}
@@ -308,7 +308,7 @@ def _mixtures(model: GPT) -> list[MixtureOfExperts]:
 
 
 class _ExpertsClock:
-    """Times of all experts' forwards and backwards, between marks that the device passes in order."""
+    """Measures the device time of all experts' forwards and backwards, between CUDA events (on the CPU: host times)."""
 
     def __init__(self, model: GPT, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -328,7 +328,7 @@ class _ExpertsClock:
         return event
 
     def _enter(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        # The gradient of the rows is there when all that stands between, sums of weight gradients too, has been issued.
+        # This hook runs once the experts' whole backward, weight gradients included, has been issued.
         args[0].register_hook(lambda _: self.backwards.append((self.open.pop(), self._mark())))
         self.open.append(self._mark())
 
@@ -337,7 +337,7 @@ class _ExpertsClock:
         output.register_hook(lambda _: self.open.append(self._mark()))
 
     def milliseconds(self) -> float:
-        """Of everything since it was made; ends the clock."""
+        """Sum of all times since the clock was made. Ends the clock."""
         for hook in self.hooks:
             hook.remove()
         spans = self.forwards + self.backwards
@@ -348,9 +348,9 @@ class _ExpertsClock:
 
 
 def _time_steps(step: _Step, num_steps: int, device: torch.device) -> _Times:
-    """Mean milliseconds of consecutive steps and of their first halves, nothing left on the device at either end.
+    """Mean milliseconds of consecutive steps and of their first halves; the device is idle at the start and the end.
 
-    One more step says what part of it is the experts'.
+    One more step measures the time in the experts.
     """
     loss = torch.zeros(())
     if device.type != "cuda":
@@ -370,7 +370,7 @@ def _time_steps(step: _Step, num_steps: int, device: torch.device) -> _Times:
             loss = step.accumulate()
             half_mark.record()
             step.update()
-        torch.cuda.synchronize(device)  # whatever other streams still do belongs to these steps
+        torch.cuda.synchronize(device)  # work that other streams still have belongs to these steps
         end.record()
         torch.cuda.synchronize(device)
         total_ms = marks[0][0].elapsed_time(end)

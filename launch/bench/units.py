@@ -1,12 +1,13 @@
-"""What a sharded unit costs the host: microseconds of one unit in one microbatch, ours beside FSDP2's.
+"""Host time of a sharded unit, in microseconds per unit and microbatch: ours and FSDP2's.
 
-Forward and backward of a chain of tiny units under a wrapper, minus the same without one, over the number of units. The
-optimizer's step, zeroing and waiting are not on the clock, and the collector is off. Units multiply by fp32
-weights in bf16; without a wrapper the weights are bf16. In a group of one rank neither wrapper launches a collective:
-what is left is the wrappers' own work, and the copies into what the collectives would read.
+The model is a chain of tiny units. A unit's time is the forward and backward under a wrapper minus the same without a
+wrapper, divided by the number of units. The clock does not run during the optimizer's step, zeroing or waiting, and the
+garbage collector is off. Units have fp32 weights and compute in bf16; without a wrapper the weights are bf16. The group
+has one rank, so neither wrapper launches a collective: the measured time is the wrappers' own work, and the copies into
+the buffers that collectives would read.
 
-The intermediate microbatch does not reduce whole gradients (``no_sync``); the final one reduces all. All contenders
-take turns in each round.
+The intermediate microbatch does not reduce whole gradients (``no_sync``); the final microbatch reduces all of them.
+Each round measures all contenders.
 """
 
 import gc
@@ -39,13 +40,13 @@ class UnitRow:
 
     name: str
     intermediate_forward_us: float = math.nan
-    """Of one unit in a microbatch that is not the last."""
+    """Forward of one unit in a microbatch that is not the last."""
     intermediate_backward_us: float = math.nan
     final_forward_us: float = math.nan
-    """In the last microbatch."""
+    """Forward of one unit in the last microbatch."""
     final_backward_us: float = math.nan
     bare_forward_us: float = math.nan
-    """Of one module without a wrapper."""
+    """Forward of one module without a wrapper."""
     bare_backward_us: float = math.nan
     problem: str = ""
 
@@ -66,16 +67,16 @@ UNIT_COLUMNS: list[Column] = [
 
 
 class _Sharded(NamedTuple):
-    """A chain of units, in the verbs that an iteration takes."""
+    """A chain of units, with the functions that an iteration calls."""
 
     model: nn.Module
     begin: Callable[[bool], None]
-    """Called before each microbatch with whether it is the last."""
+    """Called before each microbatch; the argument says whether this microbatch is the last."""
     step: Callable[[], None]
 
 
 def bench_units(device: torch.device, *, num_units: int = 24, calls: int = 3, rounds: int = 5) -> list[UnitRow]:
-    """Measure ours and FSDP2's, with parameters let go after forward and with parameters kept."""
+    """Measure our units and FSDP2's, with parameters resharded after forward and with parameters kept whole."""
     try:
         with Ranks.alone(device).attempt(with_groups=True):
             return _measure(_CONTENDERS, device, num_units, calls, rounds)
@@ -84,7 +85,7 @@ def bench_units(device: torch.device, *, num_units: int = 24, calls: int = 3, ro
 
 
 class _Scale(nn.Module):
-    """x times its weights, both [16, 16]: as little as a unit can do."""
+    """x times the weights, both [16, 16]: as little work as a unit can have."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -171,7 +172,7 @@ def _measure(
     for round_index in range(rounds + 1):
         without = _time(bare, x, num_units, calls)
         measured = {name: _time(chain, x, num_units, calls) for name, chain in chains.items()}
-        if round_index:  # the first one warms up
+        if round_index:  # the first round is a warm-up
             alone.append(without)
             for name, values in measured.items():
                 times[name].append([value - other for value, other in zip(values, without, strict=True)])
@@ -191,7 +192,7 @@ def _measure(
 
 
 def _time(sharded: _Sharded, x: Tensor, num_units: int, calls: int) -> list[float]:
-    """Microseconds of the host for one unit, in each of ``_PARTS``: means over iterations of two microbatches."""
+    """Host microseconds of one unit in each of ``_PARTS``: means over iterations of two microbatches."""
     totals = [0.0] * len(_PARTS)
     for _ in range(calls):
         x.grad = None

@@ -1,4 +1,4 @@
-"""Tokens for configured runs, and the bigram model that a run has to beat.
+"""Tokens for configured runs, and the bigram model whose loss a trained model must beat.
 
 Imports ``config``.
 """

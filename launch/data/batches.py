@@ -1,7 +1,7 @@
-"""Tokens: where they come from, which are held back, and which sequence each rank reads at each step.
+"""Where tokens come from, which are held back for validation, and which sequences each rank reads at each step.
 
-A step's global batch depends on (seed, step) alone. Row ``(microbatch * ranks + rank) * rows + i`` of it is row ``i``
-of that rank's microbatch, so that N ranks together read exactly what one process reads with the same global batch.
+A step's global batch depends on (seed, step) alone. Its row ``(microbatch * ranks + rank) * rows + i`` is row ``i`` of
+that microbatch on that rank. So N ranks together read exactly what one process reads with the same global batch.
 """
 
 import hashlib
@@ -20,39 +20,39 @@ from .tokens import DataError, Digest, FileTokens, Tokens, digest_of, part_of
 
 __all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch", "stdlib_files", "validation_windows"]
 
-# Left out of the standard library's source: tests and third-party packages are not on every machine.
+# Folders that are left out: some machines lack the standard library's tests, and third-party packages differ.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "idlelib", "lib2to3"}
 
 
 class Corpus(NamedTuple):
-    """Training and validation tokens, unsigned integers, one dim each; where one file holds them they stay there."""
+    """Training and validation tokens: unsigned integers, one dim each. Tokens of a single file stay in the file."""
 
     train: Tokens
     validation: Tokens
     description: str
 
     def digests(self) -> dict[str, Digest]:
-        """What tells this data from other data."""
+        """A digest of the training tokens and one of the validation tokens, by name."""
         return {"training": digest_of(self.train), "validation": digest_of(self.validation)}
 
 
 class Batch(NamedTuple):
-    """``inputs`` and ``targets`` [B, T] int64; a target is the token after its input."""
+    """``inputs`` and ``targets`` [B, T] int64; each target is the token that follows its input."""
 
     inputs: Tensor
     targets: Tensor
 
     @property
     def largest(self) -> int:
-        """The largest token id; a target's may be larger than all inputs'."""
+        """The largest token id of inputs and targets."""
         return max(int(self.inputs.max()), int(self.targets.max()))
 
 
 def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
     """Open the data of ``config``.
 
-    Raises ``DataError`` for a missing or empty file, one that does not divide into tokens, and data too short for one
-    sequence of ``sequence_length`` tokens and its targets.
+    Raises ``DataError`` for a missing or empty file, for a file whose size is no multiple of the token size, and for
+    data that is shorter than one sequence of ``sequence_length`` tokens and its targets.
     """
     if config.source == "stdlib":
         train, validation, description = _load_stdlib(config.validation_fraction)
@@ -78,7 +78,7 @@ def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
 
 
 def stdlib_files() -> list[Path]:
-    """Source files of the running Python's standard library, tests left out, sorted by their path inside it."""
+    """Source files of the running Python's standard library without its tests, sorted by path inside the library."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not _NOT_STDLIB.intersection(path.relative_to(root).parts))
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
@@ -98,8 +98,8 @@ def sample_batch(
 ) -> Batch:
     """The sequences of one microbatch of one rank, at random places of ``tokens``.
 
-    The places are drawn from a counter-based generator keyed by (seed, step): no state to keep, nothing to hand over
-    when the number of ranks changes. ``global_batch_size`` divides by ``num_microbatches * world_size``.
+    A counter-based generator keyed by (seed, step) draws the places. So there is no generator state to save, and a run
+    can go on with another number of ranks. ``num_microbatches * world_size`` must divide ``global_batch_size``.
     """
     generator = np.random.Generator(np.random.Philox(key=[seed, step]))
     starts = generator.integers(0, len(tokens) - sequence_length, size=global_batch_size)
@@ -111,7 +111,7 @@ def sample_batch(
 def validation_windows(tokens: Tokens, *, count: int, sequence_length: int) -> Batch:
     """The fixed validation set: ``count`` sequences at evenly spaced places, first and last included.
 
-    Fewer where ``tokens`` hold fewer that do not overlap.
+    Sequences do not overlap: there are fewer where ``tokens`` are too short for ``count`` of them.
     """
     count = min(count, (len(tokens) - 1) // sequence_length)
     starts = np.linspace(0, len(tokens) - sequence_length - 1, num=count).astype(np.int64)
@@ -129,7 +129,7 @@ def _load_stdlib(validation_fraction: float) -> tuple[Tokens, Tokens, str]:
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     files = stdlib_files()
     for path in files:
-        # By the hash of its path, so that a file stays on its side when another Python version adds or drops files.
+        # The hash of its path puts a file on a side, so that it stays there when a Python version adds or drops files.
         digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
         held_back = int.from_bytes(digest[:8], "big") < validation_fraction * 2**64
         parts[held_back].append(path.read_bytes())

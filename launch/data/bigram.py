@@ -2,7 +2,8 @@
 
     p(next | previous) = (count(previous, next) + 1) / (count(previous) + V)
 
-It knows no more than the token before and needs no gradient: a language model that trains right ends well below it.
+The bigram model sees the previous token alone and needs no gradient. A language model that trains correctly ends at a
+validation loss well below the bigram model's.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from .tokens import DataError, Tokens
 __all__ = ["MAX_VOCAB_SIZE", "Bigram", "fit_bigram"]
 
 MAX_VOCAB_SIZE = 4096  # the table has V^2 entries of 8 bytes: 128 MiB
-_CHUNK = 2**24  # tokens counted at once: bounds memory on memory-mapped data
+_CHUNK = 2**24  # tokens that are read and counted at once: bounds memory
 
 
 class Bigram(NamedTuple):
@@ -32,7 +33,7 @@ class Bigram(NamedTuple):
 def fit_bigram(tokens: Tokens, vocab_size: int) -> Bigram:
     """Count all pairs of ``tokens`` and smooth by one.
 
-    Raises ``ValueError`` for a vocabulary whose table would not fit, and for tokens outside it.
+    Raises ``ValueError`` for a vocabulary above ``MAX_VOCAB_SIZE``, and for tokens outside the vocabulary.
     """
     if vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"a bigram table for {vocab_size} tokens is too large; the limit is {MAX_VOCAB_SIZE}")

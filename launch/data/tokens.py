@@ -1,6 +1,6 @@
-"""Tokens in a file, read where they are asked for, and what tells one body of tokens from another.
+"""Tokens that stay in a file until they are asked for, and digests by which tokens are told apart.
 
-A file is not mapped: where one shrinks under its map, the process dies of a signal that names nothing.
+Files are read and not memory-mapped: a mapped file that shrinks kills the process with a signal that names no file.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ __all__ = ["DataError", "Digest", "FileTokens", "Tokens", "digest_of", "part_of"
 
 _DIGEST_BLOCK = 2**18
 _DIGEST_BLOCKS = 1024
-"""A digest reads so many blocks of so many bytes at most: 256 MiB, evenly spread."""
+"""A digest reads at most ``_DIGEST_BLOCKS`` blocks of ``_DIGEST_BLOCK`` bytes, evenly spread: 256 MiB."""
 
 
 class DataError(ValueError):
@@ -26,11 +26,11 @@ class DataError(ValueError):
 class FileTokens:
     """Tokens [start, stop) of a file, one dim; ``tokens[a:b]`` reads some of them.
 
-    path   stays open: a file that is put into its place later is not read
-    dtype  an unsigned integer's
+    path   is opened once and stays open: a file that replaces it later is not read
+    dtype  an unsigned integer dtype
 
-    Raises ``DataError`` for a file that cannot be opened, is empty, does not divide into tokens, or has become shorter
-    since.
+    Raises ``DataError`` for a file that cannot be opened, is empty, has a size that is no multiple of the token size,
+    or has become shorter since it was opened.
     """
 
     def __init__(self, path: Path, dtype: "np.dtype[np.unsignedinteger]") -> None:
@@ -55,7 +55,7 @@ class FileTokens:
         self._lock = threading.Lock()
 
     def part(self, start: int, stop: int) -> "FileTokens":
-        """Tokens [start, stop) of these; nothing is read."""
+        """Tokens [start, stop) of these tokens. Reads nothing from the file."""
         found = object.__new__(FileTokens)
         found.__dict__.update(self.__dict__)
         found._start = min(self._start + start, self._stop)
@@ -70,12 +70,12 @@ class FileTokens:
         if step != 1:
             raise ValueError("tokens are read in a row")
         found = np.empty(max(0, stop - start), dtype=self.dtype)
-        buffer: Any = found.view(np.uint8)  # which its stubs for Python 3.11 do not say
+        buffer: Any = found.view(np.uint8)  # a buffer, but the stubs for Python 3.11 do not say so
         begin, memory, filled = (self._start + start) * self.dtype.itemsize, memoryview(buffer), 0
         try:
             with self._lock:
                 self._file.seek(begin)
-                while filled < len(memory):  # a read may give less than is asked for
+                while filled < len(memory):  # a read may return fewer bytes than asked for
                     count = self._file.readinto(memory[filled:])
                     if not count:
                         break
@@ -94,7 +94,7 @@ class FileTokens:
         return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
-        """Close the file, for its parts too."""
+        """Close the file. Parts of these tokens share the file and cannot be read any more."""
         self._file.close()
 
 
@@ -106,17 +106,17 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
-    """Tokens [start, stop) of these; nothing is read from files."""
+    """Tokens [start, stop) of ``tokens``. Reads nothing from files."""
     return tokens.part(start, stop) if isinstance(tokens, FileTokens) else tokens[start:stop]
 
 
 class Digest(NamedTuple):
-    """What tells one body of tokens from another."""
+    """Identifies tokens: bodies of tokens with equal digests count as the same data."""
 
     tokens: int
-    """How many."""
+    """Number of tokens."""
     sha256: str
-    """Of all of them, or of 1024 blocks of 256 KiB, evenly spread, where they are more than that."""
+    """SHA-256 of all tokens; where they take more than 256 MiB, of 1024 evenly spread blocks of 256 KiB."""
 
 
 def digest_of(tokens: Tokens) -> Digest:

@@ -1,4 +1,4 @@
-"""The dense feed-forward part of a block, and the linear layer that everything here is made of.
+"""The dense feed-forward part of a block, and the linear layer of all parts of the model.
 
 Legend: D width of the model, F width of the feed-forward.
 """
@@ -14,7 +14,7 @@ __all__ = ["FeedForward", "make_linear"]
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``, gate and up as one matrix. Shazeer, 2020."""
+    """SwiGLU (Shazeer, 2020): ``down(silu(gate(x)) * up(x))``. One matrix holds gate and up."""
 
     def __init__(
         self, config: ModelConfig, ffn_dim: int, device: torch.device | None, *, delay_wgrad: bool = False
@@ -38,7 +38,10 @@ def make_linear(
     delay_wgrad: bool,
     dtype: torch.dtype | None = None,
 ) -> Linear:
-    """``Linear`` without bias, with the configuration's way of weight gradients; ``dtype`` None: its parameters'."""
+    """``Linear`` without bias, which computes weight gradients as ``config`` says.
+
+    dtype  of the weight; None: ``config.torch_dtype``
+    """
     return Linear(
         in_features,
         out_features,

@@ -1,4 +1,4 @@
-"""A small GPT of the present-day kind: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
+"""A small GPT: RMSNorm, rotary positions, grouped-query attention, and SwiGLU feed-forwards or experts.
 
 Legend, used in every shape below:
 
@@ -49,7 +49,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., D] of any floating dtype -> same shape and dtype."""
-        if x.is_cuda:  # one kernel each way; torch composes it on the CPU, in another order
+        if x.is_cuda:  # one kernel each way; on the CPU torch composes it from several, in another order
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         x_f = x.float()
         scale = torch.rsqrt(x_f.square().mean(-1, keepdim=True) + self.eps)
@@ -120,7 +120,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterLoss | None]:
-        """``x`` [B, T, D] -> [B, T, D], and what the router of a block with experts adds to the loss in training."""
+        """``x`` [B, T, D] -> [B, T, D], and in training the router's losses of a block with experts."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
         normed = self.ffn_norm(x)
         y, router_loss = self.ffn(normed) if self.has_experts else (self.ffn(normed), None)
@@ -128,16 +128,16 @@ class Block(nn.Module):
 
 
 class LossParts(NamedTuple):
-    """What a training loss is made of: fp32 scalars without a graph, on the model's device."""
+    """The parts of a training loss: fp32 scalars without a graph, on the model's device."""
 
     cross_entropy: Tensor
-    """In nats per token."""
+    """Mean cross-entropy in nats per token."""
     load_balancing: Tensor
-    """Mean over the routers, before its coefficient; 1 where all experts get the same."""
+    """Load-balancing loss, mean over the routers, without its coefficient; 1 at perfect balance."""
     router_z: Tensor
-    """Mean over the routers, before its coefficient."""
+    """Router z-loss, mean over the routers, without its coefficient."""
     max_load: Tensor
-    """Rows of the fullest expert of all routers, over those of an even share."""
+    """Rows of the fullest expert of all routers, divided by the rows of an even share."""
 
     @classmethod
     def of(cls, cross_entropy: Tensor, losses: Sequence[RouterLoss]) -> "LossParts":
@@ -180,14 +180,16 @@ class GPT(nn.Module):
         self.rotary_cos: Tensor
         self.rotary_sin: Tensor
         self.loss_parts: LossParts | None = None
-        """Of the last forward with targets in training; None without experts."""
+        """Parts of the loss of the last training forward with targets; None without experts."""
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights of ``init_std``; those that write to the residual stream smaller by sqrt(2 * layers) (GPT-2).
+        """Draw normal weights of standard deviation ``init_std``, as GPT-2 does.
 
-        Drawn in fp32 and then rounded, so that bf16 and fp32 models of one seed start from the same weights.
+        Matrices that write to the residual stream get ``init_std / sqrt(2 * layers)``.
+
+        Weights are drawn in fp32 and then rounded: bf16 and fp32 models of one seed start from the same weights.
         """
         if self.embedding.weight.is_meta:
             return
@@ -196,14 +198,14 @@ class GPT(nn.Module):
             if parameter.dim() < 2:
                 continue
             std = residual_std if _WRITES_TO_RESIDUAL.search(name) else self.config.init_std
-            # Expert by expert, so that packed and discrete weights of one seed are the same.
+            # Drawn expert by expert, so that packed and discrete weights of one seed are the same.
             for matrix in parameter if parameter.dim() == 3 else [parameter]:
                 matrix.copy_(torch.randn(matrix.shape, device=matrix.device) * std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
 
-        In training, the losses of all routers are added to it, and ``loss_parts`` says what came from where.
+        In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
         Raises ``ValueError`` for sequences longer than ``context_length``.
         """
         length = tokens.shape[1]
@@ -229,7 +231,7 @@ class GPT(nn.Module):
 
 
 def build_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> GPT:
-    """The model with weights drawn from ``seed``: the same on every rank, whatever the default generator did before."""
+    """The model with weights drawn from ``seed``: the same on every rank, whatever the default generator's state."""
     devices = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

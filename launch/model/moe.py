@@ -1,13 +1,13 @@
-"""Mixture of experts: a router sends each token to k of E feed-forwards and adds up what they say.
+"""Mixture of experts: a router sends each token to k of E feed-forwards and sums their weighted outputs.
 
 Legend, used in every shape below:
 
-    T  tokens of all sequences   E  experts              R  rows, T * k: a token for each expert it goes to
+    T  tokens of all sequences   E  experts              R  rows, T * k: one for each pair of a token and its expert
     D  width of the model        k  experts per token    F  width of one expert
 
-Nothing here is read by the host: which expert gets how many tokens stays on the device. Every weight gradient goes
-through ``main_grad``: the experts' by one grouped product for all of them, the router's by the fused ``Linear`` that it
-is. The router learns from the probabilities by which the experts' activations are multiplied, and from its own losses.
+The host reads nothing back: the numbers of rows of the experts stay on the device. All weight gradients go into
+``main_grad``: one grouped product writes those of all experts, and a fused ``Linear`` writes the router's. The router
+learns through the probabilities that multiply the experts' activations, and from its own two losses.
 """
 
 from typing import NamedTuple
@@ -26,11 +26,11 @@ class Routing(NamedTuple):
     """What a router chose."""
 
     expert_ids: Tensor
-    """[T, k] int64, different ones for each token."""
+    """[T, k] int64; the k experts of a token are distinct."""
     probs: Tensor
-    """[T, k] fp32: the factor of each chosen expert."""
+    """[T, k] fp32: the factor that multiplies each chosen expert's output."""
     all_probs: Tensor
-    """[T, E] fp32, rows of sum 1."""
+    """[T, E] fp32; each row sums to 1."""
     logits: Tensor
     """[T, E] fp32."""
 
@@ -39,18 +39,18 @@ class RouterLoss(NamedTuple):
     """What one router adds to the training loss: fp32 scalars."""
 
     weighted: Tensor
-    """The sum of both losses below, times their coefficients: the only one with a graph."""
+    """Sum of both losses below times their coefficients; the only field with a graph."""
     load_balancing: Tensor
     z: Tensor
     max_load: Tensor
-    """Rows of the fullest expert over an even share."""
+    """Rows of the fullest expert, divided by the rows of an even share."""
 
 
 class Router(nn.Module):
-    """``softmax(x W^T)`` over E experts, of which each token takes the k most probable. Shazeer et al., 2017.
+    """``softmax(x W^T)`` over E experts; each token takes its k most probable experts. Shazeer et al., 2017.
 
-    The product is in ``config.router_dtype``, all that follows in fp32. With ``config.normalize_top_k`` the k
-    probabilities are divided by their sum; then they are multiplied by ``config.top_k_scaling_factor``.
+    The product is computed in ``config.router_dtype``, the rest in fp32. With ``config.normalize_top_k`` the k
+    probabilities are divided by their sum; then ``config.top_k_scaling_factor`` multiplies them.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
@@ -75,8 +75,8 @@ class Router(nn.Module):
 class MixtureOfExperts(nn.Module):
     """``y[t] = sum over the chosen e of p[t, e] W2_e swiglu(W1_e x[t])``, plus a shared feed-forward of all tokens.
 
-    The factor p is applied between the two products, where the rows are F wide and a kernel passes over them anyway.
-    No token is dropped.
+    The factor p multiplies the activations between the two products: the activation kernel passes over these rows
+    anyway. No token is dropped.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None, *, delay_wgrad: bool = False) -> None:
@@ -101,7 +101,7 @@ class MixtureOfExperts(nn.Module):
             self.shared = FeedForward(config, config.shared_expert_ffn_dim, device, delay_wgrad=delay_wgrad)
 
     def forward(self, x: Tensor) -> tuple[Tensor, RouterLoss | None]:
-        """``x`` [..., D] -> [..., D], and in training the router's losses over these tokens."""
+        """``x`` [..., D] -> [..., D], and in training the router's losses for these tokens."""
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router(tokens)
         rows, row_probs, sorting = moe_permute_with_probs(tokens, routing.probs, routing.expert_ids, self.num_experts)
@@ -121,18 +121,20 @@ class MixtureOfExperts(nn.Module):
 
 
 def load_balancing_loss(probs: Tensor, splits: Tensor) -> Tensor:
-    """``E * sum over e of f_e P_e``: f the part of all rows that e gets, P its mean probability. 1 at perfect balance.
+    """``E * sum over e of f_e P_e``, which is 1 at perfect balance.
+
+    f_e is expert e's part of all rows, P_e is its mean probability.
 
     probs   [T, E]  fp32, over all experts
     splits  [E]     rows of each expert, integers: no gradient flows through them
 
-    Of the Switch Transformer (Fedus et al., 2021), with f over the k choices of each token. Of the tokens of one
-    microbatch on one rank.
+    This is the Switch Transformer's loss (Fedus et al., 2021), with f counted over the k choices of each token. The
+    tokens are those of one microbatch on one rank.
     """
     share = splits.to(probs.dtype) / splits.sum()
     return probs.shape[1] * (share * probs.mean(0)).sum()
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """Mean over tokens of ``logsumexp(logits)^2``: logits [T, E]. Keeps them small. ST-MoE: Zoph et al., 2022."""
+    """Mean over tokens of ``logsumexp(logits)^2`` for logits [T, E]; keeps logits small. ST-MoE, Zoph et al., 2022."""
     return logits.logsumexp(-1).square().mean()

@@ -16,9 +16,10 @@ __all__ = ["format_bytes", "plan_tables"]
 
 
 def plan_tables(plan: RunPlan | UnitsPlan) -> Iterator[Table]:
-    """The experts, if there are any; who holds what; the buckets in launch order; a step's collectives; bytes.
+    """The tables in printing order: experts (if there are any), placements, buckets, collectives, bytes.
 
-    Of a fully sharded run the units, in the order of a forward.
+    A plan for ``ddp``, ``zero1`` or ``hybrid`` lists buckets in launch order. A plan of a fully sharded run lists units
+    instead, in the order in which a forward enters them.
     """
     if plan.model.num_experts:
         yield _experts_table(plan.model, plan.parameters)
@@ -103,7 +104,7 @@ def _bucket_row(bucket: BucketLayout) -> tuple[str, ...]:
 
 
 def _collectives_table(plan: RunPlan) -> Table:
-    """Reductions from top to bottom, gathers from bottom to top."""
+    """Reductions run from the top line to the bottom line, all-gathers from the bottom line to the top line."""
     placed = {bucket.index: number for number, bucket in enumerate(plan.gather_order, 1)}
     inside, across, gathers = _collective(plan), plan.outer_size > 1, bool(placed)
     scratch = any(plan.traffic(bucket).scratch for bucket in plan.gradients.buckets)
@@ -135,7 +136,7 @@ def _collectives_table(plan: RunPlan) -> Table:
 
 
 def _units_table(plan: UnitsPlan) -> Table:
-    """Delayed parameters, and those of another dtype, have a bucket of their own in their unit."""
+    """One line per bucket. A unit has separate buckets for delayed parameters and for each parameter dtype."""
     table = _table(f"{len(plan.units)} units in the order of a forward, {len(plan.buckets)} buckets")
     table.add_column("unit")
     table.add_column("parameters", overflow="fold")
@@ -250,7 +251,7 @@ def _bytes_table(plan: RunPlan | UnitsPlan) -> Table:
 
 
 def _collective(plan: RunPlan) -> str:
-    """The one over the ranks of an instance."""
+    """Name of the collective that reduces gradients over the ranks of an instance."""
     if not plan.placements.inner.scatters:
         return "all-reduce"
     wire = plan.wrapper.grad_reduce_wire_dtype

@@ -1,11 +1,14 @@
-"""Bytes on one rank of a fully sharded model, at rest and on the wire, from its units' integers alone.
+"""Bytes that a fully sharded model takes on one rank and sends, computed from the sizes of its units alone.
 
-With n elements of a bucket (padding included), s shards of it, i ranks of an instance and o instances; c bytes for an
-element of what is computed with, a of what is at rest, g of a gradient:
+    n  elements of a bucket, padding included       c  bytes per element of the parameters in a forward
+    s  shards of the bucket                         a  bytes per element of the parameters at rest
+    i  ranks of an instance, o  instances           g  bytes per element of a gradient
 
-    shards            a n/s   they are the masters        gradient shards     g n/s
+What one bucket takes on one rank:
+
+    shards            a n/s   the optimizer's masters      gradient shards     g n/s
     whole parameters  c n     where they are kept whole   sums inside         g n/i  with several instances
-    instance's shard  c n/i   where the optimizer is      copies for .grad    a n/s  where a and g are other dtypes
+    instance's shard  c n/i   where the optimizer is      copies for .grad    a n/s  where a and g differ
                               sharded across as well      whole gradients     g n    where they are kept whole
     moments           2 a     for each of the rank's elements, without padding
 
@@ -30,40 +33,40 @@ class PlacedBucket(NamedTuple):
     layout: BucketLayout
     trainable: bool
     rest_dtype: torch.dtype
-    """Of the shards."""
+    """Dtype of the shards."""
     placements: Placements
     inner_size: int
     outer_size: int
 
     @property
     def param_nbytes(self) -> int:
-        """Of the whole parameters."""
+        """Bytes of the whole parameters."""
         return self.layout.numel * self.layout.slots[0].spec.param_dtype.itemsize
 
     @property
     def grad_nbytes(self) -> int:
-        """Of the whole gradients."""
+        """Bytes of the whole gradients."""
         return self.layout.numel * self.layout.slots[0].spec.grad_dtype.itemsize if self.trainable else 0
 
     @property
     def keeps_grads(self) -> bool:
-        """Whether whole gradients have memory for good."""
+        """Whether whole gradients keep their memory between steps."""
         return self.placements.inner.gradient is Placement.WHOLE
 
     @property
     def shard_nbytes(self) -> int:
-        """Of one rank's shard."""
+        """Bytes of one rank's shard."""
         return self.layout.numel // self.layout.shard_degree * self.rest_dtype.itemsize
 
     @property
     def kept_params(self) -> int:
-        """Whole parameters, or parts of them, that have memory at rest."""
+        """Bytes of whole parameters, or of an instance's shard of them, that stay in memory between steps."""
         kept = self.param_nbytes if self.placements.inner.parameter is Placement.WHOLE else 0
         return kept + (self.param_nbytes // self.inner_size if self._scatters_across else 0)
 
     @property
     def kept_grads(self) -> int:
-        """All of gradients that has memory at rest, once there was a step."""
+        """Bytes of gradients that stay in memory between steps, from the end of the first step on."""
         if not self.trainable:
             return 0
         numel, degree = self.layout.numel, self.layout.shard_degree
@@ -81,7 +84,7 @@ class PlacedBucket(NamedTuple):
 
 
 class UnitTraffic(NamedTuple):
-    """Bytes that each rank sends for one bucket, each time, by algorithms that send as little as possible."""
+    """Bytes that each rank sends in each collective of one bucket, by algorithms that send as little as possible."""
 
     gather: int
     """All-gather of parameters over the ranks of an instance."""
@@ -90,11 +93,14 @@ class UnitTraffic(NamedTuple):
     reduce_inside: int
     """Reduction of gradients over the ranks of an instance."""
     reduce_across: int
-    """Reduction of what was summed inside, over the instances, once a step."""
+    """Reduction of the instances' sums over the instances, once a step."""
 
 
 def unit_traffic(bucket: PlacedBucket, wire_dtype: torch.dtype | None) -> UnitTraffic:
-    """What the collectives of one bucket send; gradients travel inside in ``wire_dtype``, None: as they are."""
+    """Bytes that the collectives of one bucket send.
+
+    wire_dtype  dtype in which an instance's ranks reduce gradients; None: the dtype of the gradients
+    """
     inner, outer = bucket.inner_size, bucket.outer_size
     spec = bucket.layout.slots[0].spec
     on_wire = bucket.layout.numel * (wire_dtype or spec.grad_dtype).itemsize if bucket.trainable else 0
@@ -109,7 +115,7 @@ def unit_traffic(bucket: PlacedBucket, wire_dtype: torch.dtype | None) -> UnitTr
 
 
 def sharded_rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
-    """What the fullest rank holds between steps; all but the moments is the same on every rank."""
+    """What the fullest rank holds between steps. Ranks differ in the bytes of the moments alone."""
     parameters = gradients = shards = 0
     moments: list[int] = []
     for bucket in buckets:
@@ -124,7 +130,7 @@ def sharded_rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
 
 
 def _held(layout: BucketLayout) -> list[int]:
-    """Elements of parameters in each rank's shard."""
+    """Number of parameter elements (without padding) in each rank's shard."""
     size = layout.numel // layout.shard_degree
     held = [0] * layout.shard_degree
     for slot in layout.slots:
@@ -135,5 +141,5 @@ def _held(layout: BucketLayout) -> list[int]:
 
 
 def _others(nbytes: int, size: int) -> int:
-    """All of ``size`` equal parts but one's own."""
+    """Bytes of all but one of ``size`` equal parts: what a rank sends to the other ranks."""
     return nbytes * (size - 1) // size

@@ -21,27 +21,27 @@ class PlacedUnit(NamedTuple):
     """One unit, in the order in which a forward enters them."""
 
     name: str
-    """In the model; empty for the model itself."""
+    """Name of the module in the model; empty for the model itself."""
     buckets: tuple[PlacedBucket, ...]
     gathers_in_forward: int
     gathers_in_backward: int
-    """All-gathers of each bucket in one step, from the second step on: the first one does not know the order yet."""
+    """All-gathers of each bucket in one step, from the second step on: the first step does not know the order yet."""
     reductions: tuple[int, ...]
-    """Of each bucket in one step, over the ranks of an instance: delayed gradients once."""
+    """Reductions of each bucket in one step, over the ranks of an instance; 1 for a bucket of delayed gradients."""
 
     @property
     def param_nbytes(self) -> int:
-        """Of its whole parameters."""
+        """Bytes of the unit's whole parameters."""
         return sum(bucket.param_nbytes for bucket in self.buckets)
 
     @property
     def grad_nbytes(self) -> int:
-        """Of its whole gradients."""
+        """Bytes of the unit's whole gradients."""
         return sum(bucket.grad_nbytes for bucket in self.buckets)
 
 
 class UnitsPlan(NamedTuple):
-    """The plan of a fully sharded configuration on so many ranks."""
+    """The plan of a fully sharded configuration on a given number of ranks."""
 
     units: tuple[PlacedUnit, ...]
     ranks: int
@@ -52,23 +52,23 @@ class UnitsPlan(NamedTuple):
     model: ModelConfig
     num_microbatches: int
     peak_grads: int
-    """Most bytes of whole gradients at once."""
+    """Largest number of bytes that whole gradients take at one time."""
     alternatives: dict[Parallel, RankBytes]
-    """Bytes at rest under each kind of parallelism that so many ranks allow, this run's among them."""
+    """Bytes at rest under each kind of parallelism that this number of ranks allows, this run's included."""
 
     @property
     def placements(self) -> Placements:
-        """Where parameters, gradients and optimizer are whole or sharded."""
+        """Which of parameters, gradients and optimizer state are whole, and which are sharded."""
         return self.fsdp.row
 
     @property
     def inner_size(self) -> int:
-        """Ranks of an instance."""
+        """Number of ranks in an instance."""
         return self.ranks // self.outer_size
 
     @property
     def buckets(self) -> list[PlacedBucket]:
-        """Of all units."""
+        """The buckets of all units."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     @property
@@ -78,11 +78,12 @@ class UnitsPlan(NamedTuple):
 
     @property
     def peak_params(self) -> int:
-        """Most bytes of whole parameters at once: the outermost unit's, and those of two that follow each other.
+        """Largest number of bytes that whole parameters take at one time.
 
-        While one computes, the next is on its way.
+        The outermost unit stays whole, and while one unit computes, the all-gather of the next unit runs: so the
+        maximum is the outermost unit's bytes plus those of two consecutive units.
         """
-        blocks: dict[str, int] = {}  # with the units inside them
+        blocks: dict[str, int] = {}  # bytes of each block, nested units included
         for unit in self.units[1:]:
             block = ".".join(unit.name.split(".")[:2])
             blocks[block] = blocks.get(block, 0) + unit.param_nbytes
@@ -93,13 +94,13 @@ class UnitsPlan(NamedTuple):
         return self.units[0].param_nbytes + max(rows)
 
     def traffic(self, bucket: PlacedBucket) -> UnitTraffic:
-        """What a rank sends for a bucket, each time."""
+        """Bytes that a rank sends in each collective of ``bucket``."""
         return unit_traffic(bucket, self.fsdp.torch_reduce_dtype)
 
 
 def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig) -> tuple[PlacedUnit, ...]:
-    """The units of the configured model over so many ranks, the outermost first, then as forwards enter them."""
-    model = GPT(config.model, torch.device("meta")).float()  # at rest
+    """The units of the configured model over ``ranks`` ranks: the outermost first, the others in forward order."""
+    model = GPT(config.model, torch.device("meta")).float()  # parameters are fp32 at rest
     names = {id(module): name for name, module in model.named_modules()}
     outer_size, row = fsdp.instances(parallel), fsdp.row
     inner_size = ranks // outer_size
@@ -113,7 +114,7 @@ def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig
             PlacedBucket(layout, trainable, torch.float32, row, inner_size, outer_size)
             for layout, trainable in plan_unit(owned, policy, degree, fsdp.shard_atoms, fsdp.bucket_size)
         )
-    entered = [name for name in names.values() if name in placed]  # registration is the order of this model's forward
+    entered = [name for name in names.values() if name in placed]  # this model registers modules in forward order
     return tuple(_unit(index, entered, placed, config.train.num_microbatches, fsdp) for index in range(len(entered)))
 
 
@@ -124,8 +125,11 @@ def _unit(
     num_microbatches: int,
     fsdp: FsdpConfig,
 ) -> PlacedUnit:
-    """With how often it is gathered: what a forward begins with stays from one microbatch to the next, what it ends
-    with stays for the backward, and so does the outermost unit."""
+    """Unit ``index`` of ``entered`` with its number of all-gathers and reductions.
+
+    The outermost unit and the unit that a forward enters first stay whole from one microbatch to the next. The
+    outermost unit and the unit that a forward enters last stay whole from the forward to the backward.
+    """
     inner = fsdp.row.inner
     in_forward, in_backward = 1, 0
     if inner.parameter is Placement.SHARDED:
@@ -138,7 +142,7 @@ def _unit(
 
 
 def fsdp_alternatives(config: Config, ranks: int) -> dict[Parallel, RankBytes]:
-    """Bytes at rest under ``fsdp`` and, where so many ranks are several instances, ``hsdp``."""
+    """Bytes at rest under ``fsdp`` and, where ``ranks`` ranks make several instances, under ``hsdp``."""
     found: dict[Parallel, RankBytes] = {}
     for parallel in ("fsdp", "hsdp"):
         settings = config.fsdp if config.parallel == parallel else _other_fsdp_config(config)
@@ -149,7 +153,7 @@ def fsdp_alternatives(config: Config, ranks: int) -> dict[Parallel, RankBytes]:
 
 
 def _other_fsdp_config(config: Config) -> FsdpConfig:
-    """The settings that ``config`` gives to the kinds of parallelism that it does not use."""
+    """The FSDP settings for the kinds of parallelism that ``config`` does not use."""
     own = config.fsdp if config.fully_sharded else FsdpConfig()
     row = Placements(own.row.inner, PLACEMENTS["zero3"].outer)
     return FsdpConfig(

@@ -20,17 +20,17 @@ __all__ = ["ComparedPoint", "compare_runs"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedPoint:
-    """One line of the table: both runs after so many steps."""
+    """One line of the table: both runs after the same number of steps."""
 
     step: int
     tokens: int
-    """Seen by each run until then."""
+    """Tokens that each run has read until this step."""
     base_loss: float
     """Validation loss of the first run, nats per token."""
     loss: float
-    """Of the second."""
+    """Validation loss of the second run, nats per token."""
     difference: float
-    """Second less first: negative where the second is better."""
+    """``loss - base_loss``: negative where the second run is better."""
 
 
 class _Run(NamedTuple):
@@ -48,7 +48,7 @@ def compare_runs(base: Path, other: Path, out_dir: Path, stem: str) -> str:
     """Write ``stem.csv``, ``stem.md`` and ``stem.png`` into ``out_dir``; returns the table.
 
     Raises ``ConfigError`` for folders without a finished run, and for runs that did not read the same tokens in the
-    same steps: what else differs between them is said under the table.
+    same steps. The notes under the table list all other differences between the runs' settings.
     """
     first, second = _read_run(base), _read_run(other)
     _check_same_tokens(first, second)
@@ -146,7 +146,7 @@ def _setting(first: _Run, second: _Run, base: Path, other: Path) -> str:
 
 
 def _notes(first: _Run, second: _Run, stem: str) -> str:
-    """The picture, and every key by which the runs differ."""
+    """Markdown: the picture, and every configuration key in which the runs differ."""
     one, two = flat(config_to_dict(first.config)), flat(config_to_dict(second.config))
     lines = [f"| {key} | {one[key]} | {two[key]} |" for key in one if one[key] != two[key] and key != "train.out_dir"]
     head = [f"| key | {first.name} | {second.name} |", "|---|---|---|"]

@@ -1,4 +1,4 @@
-"""What every picture shares: colours, a title to the left, no frame."""
+"""The common style of all pictures: colours, a title to the left, no frame."""
 
 from pathlib import Path
 
@@ -40,14 +40,14 @@ TRAIN = "#9bb8cc"
 
 
 def dress(axes: Axes, title: str) -> None:
-    """The title, and no lines above and to the right."""
+    """Set the title, and remove the frame's lines above and to the right."""
     axes.set_title(title, loc="left", color=INK, fontweight="bold", pad=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write the picture and let go of it."""
+    """Write ``figure`` to ``path``, close it, and return ``path``."""
     figure.savefig(path)
     plt.close(figure)
     return path

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 __all__ = ["Interval", "clip", "length", "union", "without"]
 
 Interval = tuple[float, float]
-"""[start, end), in whatever unit the caller counts."""
+"""[start, end), in the caller's unit of time."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """What any of them covers, disjoint and in order."""
+    """Disjoint intervals in ascending order that cover what ``intervals`` cover."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -20,7 +20,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """``intervals`` less ``holes``, both disjoint and in order."""
+    """``intervals`` less ``holes``; both must be disjoint and in ascending order."""
     left: list[Interval] = []
     for start, end in intervals:
         for hole_start, hole_end in holes:
@@ -35,11 +35,11 @@ def without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[In
 
 
 def clip(intervals: Iterable[Interval], span: Interval) -> list[Interval]:
-    """The parts that lie in ``span``."""
+    """The parts of ``intervals`` that lie in ``span``."""
     clipped = ((max(span[0], start), min(span[1], end)) for start, end in intervals)
     return [(start, end) for start, end in clipped if start < end]
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Sum of their lengths."""
+    """Sum of the lengths of ``intervals``."""
     return sum(end - start for start, end in intervals)

@@ -1,4 +1,4 @@
-"""How much of a step's communication lay under computation, from the recorded times of a ``timeline`` record."""
+"""How much of a step's communication ran under computation, from the times in a ``timeline`` record."""
 
 from typing import Any, NamedTuple
 
@@ -8,14 +8,14 @@ __all__ = ["OverlapShare", "computing", "overlap_lines", "overlap_share"]
 
 
 class OverlapShare(NamedTuple):
-    """Seconds of one step's collectives, and how many of them lay under computation."""
+    """Seconds of one step's collectives, and the part of these seconds that lay under computation."""
 
     collective_seconds: float
     hidden_seconds: float
 
     @property
     def fraction(self) -> float:
-        """Hidden part, in [0, 1]; 0 where there was no collective time."""
+        """Part of the collective time that lay under computation, in [0, 1]; 0 without collectives."""
         return self.hidden_seconds / self.collective_seconds if self.collective_seconds else 0.0
 
 
@@ -23,8 +23,8 @@ def overlap_share(timeline: dict[str, Any], kind: str = "buckets", *, leave_out_
     """How much collective time (launched to finished, summed over buckets) lies under computation.
 
     timeline        a ``timeline`` record of ``metrics.jsonl``
-    kind            ``buckets``: reductions of gradients; ``gathers``: of parameters
-    leave_out_last  without the last bucket, which becomes ready as the backward ends and has nothing left to hide under
+    kind            ``buckets``: reductions of gradients; ``gathers``: all-gathers of parameters
+    leave_out_last  leave out the last bucket: it becomes ready as the backward ends, so no computation can hide it
     """
     spans = timeline[kind][:-1] if leave_out_last else timeline[kind]
     busy = computing(timeline)
@@ -34,7 +34,7 @@ def overlap_share(timeline: dict[str, Any], kind: str = "buckets", *, leave_out_
 
 
 def computing(timeline: dict[str, Any]) -> list[Interval]:
-    """When forwards, backwards, the optimizer and delayed weight gradients ran and did not wait for a collective."""
+    """When forwards, backwards, the optimizer or delayed weight gradients ran without waiting for a collective."""
     ran = [
         (span["start"], span["end"]) for kind in ("forwards", "backwards", "phases") for span in timeline.get(kind, ())
     ]
@@ -43,7 +43,7 @@ def computing(timeline: dict[str, Any]) -> list[Interval]:
 
 
 def overlap_lines(timeline: dict[str, Any] | None) -> list[str]:
-    """A line for the reductions and one for the gathers, for people; none where nothing was sent or recorded."""
+    """A readable line about the reductions and one about the gathers; no line for collectives that did not run."""
     lines: list[str] = []
     if timeline is None:
         return lines

@@ -1,8 +1,9 @@
 """``overlap.png``: when each bucket's gradients were reduced and its parameters gathered, and what ran meanwhile.
 
-Above, one step from its first forward to the end of the next step's first. Below, a row for each bucket: on the left
-its reduction beside the final microbatch's backward, on the right its gather beside the next forward. Where parameters
-are sharded at rest they are gathered for the backward too: on the left as well, in the lower half of the row.
+The upper panel shows one step, from its first forward to the end of the next step's first forward. The lower panels
+have a row for each bucket. The left one shows the bucket's reduction beside the final microbatch's backward, the right
+one its all-gather beside the next forward. Parameters that are sharded at rest are all-gathered for the backward too:
+these gathers are in the left panel, in the lower half of the row.
 """
 
 from collections.abc import Sequence
@@ -38,16 +39,16 @@ Span = dict[str, Any]
 
 
 class _Window(NamedTuple):
-    """What a panel of buckets shows: times are relative to ``origin``."""
+    """What a panel of buckets shows. Times are drawn relative to ``origin``."""
 
     origin: float
     shades: list[tuple[Interval, str, str]]
-    """Stretches of computation, with colour and label."""
+    """Intervals of computation, each with its colour and label."""
     spans: Sequence[Span]
     busy: list[Interval]
     label: str
     apart: bool
-    """Gathers are drawn in the lower half of a row, reductions in the upper one."""
+    """Whether gathers are drawn in the lower half of a row and reductions in the upper half."""
 
 
 def draw_overlap(timeline: dict[str, Any], path: Path) -> Path:
@@ -78,7 +79,10 @@ def draw_overlap(timeline: dict[str, Any], path: Path) -> Path:
 
 
 def _rows(timeline: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
-    """Each row's label, and which row a span's bucket has: gathers of sharded parameters do not say its number."""
+    """The rows' labels, and the row of each bucket by name.
+
+    Gathers of sharded parameters name the bucket without its number, so each bucket is found under both names.
+    """
     labels: list[str] = []
     rows: dict[str, int] = {}
     for span in (*timeline["buckets"], *timeline.get("gathers", ())):
@@ -108,7 +112,7 @@ def _title(timeline: dict[str, Any]) -> str:
 
 
 def _reductions(timeline: dict[str, Any]) -> _Window:
-    """The final microbatch's backward and, where weight gradients were delayed, the drain that follows it."""
+    """The final microbatch's backward and, with delayed weight gradients, their computation after the backward."""
     backward = next((span for span in timeline["backwards"] if span["synced"]), timeline["backwards"][-1])
     drain = next(
         (s for s in timeline["phases"] if s["name"] == WGRAD_PHASE and s["start"] >= backward["end"]),
@@ -148,19 +152,19 @@ def _gathers(timeline: dict[str, Any]) -> _Window:
 
 
 def _waits(timeline: dict[str, Any], within: Span) -> list[tuple[Interval, str, str]]:
-    """Waits that begin in a stretch of computation and that one can see."""
+    """Waits that begin within ``within`` and are long enough to be visible."""
     waits = [(w["start"], w["end"]) for w in timeline["waits"] if within["start"] <= w["start"] < within["end"]]
     return [(wait, WAITING, "waits") for wait in waits if wait[1] - wait[0] > 0.002 * _length(within)]
 
 
 def _of_backward(timeline: dict[str, Any], backward: Span) -> list[Span]:
-    """Gathers of parameters that are sharded at rest, for that backward."""
+    """All-gathers for ``backward``, of parameters that are sharded at rest."""
     gathers = timeline.get("gathers", ())
     return [span for span in gathers if backward["start"] <= span["launched"] < backward["end"]]
 
 
 def _after_backwards(timeline: dict[str, Any], gathers: Sequence[Span]) -> list[Span]:
-    """Gathers of what the step has updated."""
+    """All-gathers of the parameters that the optimizer step has updated."""
     return [span for span in gathers if span["launched"] >= timeline["backwards"][-1]["end"]]
 
 
@@ -175,7 +179,7 @@ def _draw_whole_step(axes: Axes, timeline: dict[str, Any]) -> None:
     def bar(span: Span, colour: str, text: str = "", ink: str = INK) -> None:
         left, width = span["start"] - start, _length(span)
         axes.barh(1, _ms(width), left=_ms(left), height=0.72, color=colour)
-        if width > 0.009 * whole * len(text):  # only where it fits: a microbatch may be a small part of the step
+        if width > 0.009 * whole * len(text):  # only where the text fits: a microbatch may be a small part of the step
             axes.text(_ms(left + width / 2), 1, text, ha="center", va="center", fontsize=8, color=ink)
 
     for span in forwards:
@@ -238,7 +242,7 @@ def _draw_window(axes: Axes, window: _Window, rows: dict[str, int], num_rows: in
 def _draw_flight(
     axes: Axes, row: float, span: Span, busy: Sequence[Interval], *, origin: float, hairline: float, height: float
 ) -> None:
-    """One collective from its launch to its end, the parts under computation in the other colour."""
+    """One collective from its launch to its end; the parts under computation have a colour of their own."""
     launched, finished = span["launched"], max(span["finished"], span["launched"] + hairline)
     hidden = clip(busy, (launched, finished))
     axes.barh(
@@ -265,7 +269,7 @@ def _draw_legend(figure: Any, timeline: dict[str, Any], *, waits: str | None) ->
 
 
 def _bucket_label(span: Span) -> str:
-    """``bucket 3 (blocks.1.a .. blocks.1.b)`` and its size, on two lines."""
+    """``bucket 3 (blocks.1.a .. blocks.1.b)`` and the bucket's size, on two lines."""
     name, _, parameters = span["bucket"].partition(" (")
     if not parameters:
         name, parameters = "gathered", name

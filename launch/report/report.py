@@ -1,7 +1,7 @@
 """Pictures of a run, drawn from its ``metrics.jsonl`` alone.
 
-``loss.png``     training and validation loss, with the bigram model's as the line to beat
-``overlap.png``  one step: its reductions and gathers, against the computation that they hide under
+``loss.png``     training and validation loss, and the bigram model's loss as the line to beat
+``overlap.png``  one step: its reductions and all-gathers, beside the computation under which they run
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def draw_report(out_dir: Path) -> list[Path]:
 
 
 def last_timeline(out_dir: Path) -> dict[str, Any] | None:
-    """The recorded times of the run in ``out_dir``; None where it has none."""
+    """The last ``timeline`` record of the run in ``out_dir``; None where the run has none."""
     records = read_metrics(out_dir / "metrics.jsonl")
     return next((r for r in reversed(records) if r["kind"] == "timeline" and r["buckets"]), None)
 
@@ -43,7 +43,7 @@ def _draw_loss(records: Sequence[dict[str, Any]], path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(9, 5), dpi=150, layout="constrained")
     x, y = [record["step"] for record in steps], [record["loss"] for record in steps]
     axes.plot(x, y, color=TRAIN if len(y) > 200 else HIDDEN, linewidth=1.5, label="training")
-    if len(y) > 200:  # short runs and long log intervals are smooth enough as they are
+    if len(y) > 200:  # a curve of few points needs no running mean
         axes.plot(x, _centred_mean(y, len(y) // 100), color=HIDDEN, linewidth=2, label="training, smoothed")
     if validations:
         at, losses = [record["step"] for record in validations], [record["loss"] for record in validations]

@@ -1,4 +1,4 @@
-"""Tables of measurements: the rows as CSV, and as Markdown with what they were measured on."""
+"""Tables of measurements: the rows as CSV, and as Markdown with the machine and the setting."""
 
 import csv
 import dataclasses
@@ -13,11 +13,11 @@ import torch
 __all__ = ["Column", "machine", "markdown_table", "write_csv", "write_table"]
 
 Column = tuple[str, Callable[[Any], str]]
-"""Heading, and the cell of one row."""
+"""Heading of a column, and a function that formats the cell of one row."""
 
 
 def machine() -> str:
-    """Device, versions and date, for the line under a table's title."""
+    """Device, versions and date, for the line below a table's title."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})"
     return f"{device}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
 
@@ -32,7 +32,7 @@ def write_csv(folder: Path, stem: str, rows: Sequence[Any]) -> None:
 
 
 def markdown_table(rows: Sequence[Any], columns: Sequence[Column]) -> list[str]:
-    """Its lines."""
+    """The lines of a Markdown table."""
     return [
         f"| {' | '.join(heading for heading, _ in columns)} |",
         f"|{'---|' * len(columns)}",
@@ -50,7 +50,7 @@ def write_table(
     columns: Sequence[Column],
     notes: str = "",
 ) -> str:
-    """Write ``stem.csv``, every field of ``rows`` (dataclasses of one class), and ``stem.md``; returns the latter.
+    """Write ``stem.csv``, every field of ``rows`` (dataclasses of one class), and ``stem.md``; returns the Markdown.
 
     setting  what was measured and how, a paragraph
     columns  of the Markdown table

@@ -1,8 +1,8 @@
-"""A profiler's trace of some training steps, and its digest: where a GPU's time went, in one page of text.
+"""A profiler's trace of training steps, and a digest of it: one page of text that says where a GPU's time went.
 
-Everything that is not NCCL's counts as computing, copies and memsets included. Communication is *exposed* while none
-of that runs, and the GPU is *idle* while nothing runs at all. A gap is a stretch without computing; what ended it was
-either launched before the gap began and waited for something (``waited``), or came late from the host (``host late``).
+All kernels but NCCL's count as computing, and so do copies and memsets. Communication is *exposed* while no computing
+runs. The GPU is *idle* while nothing runs. A *gap* is an interval without computing. The activity that ends a gap
+either was launched before the gap began and waited (``waited``), or was launched during the gap (``host late``).
 """
 
 import gzip
@@ -32,22 +32,22 @@ class Activity(NamedTuple):
     start: float
     end: float
     launched: float | None
-    """When the host asked for it; None where the trace does not say."""
+    """When the host launched the activity; None where the trace does not say."""
 
     @property
     def is_nccl(self) -> bool:
-        """Whether it belongs to a collective."""
+        """Whether the activity belongs to a collective."""
         return "nccl" in self.name.lower()
 
 
 def record_trace(step: Callable[[], Any], num_steps: int, path: Path | None) -> None:
-    """Run ``num_steps`` steps, and one before them, and write the trace of the former to ``path`` if given.
+    """Run one step and then ``num_steps`` more, and write the trace of the latter to ``path`` if ``path`` is given.
 
-    The GPU's side and the launches alone are recorded: every operation would slow the host down, and with it find gaps
-    that are the profiler's. Without a GPU the trace is empty.
+    The trace has the GPU's activities and their launches alone. Recording every operation would slow the host down and
+    so make gaps that a run without the profiler does not have. Without a GPU the trace is empty.
     """
     if not torch.cuda.is_available():
-        # Not even started: torch 2.13 crashes where a collective of gloo outlives the session that it was issued in.
+        # Without a profiler: torch 2.13 crashes if a gloo collective outlives the profiler session that it began in.
         for _ in range(1 + num_steps):
             step()
         if path is not None:
@@ -68,7 +68,7 @@ def record_trace(step: Callable[[], Any], num_steps: int, path: Path | None) -> 
 
 
 def load_trace(path: Path) -> list[Activity]:
-    """The device's activities in a Chrome trace (``.json`` or ``.json.gz``), by start."""
+    """The device's activities in a Chrome trace (``.json`` or ``.json.gz``), sorted by start."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     events = json.loads(text)["traceEvents"]
     asked = {
@@ -98,7 +98,7 @@ def digest_trace(path: Path, num_steps: int) -> str:
 
 
 def digest(activities: Sequence[Activity], num_steps: int, *, num_gaps: int = 15, num_kernels: int = 30) -> str:
-    """One page: totals, streams, the longest gaps, the kernels that took most. Milliseconds."""
+    """One page of text: totals, streams, the longest gaps, the kernels with the most time. Times in milliseconds."""
     if not activities:
         return "No activity of a GPU in this trace.\n"
     first, last = activities[0].start, max(each.end for each in activities)
@@ -139,11 +139,11 @@ def _streams(activities: Sequence[Activity], num_steps: int) -> list[str]:
 def _gaps(
     activities: Sequence[Activity], computing: Sequence[Interval], nccl: Sequence[Interval], count: int
 ) -> list[str]:
-    """Each with its time from the start, the part of it under NCCL, its neighbours, and why it lasted."""
+    """A line for each of the longest gaps: its time from the start, its part under NCCL, its neighbours, its cause."""
     begins = {each.start: each for each in reversed(activities) if not each.is_nccl}
     ends = {each.end: each for each in activities if not each.is_nccl}
     origin = activities[0].start
-    # Before the first and after the last computing there may be communication alone.
+    # Communication alone may run before the first computing and after the last.
     spans = list(zip([origin, *(end for _, end in computing)], [*(start for start, _ in computing)], strict=False))
     spans.append((computing[-1][1] if computing else origin, max(each.end for each in activities)))
     gaps = sorted((span for span in spans if span[1] > span[0]), key=lambda span: span[0] - span[1])

@@ -1,8 +1,8 @@
 """What each collective does to tensors, given every rank's tensors at once.
 
 An operation is a function of one `Payload` per rank, in the order of the group's ranks. All inputs are read before the
-first output is written, so outputs may alias inputs in any of the ways torch.distributed allows. Writes go through
-``.data``, as a backend's own writes do: autograd and version counters do not see them.
+first output is written, so outputs may alias inputs in all ways that torch.distributed allows. Outputs are written
+through ``.data``: as with a real backend, autograd and version counters do not see the writes.
 
 Reductions are pairwise by rank, a balanced tree over rank order, level by level; an odd rank out moves up a level:
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Payload(NamedTuple):
-    """One rank's share of a collective. What is in the lists depends on the operation."""
+    """One rank's tensors in a collective. Each operation's docstring says what its lists hold."""
 
     inputs: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
@@ -86,7 +86,7 @@ def _reduced(tensors: Sequence[Tensor], reduce_op: Any) -> Tensor:
 
 
 def _write(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each value to its destination. The values must not change by the copies before theirs: clones, or sums."""
+    """Copy each value to its destination. No copy may change a later value: the values are clones or sums."""
     for destination, value in pairs:
         if destination.numel() != value.numel():
             raise ValueError(f"a tensor of {value.numel()} elements arrives where {destination.numel()} are expected")
@@ -96,19 +96,19 @@ def _write(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def reduce(payloads: Sequence[Payload]) -> None:
-    """``inputs`` and ``outputs``: tensors, reduced one by one; everyone gets the results."""
+    """``inputs`` and ``outputs``: tensors, reduced one by one; all ranks get the results."""
     totals = [_reduced(same, payloads[0].reduce_op) for same in zip(*(p.inputs for p in payloads), strict=True)]
     _write(pair for p in payloads for pair in zip(p.outputs, totals, strict=True))
 
 
 def reduce_to_root(payloads: Sequence[Payload]) -> None:
-    """``inputs`` and ``outputs``: one tensor; the root alone gets the result, the others' tensors stay."""
+    """``inputs`` and ``outputs``: one tensor. The root gets the result; the other ranks' tensors stay unchanged."""
     root = payloads[payloads[0].root]
     _write([(root.outputs[0], _reduced([p.inputs[0] for p in payloads], root.reduce_op))])
 
 
 def reduce_scatter(payloads: Sequence[Payload]) -> None:
-    """``inputs``: per result, a chunk for each rank; ``outputs``: the results."""
+    """``inputs``: for each result, one chunk per rank; ``outputs``: the results."""
     _write(
         [
             (output, _reduced([p.inputs[k][rank] for p in payloads], payload.reduce_op))
@@ -119,7 +119,7 @@ def reduce_scatter(payloads: Sequence[Payload]) -> None:
 
 
 def all_gather(payloads: Sequence[Payload]) -> None:
-    """``inputs``: tensors; ``outputs``: per input, a place for each rank's."""
+    """``inputs``: tensors; ``outputs``: for each input, one tensor per rank."""
     values = [[tensor.data.clone() for tensor in p.inputs] for p in payloads]
     _write(
         (place, values[rank][k])
@@ -130,7 +130,7 @@ def all_gather(payloads: Sequence[Payload]) -> None:
 
 
 def broadcast(payloads: Sequence[Payload]) -> None:
-    """``outputs``: tensors, overwritten by the root's everywhere else."""
+    """``outputs``: tensors; the root's overwrite those of all other ranks."""
     root = payloads[payloads[0].root]
     _write(
         pair
@@ -141,22 +141,22 @@ def broadcast(payloads: Sequence[Payload]) -> None:
 
 
 def scatter(payloads: Sequence[Payload]) -> None:
-    """The root's ``inputs``: a tensor for each rank; ``outputs``: one tensor."""
+    """The root's ``inputs``: one tensor per rank; ``outputs``: one tensor."""
     values = [tensor.data.clone() for tensor in payloads[payloads[0].root].inputs]
     _write((payload.outputs[0], value) for payload, value in zip(payloads, values, strict=True))
 
 
 def gather(payloads: Sequence[Payload]) -> None:
-    """``inputs``: one tensor; the root's ``outputs``: a place for each rank's."""
+    """``inputs``: one tensor; the root's ``outputs``: one tensor per rank."""
     values = [payload.inputs[0].data.clone() for payload in payloads]
     _write(zip(payloads[payloads[0].root].outputs, values, strict=True))
 
 
 def all_to_all(payloads: Sequence[Payload]) -> None:
-    """``inputs``: a tensor for each rank; ``outputs``: a place for each rank's."""
+    """``inputs``: one tensor to each rank; ``outputs``: one tensor from each rank."""
     values = [[tensor.data.clone() for tensor in p.inputs] for p in payloads]
     _write((payload.outputs[s], values[s][rank]) for rank, payload in enumerate(payloads) for s in range(len(payloads)))
 
 
 def barrier(payloads: Sequence[Payload]) -> None:
-    """Nothing moves."""
+    """Moves no data."""

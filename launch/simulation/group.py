@@ -1,10 +1,10 @@
-"""The process group of a simulated rank and the handles of its operations, as ``torch.distributed`` uses them.
+"""The process group of a simulated rank and the work handles of its operations, for ``torch.distributed``.
 
-Every rank has its own `SimulatedProcessGroup` per group; ``meeting.py`` has what the ranks of a group do together.
+Every rank has its own `SimulatedProcessGroup` for each group. ``meeting.py`` has the state that a group's ranks share.
 """
 
 # mypy: disable-error-code="override"
-# The methods take what torch.distributed passes, not every overload of ProcessGroup.
+# The methods take the arguments that torch.distributed passes, not every overload of ProcessGroup.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +25,11 @@ from .schedule import Scheduler, SimulatedRank, current_rank
 __all__ = ["BACKEND", "SimulatedProcessGroup", "SimulatedWork"]
 
 BACKEND = "simulated"
-"""What ``dist.get_backend()`` says."""
+"""The name that ``dist.get_backend()`` returns."""
 
 
 class _SimulatedFuture(Future):  # type: ignore[type-arg]
-    """A future whose wait passes the baton. Its callbacks run on the thread of the rank that asked for it."""
+    """A future whose wait passes the baton. Its callbacks run on the thread of the rank that requested the future."""
 
     def __init__(self, work: "SimulatedWork") -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _SimulatedFuture(Future):  # type: ignore[type-arg]
 
 
 class SimulatedWork(dist.Work):
-    """The handle of an operation for one rank."""
+    """One rank's handle of an operation."""
 
     def __init__(self, group: "SimulatedProcessGroup", pending: Sequence[Pending], results: list[Any]) -> None:
         super().__init__()
@@ -94,8 +94,8 @@ class SimulatedWork(dist.Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        # Inside a backward the caller is C++, or hands the future to C++, as in torch's DDP; C++ waits for it where no
-        # baton can be passed. So there, and for several operations at once, it is done before it is handed out.
+        # Inside a backward C++ code may wait for the future (torch's DDP does), and a wait in C++ cannot pass the
+        # baton. So the operation completes before its future is returned; likewise for coalesced operations.
         if current_backward() != -1 or len(self._pending) > 1:
             self.wait()
         future = _SimulatedFuture(self)
@@ -115,7 +115,7 @@ def _sum_unless_given(opts: Any) -> Any:
 
 
 class SimulatedProcessGroup(dist.ProcessGroup):
-    """One rank's end of a group. torch.distributed calls the methods under the names of its own backends."""
+    """One rank's end of a group. The methods have the names that torch.distributed calls on its own backends."""
 
     def __init__(self, scheduler: Scheduler, shared: SharedGroup, rank: int, store: Store, desc: str) -> None:
         super().__init__(rank, len(shared.members))  # type: ignore[call-arg]  # subclasses take no store
@@ -131,7 +131,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
-    # torch keeps these in the C++ backend of a group, and this group has none.
+    # torch keeps these properties in a group's C++ backend, which a simulated group does not have.
 
     @property
     def group_name(self) -> str:
@@ -149,7 +149,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         return [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
     def own_rank(self) -> SimulatedRank:
-        """The rank whose group this is, if that is whose thread calls."""
+        """The rank that this group belongs to. Raises where another rank's thread calls."""
         rank = current_rank()
         owner = self.shared.members[self.rank()]
         if rank is None or rank is not self.scheduler.ranks[owner]:
@@ -179,7 +179,7 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def _failing(self, rank: SimulatedRank) -> Iterator[None]:
-        """What goes wrong where ranks meet ends the simulation, even if the rank that arrived last catches it."""
+        """An error in a meeting of ranks ends the simulation, even if the rank that arrived last catches it."""
         try:
             yield
         except Exception as error:
@@ -232,12 +232,12 @@ class SimulatedProcessGroup(dist.ProcessGroup):
     # Gathers.
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        # Ranks may bring tensors of different shapes, so shapes are compared when the data moves.
+        # Shapes may differ between ranks, so they are compared when the data moves.
         description = f"all_gather {_dtype(inputs[0])}"
         return self._join(description, move.all_gather, Payload(inputs, outputs), list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SimulatedWork:
-        # Indexed by rank first here, by tensor first everywhere else.
+        # ``outputs`` is indexed by rank first here, and by tensor first in all other collectives.
         return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> SimulatedWork:
@@ -323,7 +323,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _chunks(whole: Tensor, part: Tensor, size: int) -> list[Tensor]:
-    """``whole`` as one view of ``part``'s shape per rank; concatenated and stacked are the same memory."""
+    """One view of ``whole`` per rank, in the shape of ``part``; ``whole`` may be concatenated or stacked."""
     if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
         raise ValueError(
             f"a {whole.dtype} tensor of shape {tuple(whole.shape)} does not hold {size} of {part.dtype} "

@@ -1,8 +1,8 @@
-"""Where simulated ranks meet: who has arrived at which collective, and what does not fit.
+"""Where simulated ranks meet: which rank has arrived at which collective, and which calls do not match.
 
 The process groups of one set of ranks share a `SharedGroup`. The n-th collective that a rank launches on a group meets
-the n-th of every other member; whoever arrives last moves the data. Point-to-point transfers meet by sender, receiver
-and tag, in the order launched; as with gloo and NCCL a send is done once its receive has been posted.
+the n-th of every other member; the rank that arrives last moves the data. Point-to-point transfers are matched by
+sender, receiver and tag, in launch order. As with gloo and NCCL, a send is done once its receive has been posted.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,14 +36,14 @@ def _share(payload: Payload) -> str:
 
 
 class Pending:
-    """An operation that some ranks have launched and that is done once all have."""
+    """An operation that some of its ranks have launched. It is done once all of them have."""
 
     def __init__(self, shared: "SharedGroup", description: str) -> None:
         self.shared = shared
         self.description = description
         self.done = False
         self.waiters: list[tuple[SimulatedRank, Callable[[], None]]] = []
-        """What to call, and on which rank's thread, when it is done."""
+        """Callbacks for when the operation is done, each with the rank on whose thread it runs."""
 
     def describe(self) -> str:
         return f"{self.description} of {self.shared.describe()}"
@@ -93,7 +93,7 @@ class Transfer(Pending):
 
 
 class SharedGroup:
-    """What the members of one process group know together."""
+    """The state that the members of one process group share."""
 
     def __init__(self, name: str, members: tuple[int, ...]) -> None:
         self.name = name
@@ -136,7 +136,7 @@ class SharedGroup:
         return collective
 
     def transfer(self, mine: Transfer, *, sending: bool) -> None:
-        """Meet the first transfer of the other side that fits, or wait for one."""
+        """Match ``mine`` with the first fitting transfer of the other side, or leave it until one comes."""
         others, own = (self._receives, self._sends) if sending else (self._sends, self._receives)
         for other in others:
             send, receive = (mine, other) if sending else (other, mine)
@@ -158,12 +158,12 @@ class SharedGroup:
 
 
 def _move(operation: Operation, payloads: Sequence[Payload]) -> None:
-    """Run ``operation`` untouched by the modes of the thread that happens to arrive last."""
+    """Run ``operation`` unaffected by the modes of the thread that arrives last."""
     on_cuda = torch.cuda.is_initialized()
-    if on_cuda:  # Ranks launch on their own streams; the simulation orders them by brute force.
+    if on_cuda:  # Each rank launches on streams of its own: a device synchronization orders them.
         torch.cuda.synchronize()
-    # No mode of this thread sees what a real backend does elsewhere. Grad mode and autocast need no such care: the
-    # operations work on .data, with nothing that autocast touches.
+    # A real backend works outside this thread, where this thread's modes do not see it. Grad mode and autocast do not
+    # matter here: the operations work on .data and call nothing that autocast changes.
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         operation(payloads)
     if on_cuda:

@@ -1,7 +1,7 @@
-"""Threads of which one runs at a time: the baton, its seeded order, and deadlocks.
+"""Runs one rank's thread at a time: the baton, its seeded order, and the detection of deadlocks.
 
-A rank gives the baton away only by `Scheduler.pass_baton` and `Scheduler.wait`. All decisions are taken by the thread
-that holds it, so nothing here needs a lock; the one lock per rank is what its thread sleeps on.
+A rank gives the baton away only in `Scheduler.pass_baton` and `Scheduler.wait`. The thread that holds the baton takes
+all decisions, so no data needs a lock. Each rank has one lock, on which its thread sleeps until it gets the baton.
 """
 
 import contextvars
@@ -19,11 +19,11 @@ from .state import ProcessState, ThreadState
 __all__ = ["Scheduler", "SimulatedDeadlockError", "SimulatedRank", "Waitable", "current_rank"]
 
 _MAX_IDLE_POLLS = 1000
-"""Polls per rank in a row, without a launch or a finish in between, after which polling counts as a deadlock."""
+"""Consecutive polls per rank, without a launch or a finish in between, that count as a deadlock."""
 
 
 class SimulatedDeadlockError(RuntimeError):
-    """No simulated rank can go on, or one waits for a rank that has finished. The message says who waits for what."""
+    """No simulated rank can go on, or one waits for a finished rank. The message says which rank waits for what."""
 
 
 class _Stopped(BaseException):
@@ -37,11 +37,11 @@ class Waitable(Protocol):
     def done(self) -> bool: ...
 
     def describe(self) -> str:
-        """What it is, for messages."""
+        """The name of what is waited for, for messages."""
         ...
 
     def missing(self) -> Sequence[int]:
-        """Ranks each of which has to do something before it can be done; empty where any one of them will do."""
+        """The ranks that must all still act before the wait can end; empty where any one rank can end it."""
         ...
 
 
@@ -55,7 +55,7 @@ class SimulatedRank:
         self.finished = False
         self.waiting_for: Waitable | None = None
         self.deliveries: deque[Callable[[], None]] = deque()
-        """Callbacks that must run on this rank's own thread; it goes on to run them even while it waits."""
+        """Callbacks that must run on this rank's own thread; a waiting rank wakes up to run them."""
         self.thread: threading.Thread | None = None
         self.turn = threading.Lock()
         self.turn.acquire()
@@ -79,8 +79,8 @@ def current_rank() -> SimulatedRank | None:
 class Scheduler:
     """Runs one function on every rank and passes the baton between them.
 
-    seed      of the order in which ranks go on
-    order     decides instead of the seed: given the ranks that can go on, in ascending order, returns one of them
+    seed      determines the order in which ranks go on
+    order     determines it instead: called with the ranks that can go on (ascending), returns one of them
     schedule  receives (rank, event) for every start, launch, wait and finish
     """
 
@@ -100,7 +100,7 @@ class Scheduler:
         self._order = order or random.Random(seed).choice
         self._idle_polls = 0
         self._stopped = False
-        # Copied per rank: a context variable set on one rank is not seen by the others.
+        # One copy per rank: the other ranks do not see a context variable that one rank sets.
         self._context = contextvars.copy_context()
         self._body: Callable[[int], Any] = lambda rank: None
         self._all_finished = threading.Lock()
@@ -112,7 +112,7 @@ class Scheduler:
         try:
             self._resume(self.ranks[self._choose()])
             self._all_finished.acquire()
-        except BaseException:  # Ctrl-C: the ranks unwind at their next collective, then it is passed on.
+        except BaseException:  # Ctrl-C: the ranks unwind at their next collective, then the exception is raised again.
             self._stopped = True
             if any(rank.thread is not None for rank in self.ranks):
                 self._all_finished.acquire()
@@ -128,13 +128,13 @@ class Scheduler:
             self.schedule.append((rank.index, event))
 
     def pass_baton(self, rank: SimulatedRank) -> None:
-        """Let any rank that can go on do so, this one included."""
+        """Give the baton to any rank that can go on, which may be this rank."""
         self.raise_if_stopped()
         self._idle_polls = 0
         self._hand_on(rank)
 
     def wait(self, rank: SimulatedRank, pending: Waitable) -> None:
-        """Go on once ``pending`` is done."""
+        """Return once ``pending`` is done; other ranks run meanwhile."""
         self.raise_if_stopped()
         if not pending.done:
             self.record(rank, f"wait {pending.describe()}")
@@ -144,7 +144,7 @@ class Scheduler:
             self._hand_on(rank)
 
     def poll(self, rank: SimulatedRank, pending: Waitable) -> bool:
-        """Whether ``pending`` is done, after giving the others a chance: a loop around it must not starve them."""
+        """Whether ``pending`` is done. Passes the baton first, so that a polling loop does not starve other ranks."""
         self.raise_if_stopped()
         if not pending.done:
             self._idle_polls += 1
@@ -278,10 +278,10 @@ def _user_line(thread: threading.Thread) -> str:
 
 
 def _frame_of(thread: threading.Thread) -> FrameType | None:
-    """The frame that a thread is in.
+    """The innermost frame of ``thread``.
 
-    Before Python 3.12 ``sys._current_frames`` holds a lock in which a collection may start, and a finalizer that enters
-    Python from C++ then waits for it for ever (python/cpython issue 106883).
+    Before Python 3.12 a garbage collection may start while ``sys._current_frames`` holds its lock. A finalizer that
+    enters Python from C++ then waits for this lock for ever (python/cpython issue 106883).
     """
     collects = gc.isenabled()
     gc.disable()

@@ -108,7 +108,7 @@ def _without_simulator_frames(error: BaseException) -> BaseException:
 
 
 class _RankWorld(dist.distributed_c10d._World):
-    """The groups of one rank. torch keeps those of a process in module globals, behind properties of the same names."""
+    """One rank's groups. torch keeps a process's groups in module globals, behind properties of the same names."""
 
     pg_map: Any = None
     pg_names: Any = None
@@ -126,7 +126,7 @@ class _RankWorld(dist.distributed_c10d._World):
 
 
 class _WorldOfThread:
-    """Stands in for torch's one world: every simulated rank sees its own, every other thread the process's."""
+    """Replaces torch's world object: a simulated rank sees its own world, any other thread sees the process's world."""
 
     def __init__(self, process_world: Any, local: threading.local) -> None:
         object.__setattr__(self, "_process_world", process_world)
@@ -143,11 +143,11 @@ class _WorldOfThread:
 def _simulated_distributed(
     scheduler: Scheduler, groups: dict[tuple[str, tuple[int, ...]], SharedGroup]
 ) -> Iterator[Callable[[int, Callable[[], Any]], Any]]:
-    """Replace the process's torch.distributed state by one per rank; yields the function that runs a rank in its own.
+    """Replace the process's torch.distributed state by one state per rank.
 
-    Three seams of torch carry it: the world object that its Python code looks groups up in, the function behind
-    ``new_group`` (so that every backend asked for becomes the simulated one), and the registry of group names in C++,
-    which can be kept per thread.
+    Yields the function that runs a rank within its own state. Three parts of torch are replaced: the world object, in
+    which torch's Python code looks groups up; the function behind ``new_group``, so that every backend becomes the
+    simulated one; and the C++ registry of group names, which torch can keep per thread.
     """
     c10d: Any = dist.distributed_c10d
     c10d_cpp: Any = torch._C._distributed_c10d
@@ -178,7 +178,7 @@ def _simulated_distributed(
             return process_helper(size, group_rank, members, backend, old_store, name, **options)  # type: ignore[no-any-return]
         if members and inside.index not in members:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        # No members: init_process_group, after destroy_process_group, asks for a new default group.
+        # Without members: init_process_group after destroy_process_group wants a new default group.
         return add_group(name, tuple(members) or everyone, inside.index, options.get("group_desc")), store
 
     def on_rank(rank: int, body: Callable[[], Any]) -> Any:

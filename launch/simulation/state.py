@@ -1,8 +1,8 @@
-"""What a rank would have to itself if it were a process: random state, default dtype, grad mode, autocast, device.
+"""State that a real rank has per process: random state, default dtype, grad mode, autocast, device.
 
 Random generators and the default dtype belong to the process, so they are exchanged whenever another rank goes on
-(`ProcessState`). Grad mode, autocast and default devices belong to the thread, so a new rank's thread takes them over
-once from the thread that called ``simulate`` (`ThreadState`), as a forked process would.
+(`ProcessState`). Grad mode, autocast and default devices belong to the thread. A new rank's thread copies them once
+from the thread that called ``simulate`` (`ThreadState`), as a forked process would.
 """
 
 import random
@@ -23,10 +23,10 @@ class ProcessState(NamedTuple):
 
     torch_cpu: Tensor
     torch_cuda: tuple[Tensor, ...]
-    """One per device; empty until the process has used CUDA."""
+    """One generator state per device; empty until the process has used CUDA."""
     python: Any
     numpy: Any
-    """None until something imports numpy.random."""
+    """numpy's generator state; None until numpy.random is imported."""
     dtype: torch.dtype
 
     @classmethod
@@ -77,7 +77,7 @@ class ThreadState(NamedTuple):
             torch.cuda.set_device(self.cuda_device)
         if torch.get_default_device() != self.device:
             torch.set_default_device(self.device)
-        # Backward must stay on this thread: on one of the engine's own it could not pass the baton.
+        # A backward must run on this thread: a thread of the autograd engine cannot pass the baton.
         torch.autograd.set_multithreading_enabled(False)
         for device, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(device, enabled)

@@ -11,7 +11,7 @@ __all__ = ["SimulatedStore"]
 
 
 class _Key:
-    """Waits until somebody sets a key."""
+    """A wait for a key until some rank sets it."""
 
     def __init__(self, values: dict[str, bytes], key: str) -> None:
         self._values = values
@@ -29,7 +29,7 @@ class _Key:
 
 
 class SimulatedStore(Store):
-    """One for all ranks. Values are bytes, counters their decimal digits, as in torch's own stores."""
+    """One store for all ranks. Values are bytes, counters are decimal digits, as in torch's own stores."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
@@ -71,4 +71,4 @@ class SimulatedStore(Store):
         return len(self._values)
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nothing times out: what cannot come is reported at once."""
+        """Does nothing: a wait that cannot end is reported at once as a deadlock."""

@@ -17,7 +17,7 @@ class Status(NamedTuple):
     step: int
     steps: int
     fraction: float
-    """Part of the run that is done, of steps or of time, whichever is further."""
+    """Part of the run that is done, in [0, 1]: the larger of the part of its steps and the part of its time."""
     elapsed: float
     """Seconds since the first step began."""
     loss: float
@@ -37,20 +37,20 @@ class Status(NamedTuple):
 
 
 class Display(Protocol):
-    """What the training loop tells."""
+    """What the training loop reports to."""
 
     def update(self, status: Status) -> None:
-        """A step is done."""
+        """Called after each step."""
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
 
 
 def make_display(console: Console | None = None, *, is_main: bool = True) -> Display:
-    """The display that fits where output goes; a silent one on ranks other than 0."""
+    """A live bar on a terminal, plain lines elsewhere; a silent display on ranks other than 0."""
     if not is_main:
         return _Silent()
     console = console or Console()
@@ -86,7 +86,7 @@ class _Silent:
 
 
 class _Lines:
-    """A line at the first step, and then one every few seconds: logs stay short."""
+    """Prints a line at the first step and then one every few seconds, so that logs stay short."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

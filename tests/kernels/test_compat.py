@@ -1,4 +1,4 @@
-"""Which tensors the kernels serve, and what is said where Triton is missing."""
+"""Which tensors the Triton kernels serve, and the warning where Triton is missing."""
 
 import warnings
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from maingrad.kernels import compat
 
 
 def like(device: str, dtype: torch.dtype) -> Any:
-    """What the rule looks at, without a GPU."""
+    """A stand-in for a tensor, with the attributes that the rule reads; needs no GPU."""
     return SimpleNamespace(is_cuda=device == "cuda", dtype=dtype)
 
 
@@ -36,7 +36,7 @@ def test_a_missing_triton_is_said_once_for_each_operation() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not compat.runs_on_triton("grouped_dgrad", like("cuda", torch.float16))
-        # On a CPU, and in fp64, nothing is lost.
+        # Tensors on a CPU and in fp64 never use Triton: no warning.
         assert not compat.runs_on_triton("grouped_linear", like("cpu", torch.float32))
         assert not compat.runs_on_triton("grouped_linear", like("cuda", torch.float64))
     with pytest.warns(RuntimeWarning, match="grouped_linear runs"):

@@ -1,4 +1,4 @@
-"""Tokens to the rows of their experts and back: the kernels against plain indexing, in Triton's interpreter too."""
+"""Permutation of tokens to rows by expert and back: kernels against plain indexing, also in Triton's interpreter."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_rows_hold_their_tokens_and_tokens_the_sum_of_their_rows(dtype: torch.dt
     summed = unpermute_rows(rows, ids)
     assert summed.dtype is dtype
     exact = rows.double()[ids].sum(1)
-    # Three addends in fp32 round thrice at most, and the result once more to its own dtype.
+    # A sum of three fp32 addends rounds three times at most; then the result rounds once to its dtype.
     bound = rows.double().abs()[ids].sum(1) * (3 * 2.0**-24 + torch.finfo(dtype).eps / 2)
     assert ((summed.double() - exact).abs() <= bound + 1e-12).all()
 
@@ -48,7 +48,7 @@ def test_triton_is_the_oracle_bit_for_bit(tokens: int, top_k: int, features: int
     )
     ids = row_ids(tokens, top_k, seed=features)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Slices of wider tensors: rows are further apart than they are long.
+    # Slices of wider tensors: the row stride is larger than the row.
     x, rows = (torch.randn(n, features + 3).to(dtype)[:, :features] for n in (tokens, tokens * top_k))
     for launch, oracle, source, length in (
         (triton_kernels.permute_rows_triton, permute_rows_reference, x, tokens * top_k),

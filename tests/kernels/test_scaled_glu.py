@@ -1,4 +1,4 @@
-"""Gated activations scaled by row: the oracle against fp64 and autograd, the Triton kernels against fp64."""
+"""Gated activations scaled by row: the reference implementation and the Triton kernels against fp64 and autograd."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from maingrad.kernels.glu.scaled_glu import resolve_glu
 pytest.importorskip("triton", reason="the launchers are Triton's")
 from maingrad.kernels.glu.triton_kernels import scaled_glu_backward_triton, scaled_glu_triton
 
-# The limit is small enough that both halves are clamped often, and no number of any half precision.
+# The limit is small, so that both halves are often clamped, and neither bf16 nor fp16 can represent it.
 NUMBERS = {"limit": 1.53, "alpha": 1.1}
 SIZES = [(1, 1), (7, 33), (130, 96), (3, 1409), (40, 8)]
 
@@ -57,14 +57,14 @@ def exact(da: Tensor, h: Tensor, probs: Tensor | None, activation: str, **number
 
 
 def assert_near(actual: Tensor, expected: Tensor, stored: float, computed: Tensor | float) -> None:
-    """Within one rounding of the stored value, and within ``computed``, what fp32 arithmetic may lose absolutely."""
+    """Allow one rounding of the stored value, plus the absolute error ``computed`` of the fp32 arithmetic."""
     bound = stored * expected.abs() + computed
     worst = ((actual.double() - expected).abs() - bound).max() if actual.numel() else torch.zeros(())
     assert worst <= 0, f"{worst} above the bound"
 
 
 def assert_same(run: Callable[..., Any], actual: Tensor, expected: Tensor) -> None:
-    """Bit for bit where the kernels run; PyTorch on a CPU takes the ends of its vectors by other instructions."""
+    """Bitwise where the kernels run. PyTorch on a CPU computes the ends of its vectors by other instructions."""
     if run is called and not actual.is_cuda:
         torch.testing.assert_close(actual, expected)
     else:
@@ -87,7 +87,7 @@ def test_against_fp64(run: Callable[..., Any], device: str, dtype: torch.dtype, 
         fp32 = 16 * torch.finfo(torch.float32).eps
         stored = rounding(device if run is launched else "cuda", dtype)
         size = h.double().abs().max() ** 2 * max(1.0, da.double().abs().max().item())
-        # fp16 has no small numbers: what it stores near 0 is off by half its smallest.
+        # Near 0, fp16 values are off by up to half of fp16's smallest number.
         tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         assert_near(a, expected_a, stored, fp32 * size + tiny)
         assert_near(dh, expected_dh, stored, fp32 * size + tiny)
@@ -145,7 +145,7 @@ def test_nothing_to_do(run: Callable[..., Any], device: str, rows: int, features
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_any_strides(run: Callable[..., Any], device: str) -> None:
-    """Where 16 bytes at a time are not to be had, threads take other features, and sums another order."""
+    """Where loads of 16 bytes are impossible, threads take other features and sums have another order."""
     da, h, probs = operands(6, 10, torch.float32, device)
     expected = run(da, h, probs, "swiglu")
     wide = torch.full((6, 64), float("nan"), device=device)
@@ -156,7 +156,7 @@ def test_any_strides(run: Callable[..., Any], device: str) -> None:
     for strided in ((wide[:, 30:40], wide[:, 3:23], apart[::2]), (da.t().contiguous().t(), columns, probs)):
         for actual, clean in zip(run(*strided, "swiglu"), expected, strict=True):
             torch.testing.assert_close(actual, clean)
-    spread = run(da[:1].expand(6, 10), h, probs, "swiglu")  # what sum().backward() hands over
+    spread = run(da[:1].expand(6, 10), h, probs, "swiglu")  # the strides of the gradient that sum().backward() passes
     for actual, clean in zip(spread, run(da[:1].repeat(6, 1), h, probs, "swiglu"), strict=True):
         torch.testing.assert_close(actual, clean)
 
@@ -166,7 +166,7 @@ def test_any_strides(run: Callable[..., Any], device: str) -> None:
 def test_the_same_again(run: Callable[..., Any], device: str) -> None:
     da, h, probs = operands(33, 300, torch.float16, device)
     first = run(da, h, probs, "geglu")
-    # Other rows around them, and other rows in number, change nothing.
+    # Neither the other rows nor their number change a row's result.
     again = run(da[8:], h[8:], probs[8:], "geglu")
     for one, other in zip(first, again, strict=True):
         assert_same(run, one[8:], other)

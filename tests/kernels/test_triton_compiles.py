@@ -1,4 +1,4 @@
-"""Every kernel is compiled for an H100's architecture, GPU or not: the compiler refuses what the interpreter takes."""
+"""Compiles every kernel for the H100, without a GPU too: the compiler refuses code that the interpreter accepts."""
 
 import json
 import subprocess
@@ -88,5 +88,5 @@ def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert done.returncode == 0, done.stderr
     wide = dict(line.split() for line in done.stdout.splitlines())
     assert wide.keys() == KERNELS.keys()
-    # What a bandwidth needs; offsets are too few to matter.
+    # Kernels need wide accesses for bandwidth; the offsets kernel moves too little to matter.
     assert [path for path, count in wide.items() if count == "0"] == ["grouped.reductions_triton._group_offsets_kernel"]

@@ -1,4 +1,4 @@
-"""Tables of tuned kernels: what a lookup finds, what it refuses, and what is loaded beside the shipped table."""
+"""Tuning tables: what a lookup finds and refuses, and tables that are loaded beside the shipped table."""
 
 from collections.abc import Iterator
 from importlib import resources
@@ -44,7 +44,7 @@ BASE = sized(64, 32768, 2048, 2048)
 
 @pytest.fixture
 def nothing_loaded_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tables that a test loads are gone after it."""
+    """Remove the tables that a test has loaded."""
     monkeypatch.setattr(tuning, "_added", [])
     tuned_config.cache_clear()
     yield
@@ -160,7 +160,7 @@ def test_an_unknown_gpu_has_no_configuration() -> None:
 
 @pytest.mark.usefixtures("nothing_loaded_stays")
 def test_a_loaded_table_is_looked_up(tmp_path: Path) -> None:
-    assert tuned_config(GPU, BASE) is None  # and what was looked up before does not stay
+    assert tuned_config(GPU, BASE) is None  # and this lookup must not be cached
     dense = sized(1, 2048, 4096, 4096, op="wgrad_accumulate")
     (tmp_path / "mine.csv").write_text(HEADER + line(BASE) + line(dense, CUBLAS))
     load_tuning_table(tmp_path / "mine.csv")

@@ -1,4 +1,4 @@
-"""``wgrad_accumulate`` against fp64, on every device there is."""
+"""``wgrad_accumulate`` against fp64, on every device of the machine."""
 
 import pytest
 import torch

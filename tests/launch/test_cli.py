@@ -1,4 +1,4 @@
-"""The command line, end to end in processes of its own: alone, under torchrun, simulated, and interrupted."""
+"""The command line end to end, in separate processes: one rank, torchrun, simulated ranks, interrupted runs."""
 
 import json
 import os
@@ -201,7 +201,7 @@ def test_a_signal_ends_a_run_cleanly(tmp_path: Path, number: signal.Signals):
 @pytest.mark.slow
 def test_ctrl_c_ends_all_ranks_cleanly(tmp_path: Path, group: bool):
     """From a terminal every process gets the signal; ``kill`` reaches torchrun alone, which passes it on."""
-    # torchrun's own traceback is its way to end; what the ranks say goes to files of their own.
+    # torchrun itself ends with a traceback, so the ranks' output goes to separate files.
     logs = ["--redirects", "3", "--log-dir", tmp_path / "logs"]
     command = [*TORCHRUN[:-2], *logs, *TORCHRUN[-2:], "train", tiny_toml(tmp_path), *LONG]
     status, _ = interrupt(command, tmp_path, signal.SIGINT, group=group)
@@ -217,7 +217,7 @@ def test_ctrl_c_ends_all_ranks_cleanly(tmp_path: Path, group: bool):
 def test_a_second_ctrl_c_insists(monkeypatch: pytest.MonkeyPatch):
     with stop_on_signals() as stop:
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)  # torchrun's copy of the first
+        signal.raise_signal(signal.SIGINT)  # torchrun sends the first signal again
         assert stop.requested
         assert stop.signal_name == "SIGINT"
         monkeypatch.setattr("maingrad.launch.training.signals._INSIST_AFTER", -1.0)

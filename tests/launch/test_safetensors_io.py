@@ -1,4 +1,4 @@
-"""Weights go out as safetensors from a checkpoint and from a model, to the same bytes, and come in again."""
+"""Weights exported from a checkpoint and from a model give the same safetensors bytes, and load again."""
 
 import json
 import os
@@ -100,7 +100,7 @@ def test_masters_come_in_as_they_went_out(tmp_path: Path, wrapper: str, with_opt
     source = tmp_path / "torch.float32-live"
     for loaded in simulate(load_and_step, ranks, source, config, with_optimizer):
         assert_same({**loaded, "scratch": state["scratch"]}, state)
-    # Without the optimizer its masters follow the parameters, which are rounded.
+    # Without the optimizer, new masters are copies of the parameters, which are rounded.
     masters, again = load_file(source), load_file(tmp_path / "again")
     assert torch.equal(again["up.weight"], masters["up.weight"]) == with_optimizer
     assert torch.equal(again["up.weight"].bfloat16(), masters["up.weight"].bfloat16())

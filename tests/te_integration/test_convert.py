@@ -1,4 +1,4 @@
-"""``convert_linears``: what is fused, what is skipped and why, and that nothing else about a model changes."""
+"""``convert_linears``: which layers are fused, which are skipped and why; nothing else in a model changes."""
 
 import copy
 import io
@@ -288,7 +288,7 @@ def test_a_copy_of_a_wrapped_model_can_be_wrapped_again() -> None:
 
 
 class Doubled(nn.Linear):
-    """Computes something else, as adapters do."""
+    """A subclass that computes something else, as adapters do."""
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
@@ -494,7 +494,7 @@ def test_a_converted_model_without_a_provider_says_what_is_missing() -> None:
 
 
 def test_complex_weights_stay_with_autograd() -> None:
-    """Whoever builds a fused complex layer all the same gets nn.Linear's gradients, not ones without the conjugate."""
+    """A fused complex layer that a user builds all the same has nn.Linear's gradients, conjugates included."""
     torch.manual_seed(0)
     layer = Linear(8, 4, dtype=torch.complex64, fuse_wgrad_accumulation=True)
     plain = copy.deepcopy(layer)

@@ -1,4 +1,4 @@
-"""``Sequential``: extra inputs to those that take them, and ``backward_dw`` for what is inside, each module once."""
+"""``Sequential`` passes extra inputs to the modules that take them, and runs ``backward_dw`` once for each module."""
 
 import copy
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class AddTo(nn.Module):
 
 
 class Scale(nn.Module):
-    """Says per instance how many it takes."""
+    """Each instance says how many extra inputs it takes."""
 
     def __init__(self, num_extra_inputs: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_a_module_that_is_there_twice_runs_once(inner: type[nn.Sequential]) -> N
 
 @NESTINGS
 def test_a_foreign_provider_registers_with_the_modules_alone(nest: Callable[[list[nn.Module]], Sequential]) -> None:
-    """It asks every module that has the verb whether the parameter is below it: a container would hook it twice."""
+    """The provider calls the registration method of every module that has it: a container would register twice."""
     ops = layers(**OPTIONS)
     model = nest(ops)
     provider = ForeignProvider(model)

@@ -1,4 +1,4 @@
-"""torch's private names that pipeline stages rest on: where a torch does not have them, the test says which broke."""
+"""torch's private names that pipeline stages depend on: the tests say which name a version of torch lacks."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""``unconvert``: a converted model is a plain one again, of the same objects."""
+"""``unconvert`` turns a converted model back into a plain model of the same objects."""
 
 import copy
 import os

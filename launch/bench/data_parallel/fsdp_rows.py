@@ -1,7 +1,7 @@
 """Rows of ``bench data-parallel`` over sharded parameters: ours, in the placements that ``fully_shard`` offers.
 
-Units are the peers': each block, then the model, whose own unit holds the embedding, the last norm and the head. What
-trains are fp32 shards; forward and backward see bf16.
+The units are the same as the peers': each block, then the model, whose own unit holds the embedding, the last norm and
+the head. The optimizer updates fp32 shards; forward and backward compute in bf16.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,13 +31,13 @@ def shard_model(
     copy_engines: bool = False,
     bucket_size: int | None = None,
 ) -> GPT:
-    """Make units of the model, in place.
+    """Shard the model into units, in place.
 
-    split_ends    the embedding and the head are units of their own, so that neither is whole while the other is used
-    keep_params   whole parameters stay from forward to backward
+    split_ends    the embedding and the head are units of their own: neither is whole while the other is used
+    keep_params   parameters stay whole from forward to backward
     reduced_once  whole gradients stay until the last microbatch
     copy_engines  gathers run on the GPU's copy engines
-    bucket_size   of all units
+    bucket_size   elements at which all units close a bucket; None: the library's own rule
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     shard = partial(
@@ -83,7 +83,7 @@ def _build(
     )
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens = case.tokens()
-    no_sync: Callable[[], Any] = model.no_sync  # type: ignore[assignment]  # a unit by now
+    no_sync: Callable[[], Any] = model.no_sync  # type: ignore[assignment]  # ``shard_model`` has added it
 
     def step() -> Tensor:
         loss = accumulate(model, tokens, not_last=no_sync)

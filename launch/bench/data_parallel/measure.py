@@ -1,11 +1,13 @@
-"""One GPT trained by each data parallelism, the same work for all: step time, peak memory, loss.
+"""One GPT trained under each kind of data parallelism, with the same work: step time, peak memory, loss.
 
-Ratios are over a floor: the same model, microbatches and share of the optimizer on each GPU without any communication.
-There are two, ours (our modules and buckets) and the peers' (a plain layer, no wrapper), each measured at the beginning
-and at the end, so that the machine's drift shows; ratios are over the mean of both.
+Ratios are over a floor: the same model, the same microbatches and a rank's share of the optimizer, without
+communication. There are two floors: ours (our modules and buckets) and the peers' (a plain layer, no wrapper). Each
+floor is measured at the beginning and at the end, which shows the machine's drift. Ratios are over the mean of its two
+times.
 
-A row's time is the median of rounds of consecutive steps between two events and one synchronize, so that no gather and
-no reduction slips out of the clock; clipping is off. A row that cannot be measured stays in the table with its reason.
+A row's time is the median over rounds. A round is timed between two events and ends with a synchronize, so that every
+all-gather and reduction is on the clock. Clipping is off. A row that cannot be measured stays in the table with its
+reason.
 """
 
 import gc
@@ -35,12 +37,12 @@ ROWS: Mapping[str, Row] = {**OURS, **FSDP, **PEERS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataParallelBench:
-    """What is measured; the defaults are the published tables'."""
+    """Size of the measurement; the defaults are the published tables'."""
 
     settings: tuple[str, ...] = ("large", "one_microbatch", "small")
     """Tables: large, one_microbatch, small, tiny."""
     rows: tuple[str, ...] = ()
-    """Rows by name; none: all. The floors come along, for the ratios."""
+    """Rows by name; none: all. The floors are always measured, for the ratios."""
     without: tuple[str, ...] = ()
     """Rows to leave out."""
     num_steps: int = 10
@@ -50,15 +52,15 @@ class DataParallelBench:
     num_warmup_steps: int = 3
     """Steps before the first round."""
     trace: tuple[str, ...] = ()
-    """Rows of which two further steps are traced; a digest of rank 0's trace goes beside the table."""
+    """Rows that run two further steps under the profiler; a digest of rank 0's trace is written beside the table."""
     keep_traces: bool = False
     """Keep the traces themselves too, as .json.gz."""
     bucket_size: int | None = None
-    """Elements at which our rows close a bucket, those of sharded units too; None: the library's own rule."""
+    """Elements at which our rows, sharded units included, close a bucket; None: the library's own rule."""
     num_buckets: int | None = None
-    """Number of buckets of our rows, instead of their size."""
+    """Number of buckets of our rows, in place of ``bucket_size``."""
     pad_buckets: bool = False
-    """Our rows end buckets at multiples of 2^16 elements."""
+    """Pad the buckets of our rows to multiples of 2^16 elements."""
     timeout: float = 120.0
     """Seconds after which a rank gives up on a collective or on another rank."""
     stem: str = "data_parallel"
@@ -69,29 +71,29 @@ class DataParallelBench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One row as it was measured; numbers are NaN where ``problem`` says why there are none."""
+    """The measurement of one row. Its numbers are NaN if it could not be measured; ``problem`` says why."""
 
     setting: str
     num_ranks: int
     row: str
-    """Its name; both floors come twice."""
+    """Name of the row; each floor has two measurements."""
     label: str
     step_ms: float = math.nan
     """Mean step of the median round, by rank 0's clock."""
     slowest_rank_ms: float = math.nan
-    """The same by the clock of the rank that took longest."""
+    """The same time of the slowest rank, by the slowest rank's clock."""
     spread_ms: float = math.nan
     """Largest minus smallest round."""
     tokens_per_second: float = math.nan
     """Over all ranks."""
     peak_gib: float = math.nan
-    """Largest peak of allocated memory of any rank, over the measured steps, beyond ``held_gib``; 0 on the CPU."""
+    """Peak of allocated memory during the measured steps less ``held_gib``, largest of all ranks; 0 on the CPU."""
     held_gib: float = math.nan
-    """What was allocated before the row was built: an earlier row did not give it back."""
+    """Memory that was allocated before the row was built, because an earlier row did not free it."""
     first_loss: float = math.nan
-    """Of rank 0 in the first step."""
+    """Loss of rank 0 in the first step."""
     last_loss: float = math.nan
-    """Of rank 0 in the last step; a floor trains nothing."""
+    """Loss of rank 0 in the last step; a floor does not train."""
     trains: bool = True
     problem: str = ""
     machine: str = ""
@@ -99,13 +101,13 @@ class Measurement:
 
 
 def choose_settings(names: Sequence[str]) -> list[Setting]:
-    """By name, in that order; raises ``ConfigError``."""
+    """The settings called ``names``, in that order. Raises ``ConfigError`` for an unknown name."""
     _check_names("setting", names, SETTINGS)
     return [SETTINGS[name] for name in names]
 
 
 def choose_rows(bench: DataParallelBench, rows: Mapping[str, Row] = ROWS) -> list[str]:
-    """Names in measuring order: floors first and again last. Raises ``ConfigError`` for one that does not exist."""
+    """Row names in measuring order: floors first and again last. Raises ``ConfigError`` for an unknown name."""
     for kind in (bench.rows, bench.without, bench.trace):
         _check_names("row", kind, rows)
     wanted = set(bench.rows or rows) - set(bench.without)
@@ -132,11 +134,11 @@ def bench_data_parallel(
 ) -> list[Measurement]:
     """Measure every chosen row of every chosen setting, one after the other, each with process groups of its own.
 
-    out_dir  where digests of traces go
-    machine  is written into every measurement
-    save     is called after each row with all that is measured so far: a run that is cut short leaves what it has
+    out_dir  folder for the digests of traces
+    machine  text that is written into every measurement
+    save     called after each row with all measurements so far, so that a stopped run leaves its results
 
-    All ranks call it alike and get the same list.
+    All ranks call this function with the same arguments and get the same list.
     """
     done: list[Measurement] = []
     for setting in choose_settings(bench.settings):
@@ -144,7 +146,7 @@ def bench_data_parallel(
         traced = set(bench.trace)
         for name in choose_rows(bench, rows):
             trace = _Trace(out_dir, f"{setting.name}_{name}", bench.keep_traces) if name in traced else None
-            traced.discard(name)  # once, where a row comes twice
+            traced.discard(name)  # a floor is measured twice, but traced once
             done.append(_measure(bench, case, name, rows[name], ranks, machine, trace, log))
             log(_line(done[-1]))
             save(done)
@@ -152,7 +154,7 @@ def bench_data_parallel(
 
 
 def _options_of_ours(bench: DataParallelBench) -> dict[str, Any]:
-    """Fields of our configuration that the command line sets."""
+    """Fields of ``DistributedDataParallelConfig`` that the command line sets."""
     options = {
         "bucket_size": bench.bucket_size,
         "num_buckets": bench.num_buckets,
@@ -163,7 +165,7 @@ def _options_of_ours(bench: DataParallelBench) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """Where the trace of a row goes."""
+    """Where the trace of a row is written."""
 
     folder: Path
     stem: str
@@ -203,12 +205,12 @@ def _measure(
         try:
             with ranks.attempt(with_groups=row.with_groups):
                 mine = _time_row(bench, case, row, trace)
-                _release(case.device)  # memory that a group has mapped goes before the group does
+                _release(case.device)  # memory that a process group has mapped is freed before the group ends
         except AnyRankFailed as failure:
             problem = str(failure)
             log(failure.details)
-    _release(case.device)  # what failed left its frames behind, and with them a model
-    # A refusal is the same on all ranks, or this is where they notice.
+    _release(case.device)  # a failure's traceback holds frames, and the frames hold a model
+    # One rank's refusal or failure counts for all ranks.
     told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
     problem = next((each for each, _ in told if each), None)
     if problem is not None:
@@ -268,7 +270,7 @@ def _barrier() -> None:
 
 
 def _write_digest(step: Step, case: Case, trace: _Trace) -> None:
-    """All ranks take the steps; rank 0 writes what it saw."""
+    """Run traced steps on all ranks; rank 0 writes the digest of its trace."""
     num_steps = 2
     trace.folder.mkdir(parents=True, exist_ok=True)
     path = trace.folder / f"trace_{trace.stem}.json.gz"

@@ -1,4 +1,4 @@
-"""What every row of ``bench data-parallel`` trains: a GPT, its microbatches, and the choice of linear layer.
+"""The GPT that every row of ``bench data-parallel`` trains, its microbatches, and its choice of linear layers.
 
 Legend: B sequences, T tokens, H width of the model, F width of the feed-forward, V vocabulary, M microbatches.
 """
@@ -43,17 +43,17 @@ class Setting:
     num_layers: int
     num_microbatches: int
     num_tokens: int
-    """Of one microbatch on one rank: one sequence."""
+    """Tokens of one microbatch on one rank: one sequence."""
     vocab_size: int = 32000
 
     @property
     def num_heads(self) -> int:
-        """Heads of 128 wherever the width allows."""
+        """Number of heads; a head is 128 wide where the width of the model allows."""
         return max(1, self.hidden // 128)
 
     @property
     def ffn_dim(self) -> int:
-        """2.6875 times the width, down to a multiple of 128."""
+        """2.6875 times the model's width, rounded down to a multiple of 128."""
         return int(self.hidden * 2.6875) // 128 * 128
 
     @property
@@ -77,7 +77,7 @@ SETTINGS = {
         Setting(name="large", hidden=4096, num_layers=8, num_microbatches=4, num_tokens=4096),
         Setting(name="one_microbatch", hidden=4096, num_layers=8, num_microbatches=1, num_tokens=4096),
         Setting(name="small", hidden=2048, num_layers=16, num_microbatches=2, num_tokens=2048),
-        # Not for measurements: everything runs, on a CPU too.
+        # Not for measurements: small enough to run everything on a CPU.
         Setting(name="tiny", hidden=64, num_layers=2, num_microbatches=2, num_tokens=16, vocab_size=128),
     )
 }
@@ -87,20 +87,20 @@ SETTINGS = {
 
 
 def plain_linear(in_features: int, out_features: int) -> nn.Module:
-    """torch's: autograd makes the weight gradient, and whoever wants it elsewhere moves it."""
+    """torch's layer: autograd makes the weight gradient, and a wrapper's hook moves it where needed."""
     return nn.Linear(in_features, out_features, bias=False)
 
 
 def fused_linear(in_features: int, out_features: int) -> nn.Module:
-    """Ours, with the weight gradient straight into ``main_grad``."""
+    """Our layer, which writes the weight gradient straight into ``main_grad``."""
     return Linear(in_features, out_features, bias=False, fuse_wgrad_accumulation=True)
 
 
 class AddmmLinear(nn.Linear):
-    """The plainest layer that adds its weight gradient to ``main_grad``: an autograd function around one ``addmm``.
+    """The simplest layer that adds its weight gradient to ``main_grad``: an autograd function around one ``addmm``.
 
-    Peers and their floor get it where they can take a fused weight gradient: what is compared is data parallelism, not
-    layers. It speaks the same contract as ours, to whichever provider there is.
+    The peers' floor uses this layer, and so do peers that accept a fused weight gradient: the benchmark compares data
+    parallelism, not layers. The layer follows the same ``main_grad`` contract as ours, with any provider.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class AddmmLinear(nn.Linear):
 
     @classmethod
     def make(cls, in_features: int, out_features: int) -> nn.Module:
-        """As a ``LinearFactory``."""
+        """Make the layer; a ``LinearFactory``."""
         return cls(in_features, out_features, bias=False)
 
 
@@ -118,7 +118,7 @@ class _AddmmWgrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight  # the object that bears main_grad; a hook of the provider's may unpack another
+        ctx.weight = weight  # the object with main_grad; a provider's saved-tensor hook may unpack another object
         return F.linear(x, weight)
 
     @staticmethod
@@ -137,7 +137,7 @@ class _AddmmWgrad(torch.autograd.Function):
 
 def _write_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
     """``total += a b``, or ``total = a b``, summed in ``total``'s dtype."""
-    if not total.is_cuda:  # the products of two dtypes are CUDA's
+    if not total.is_cuda:  # only CUDA has products with an output of another dtype
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=0 if overwrite else 1)
     elif overwrite:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -175,12 +175,12 @@ class Block(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """[B, T, V], [B, T] -> their mean, fp32."""
+    """[B, T, V], [B, T] -> mean cross-entropy, fp32."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 class GPT(nn.Module):
-    """(tokens [B, T], targets [B, T]) -> loss. No rotations, no dropout: nothing that data parallelism would notice."""
+    """(tokens [B, T], targets [B, T]) -> loss. Without rotary positions and dropout, which no row's work depends on."""
 
     def __init__(self, setting: Setting, linear: LinearFactory) -> None:
         super().__init__()
@@ -198,21 +198,24 @@ class GPT(nn.Module):
         return self.loss(self.head(self.norm(x)), targets)
 
     def units(self, *, split_ends: bool = False) -> list[nn.Module]:
-        """What sharded wrappers take one by one before the model: its blocks, and its two ends as well or not."""
+        """The modules that sharded wrappers make units of before the model itself.
+
+        split_ends  the blocks, the embedding and the head; otherwise the blocks alone
+        """
         return [*self.blocks, *((self.embedding, self.head) if split_ends else ())]
 
     def compile_parts(self) -> None:
-        """torch.compile for every block and for the loss: what sharded wrappers, which hook blocks, leave whole."""
+        """Compile every block and the loss. Sharded wrappers hook whole blocks, so these graphs need no break."""
         for block in self.blocks:
             block.compile()
         self.loss = torch.compile(cross_entropy)
 
 
 def make_model(setting: Setting, linear: LinearFactory, dtype: torch.dtype, device: torch.device) -> GPT:
-    """The same weights for every row and rank, drawn in fp32 and rounded to ``dtype``."""
+    """A model with the same weights for every row and rank, drawn in fp32 and rounded to ``dtype``."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         model = GPT(setting, linear)
-        torch.manual_seed(0)  # behind the constructors, which draw as they like
+        torch.manual_seed(0)  # after the constructors, whose draws differ between layers
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -223,7 +226,7 @@ def make_model(setting: Setting, linear: LinearFactory, dtype: torch.dtype, devi
 
 
 def random_tokens(setting: Setting, rank: int, device: torch.device) -> Tensor:
-    """[M, 1, T + 1] int64: the same for every row, other ones on each rank; every step sees them again."""
+    """[M, 1, T + 1] int64, the same for every row and step, different on each rank."""
     generator = torch.Generator(device=device).manual_seed(rank)
     shape = (setting.num_microbatches, 1, setting.num_tokens + 1)
     return torch.randint(0, setting.vocab_size, shape, device=device, generator=generator)
@@ -240,7 +243,7 @@ def accumulate(
 
     tokens    [M, 1, T + 1]
     not_last  the context of every microbatch but the last (``no_sync``)
-    before    called before each microbatch with whether it is the last one
+    before    called before each microbatch; its argument says whether this microbatch is the last
     """
     num_microbatches = len(tokens)
     for index, row in enumerate(tokens):

@@ -1,8 +1,8 @@
 """The peers' rows of ``bench data-parallel``: torch's DDP and FSDP2, Megatron-core, Megatron-FSDP.
 
-Each is set up as its own documentation says for bf16 training with gradients summed and reduced in fp32, and overlaps
-whatever it can. Megatron's take the fused weight gradient with the same plain layer as the peers' floor. What is not
-installed refuses with that reason.
+Each peer is set up as its own documentation says for bf16 training with gradients summed and reduced in fp32, and with
+all the overlap that it offers. Megatron's rows use the fused weight gradient of the same plain layer as the peers'
+floor. A row whose package is not installed refuses with that reason.
 """
 
 import importlib
@@ -55,9 +55,9 @@ def _torch_ddp(case: Case, *, compiled: bool) -> Step:
 
 
 def _fsdp2(case: Case, *, reshard: bool, split_ends: bool = False, compiled: bool = False) -> Step:
-    """Gradients are reduced in the last microbatch, and whole until then.
+    """Gradients stay whole until the last microbatch, which reduces them.
 
-    reshard     ZeRO-3; otherwise parameters stay gathered until the last microbatch's backward used them: ZeRO-2
+    reshard     ZeRO-3; otherwise ZeRO-2: parameters stay gathered until the last microbatch's backward has used them
     split_ends  the embedding and the head are units of their own
     """
     model = make_model(case.setting, plain_linear, torch.float32, case.device)
@@ -148,7 +148,10 @@ def _close_megatron() -> None:
 
 
 def _megatron_fsdp(case: Case, *, stage: int, fused: bool = False, defaults: bool = False) -> Step:
-    """defaults: gradients are summed and reduced in bf16, the parameters' dtype; otherwise in fp32, as everywhere."""
+    """A step of Megatron-FSDP.
+
+    defaults  gradients are summed and reduced in bf16, the parameters' dtype; otherwise in fp32, as in all other rows
+    """
     package = _megatron_fsdp_alone()
     grads_dtype = None if defaults else torch.float32
     mesh = make_mesh(case.device, {"dp": case.num_ranks, "tp": 1})
@@ -180,16 +183,16 @@ def _megatron_fsdp(case: Case, *, stage: int, fused: bool = False, defaults: boo
 
 
 def _megatron_fsdp_alone() -> Any:
-    """The package as it is without Megatron-core.
+    """Import Megatron-FSDP as if Megatron-core were not installed.
 
-    It takes Megatron-core's configuration class where that is installed, and Megatron-core 0.16's does not know all
-    fields that Megatron-FSDP 0.6 sets.
+    Megatron-FSDP uses Megatron-core's configuration class where Megatron-core is installed. The class of Megatron-core
+    0.16 lacks fields that Megatron-FSDP 0.6 sets.
     """
     if "megatron_fsdp" not in sys.modules:
         core = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "megatron"}
         for name in core:
             del sys.modules[name]
-        sys.modules["megatron"] = None  # type: ignore[assignment]  # importing it raises ImportError
+        sys.modules["megatron"] = None  # type: ignore[assignment]  # makes ``import megatron`` raise ImportError
         try:
             importlib.import_module("megatron_fsdp")
         finally:
@@ -199,7 +202,7 @@ def _megatron_fsdp_alone() -> Any:
 
 
 def peer_versions() -> str:
-    """Of what the rows depend on beyond torch, as far as it is installed: "triton 3.6.0, NCCL 2.28.9"."""
+    """Versions of the installed packages that rows need beyond torch, like "triton 3.6.0, NCCL 2.28.9"."""
     found = []
     for package in ("triton", "megatron-core", "megatron-fsdp"):
         try:
@@ -217,7 +220,7 @@ def peer_versions() -> str:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the package above it is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -232,13 +235,13 @@ def _problem(name: str, device: torch.device) -> str | None:
 
 
 def megatron_core_problem(device: torch.device) -> str | None:
-    """Why Megatron-core cannot be measured on ``device``; None: it can."""
+    """Why Megatron-core cannot be measured on ``device``; None if it can."""
     return _problem("megatron.core", device)
 
 
 def _refuse_overwriting(case: Case) -> str | None:
     if case.setting.num_microbatches > 1:
-        # 0.6.1 asks fused layers to overwrite main_grad after every unshard, also where it keeps summing there.
+        # Megatron-FSDP 0.6.1 asks fused layers to overwrite main_grad after every unshard, even while sums go on there.
         return (
             "it has fused layers overwrite the sum of earlier microbatches: only the last one's gradient would be left"
         )
@@ -288,4 +291,4 @@ PEERS: Mapping[str, Row] = {
         for suffix, what in (("", ""), ("_fused", ", fused wgrad"), ("_bf16", ", gradients in bf16"))
     },
 }
-"""By name, in the order in which they are measured. Megatron-FSDP comes last: 0.6.1 keeps memory for good."""
+"""Rows by name, in measuring order. Megatron-FSDP comes last: version 0.6.1 never frees its memory."""

@@ -16,7 +16,7 @@ __all__ = ["draw_data_parallel"]
 
 
 def draw_data_parallel(measurements: Sequence[Measurement], path: Path) -> Path:
-    """Draw what was measured into ``path``."""
+    """Draw ``measurements`` into ``path``."""
     sections = [section for section in sections_of(measurements) if _bars(section)]
     heights = [0.6 + 0.28 * len(_bars(section)) for section in sections] or [1.0]
     figure, panels = plt.subplots(
@@ -32,7 +32,7 @@ def draw_data_parallel(measurements: Sequence[Measurement], path: Path) -> Path:
 
 
 def _bars(section: Section) -> list[Measurement]:
-    """One for each measured row, slowest first, since bars are drawn upwards; a floor counts once."""
+    """One measurement per measured row, slowest first because bars are drawn upwards; each floor appears once."""
     measured = {row.row: row for row in section.rows if not row.problem}
     return sorted(measured.values(), key=lambda row: -_length(section, row))
 

@@ -1,7 +1,8 @@
-"""Ranks that measure one thing after another, agree on how each went, and go on after a failure.
+"""Ranks that measure one row after another, agree on each row's outcome, and go on after a failure.
 
-Each measurement gets process groups of its own. A rank that fails says so in a store that no group owns; the others,
-which may wait for it inside a collective, see it there, abort their groups and fail as well.
+Each measurement gets process groups of its own. A rank that fails reports the failure in a store that belongs to no
+group. The other ranks, which may wait for the failed rank inside a collective, see the report, abort their groups and
+fail as well.
 """
 
 import gc
@@ -25,13 +26,13 @@ __all__ = ["AnyRankFailed", "Ranks", "make_mesh"]
 
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 1.0
-"""For a rank that is about to fail by itself, as all do for the same reason most of the time."""
+"""Time before a rank is aborted: mostly all ranks fail for one reason, and each should report its own error."""
 
 
 class AnyRankFailed(RuntimeError):
-    """Some rank could not do its part; the message names the first one and its error.
+    """A rank failed; the message names the first rank that failed and its error.
 
-    details  the end of that rank's traceback
+    details  the end of the failed rank's traceback
     """
 
     def __init__(self, message: str, details: str) -> None:
@@ -40,9 +41,9 @@ class AnyRankFailed(RuntimeError):
 
 
 class Ranks:
-    """This process among those that torchrun started; alone without torchrun.
+    """This process and the other ranks that torchrun started; one rank alone without torchrun.
 
-    timeout  seconds after which a collective, or another rank's answer, is given up
+    timeout  seconds after which a wait for a collective or for another rank's answer fails
     """
 
     def __init__(self, store: c10d.Store, rank: int, size: int, device: torch.device, timeout: float = 120.0) -> None:
@@ -54,7 +55,7 @@ class Ranks:
 
     @classmethod
     def from_env(cls, timeout: float = 120.0) -> "Ranks":
-        """By torchrun's variables: NCCL and ``LOCAL_RANK``'s GPU where torch sees one, gloo and the CPU elsewhere."""
+        """Ranks from torchrun's variables: NCCL and ``LOCAL_RANK``'s GPU if torch sees GPUs, else gloo and the CPU."""
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -66,15 +67,15 @@ class Ranks:
 
     @classmethod
     def alone(cls, device: torch.device) -> "Ranks":
-        """A world of this process."""
+        """A world of one rank, which is this process."""
         return cls(dist.HashStore(), 0, 1, device)  # type: ignore[attr-defined]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank. All ranks call it in the same order; it waits for the slowest."""
+        """Every rank's ``value``, by rank. All ranks must call this in the same order; a call waits for all ranks."""
         number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
         keys = [f"exchange {number} of rank {rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(value).hex())
-        # Polled: a blocking wait would hold the store's lock for its whole time.
+        # Polled: a blocking wait would hold the store's lock until it ends.
         deadline = time.monotonic() + 2 * self.timeout.total_seconds()
         while not self._store.check(keys):
             if time.monotonic() > deadline:
@@ -84,10 +85,10 @@ class Ranks:
 
     @contextmanager
     def attempt(self, *, with_groups: bool) -> Iterator[None]:
-        """One thing that all ranks do together, in a default process group of its own if ``with_groups``.
+        """Run the block on all ranks together, in a default process group of its own if ``with_groups``.
 
-        Raises ``AnyRankFailed`` on every rank, with the first failure's text, if it raised on any; groups that the
-        block made are gone in either case. ``KeyboardInterrupt`` and the like are not held up.
+        Raises ``AnyRankFailed`` on every rank, with the first failure's text, if the block raised on any rank. The
+        block's process groups are destroyed in either case. ``KeyboardInterrupt`` and the like pass at once.
         """
         number, self._num_groups = self._num_groups, self._num_groups + 1
         failure: str | None = None
@@ -107,7 +108,7 @@ class Ranks:
                     watch.report()
         finally:
             _destroy()
-        # A rank that was aborted fails in consequence, whatever its clock says.
+        # Ranks that were aborted sort last: their failures are consequences, whenever they happened.
         told = self.exchange((watch.has_aborted, failed_at, self.rank, failure, details))
         failures = sorted(each for each in told if each[3] is not None)
         if failures:
@@ -126,10 +127,12 @@ class Ranks:
 
 
 def make_mesh(device: torch.device, dims: dict[str, int]) -> DeviceMesh:
-    """A mesh over all ranks of the default group: sizes by the dims' names, the outermost first. Collective.
+    """A mesh over all ranks of the default group. Collective.
+
+    dims  sizes by name, the outermost dim first
 
     Each dim gets groups of its own. ``init_device_mesh`` would split the default group's communicator, and torch 2.11
-    ends the process there unless that group is the first one of NCCL's in it (pytorch/pytorch#192109).
+    then kills the process unless the default group is the process's first NCCL group (pytorch/pytorch#192109).
     """
     ranks = torch.arange(dist.get_world_size()).view(*dims.values())
     groups: list[dist.ProcessGroup] = []
@@ -144,22 +147,22 @@ def make_mesh(device: torch.device, dims: dict[str, int]) -> DeviceMesh:
 
 
 class _Watch:
-    """Aborts this process's groups once, where a rank has failed.
+    """Aborts this process's groups once, after a rank has failed.
 
-    Where it was another one, from a thread of its own: a stuck collective would never return.
+    If another rank has failed, a thread of the watch aborts, because the main thread may be stuck in a collective.
     """
 
     def __init__(self, store: c10d.Store, key: str) -> None:
         self.has_aborted = False
         self._store = store
-        # A connection of its own: the other one may be blocked.
+        # A connection of its own: the main thread's connection may be blocked.
         self._eyes: c10d.Store = store.clone()  # type: ignore[attr-defined]
         self._key = key
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="failure watch", daemon=True)
 
     def report(self) -> None:
-        """This rank failed: tell the others, and abort here unless that was done."""
+        """Report to the other ranks that this rank failed, and abort its groups unless the watch has done so."""
         self._store.set(self._key, "failed")
         self._stop()
         if not self.has_aborted:

@@ -16,16 +16,16 @@ from .rows import FLOOR, PEER_FLOOR
 __all__ = ["Section", "read_measurements", "sections_of", "write_data_parallel_report"]
 
 _FIRST_LOSS_TOLERANCE = 0.01
-"""Of the first loss: all rows start from the same weights, rounded to bf16 here and not there."""
+"""Relative to the first loss. All rows start from the same weights, but only some rows round them to bf16."""
 _LAST_LOSS_TOLERANCE = 0.2
-"""Of the fall of the loss: rounding grows over the steps."""
+"""Relative to the fall of the loss, because rounding differences grow over the steps."""
 _LEARNS = 0.1
-"""Of the largest fall of the loss: a row that falls by less has learned nothing."""
+"""Relative to the largest fall of the loss: a row whose loss falls by less has learned nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One run's rows of one setting on one number of ranks."""
+    """The rows of one setting on one number of ranks."""
 
     setting: str
     num_ranks: int
@@ -37,26 +37,26 @@ class Section:
         return self.rows[0].machine
 
     def floor_ms(self, name: str) -> float:
-        """Mean over the times that this floor was measured; NaN if it never was."""
+        """Mean step time of the floor's measurements; NaN if the floor was not measured."""
         times = self._times(name)
         return statistics.mean(times) if times else math.nan
 
     def drift(self, name: str) -> float:
-        """Last time of this floor over its first, minus 1; NaN unless it was measured twice."""
+        """The floor's last step time over its first, minus 1; NaN unless the floor was measured twice."""
         times = self._times(name)
         return times[-1] / times[0] - 1 if len(times) > 1 else math.nan
 
     def over(self, name: str, row: Measurement) -> float:
-        """Step time of ``row`` over that of a floor."""
+        """Step time of ``row`` divided by the step time of floor ``name``."""
         return row.step_ms / self.floor_ms(name)
 
     def over_slowest(self, name: str, row: Measurement) -> float:
-        """The same on the rank that takes longest: ranks that communicate cannot be faster than the slowest alone."""
+        """The same ratio of both slowest ranks' times: ranks that communicate all take as long as the slowest rank."""
         alone = [floor.slowest_rank_ms for floor in self.rows if floor.row == name and not floor.problem]
         return row.slowest_rank_ms / statistics.mean(alone) if alone else math.nan
 
     def odd_losses(self) -> list[Measurement]:
-        """Rows whose loss is not what the others' is: they do not do the same work."""
+        """Rows whose loss differs from the other rows': they do not do the same work."""
         measured = [row for row in self.rows if not row.problem]
         trained = [row for row in measured if row.trains]
         if not measured:
@@ -64,7 +64,7 @@ class Section:
         first = statistics.median(row.first_loss for row in measured)
         odd = [row for row in measured if not abs(row.first_loss - first) <= _FIRST_LOSS_TOLERANCE * abs(first)]
         if trained:
-            # What learns nothing is odd, however many such rows there are: it has no say in where the loss should be.
+            # Rows that learn nothing are odd, even if they are the majority: they do not count for the expected loss.
             falls = [row.first_loss - row.last_loss for row in trained]
             largest = max((fall for fall in falls if not math.isnan(fall)), default=0.0)
             learning = [
@@ -80,7 +80,7 @@ class Section:
 
 
 def sections_of(measurements: Sequence[Measurement]) -> list[Section]:
-    """In the order of the settings, fewer ranks first."""
+    """The measurements by section, in the order of the settings, fewer ranks first."""
     groups: dict[tuple[str, int], list[Measurement]] = {}
     for row in measurements:
         groups.setdefault((row.setting, row.num_ranks), []).append(row)
@@ -90,7 +90,7 @@ def sections_of(measurements: Sequence[Measurement]) -> list[Section]:
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """What ``write_data_parallel_report`` wrote; nothing where there is no such file."""
+    """Read a CSV of ``write_data_parallel_report``; an empty list if the file does not exist."""
     if not path.exists():
         return []
     parsers: dict[Any, Callable[[str], Any]] = {str: str, int: int, float: float, bool: lambda text: text == "True"}
@@ -102,9 +102,9 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def write_data_parallel_report(measurements: Sequence[Measurement], folder: Path, stem: str = "data_parallel") -> str:
-    """Write ``stem.csv`` and ``stem.md`` into ``folder``; returns the latter.
+    """Write ``stem.csv`` and ``stem.md`` into ``folder``; returns the Markdown.
 
-    Sections that the CSV there has, of other settings or numbers of ranks, stay.
+    Sections of other settings or other numbers of ranks that the CSV already has are kept.
     """
     path = folder / f"{stem}.csv"
     mine = {(row.setting, row.num_ranks) for row in measurements}

@@ -1,6 +1,6 @@
 """Our own rows of ``bench data-parallel``, and the floors that ratios are taken over.
 
-A row builds a training step. What it needs it makes inside ``build``; what the process keeps of it, ``close`` gives up.
+A row's ``build`` makes a training step and all that the step needs. ``close`` frees what the process still keeps.
 """
 
 import dataclasses
@@ -38,17 +38,17 @@ Step = Callable[[], Tensor]
 
 
 class Case(NamedTuple):
-    """What a row is built for."""
+    """The setting, ranks and device that a row is built for."""
 
     setting: Setting
     rank: int
     num_ranks: int
     device: torch.device
     ours: Mapping[str, Any] = {}
-    """Fields of ``DistributedDataParallelConfig`` that our rows set beyond their own; units take ``bucket_size``."""
+    """Fields of ``DistributedDataParallelConfig`` for all our rows; sharded units use ``bucket_size`` alone."""
 
     def tokens(self) -> Tensor:
-        """[M, 1, T + 1] of this rank."""
+        """This rank's tokens [M, 1, T + 1]."""
         return random_tokens(self.setting, self.rank, self.device)
 
 
@@ -58,25 +58,28 @@ class Row(NamedTuple):
     label: str
     build: Callable[[Case], Step]
     with_groups: bool = True
-    """Its ranks communicate; otherwise each is a world of one."""
+    """Whether the row's ranks communicate; otherwise each rank is a world of one."""
     close: Callable[[], None] = lambda: None
-    """Gives up what the row left in the process, before its process groups end."""
+    """Frees what the row left in the process. Called before the row's process groups end."""
     trains: bool = True
-    """Its loss falls as the others' does."""
+    """Whether the row trains the model, so that its loss falls as the other rows'."""
     refuse: Callable[[Case], str | None] = lambda _: None
-    """Why it cannot be measured in this case; None: it can."""
+    """Why the row cannot be measured in this case; None if it can."""
 
 
 # ---- Floors: the same work without a collective. ----
 
 
 def _build_floor(case: Case) -> Step:
-    """Our wrapper and modules in a world of one; AdamW on a rank's shard of each bucket, rounded to bf16 after it."""
+    """Our wrapper and modules in a world of one.
+
+    AdamW updates a rank's shard of each bucket; then the shard is rounded to bf16.
+    """
     model = make_model(case.setting, fused_linear, torch.bfloat16, case.device)
     ddp = DistributedDataParallel(model, process_group=WORLD_OF_ONE)
     shards = [bucket.grad_data[: bucket.grad_data.numel() // case.num_ranks] for bucket in ddp.buckets]
     masters = [nn.Parameter(torch.zeros_like(shard)) for shard in shards]
-    rounded = [torch.empty_like(shard, dtype=torch.bfloat16) for shard in shards]  # where parameters would lie
+    rounded = [torch.empty_like(shard, dtype=torch.bfloat16) for shard in shards]  # in place of the parameters
     for master, shard in zip(masters, shards, strict=True):
         master.grad = shard
     adamw = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
@@ -95,7 +98,7 @@ def _build_floor(case: Case) -> Step:
 
 
 def _build_peer_floor(case: Case) -> Step:
-    """No wrapper: one accumulator for each parameter, ``addmm`` into it, AdamW on a tensor of a rank's share."""
+    """No wrapper: ``addmm`` into one accumulator for each parameter; AdamW on one tensor of a rank's share."""
     model = make_model(case.setting, AddmmLinear.make, torch.bfloat16, case.device)
     totals = []
     for name, parameter in model.named_parameters():
@@ -135,7 +138,7 @@ def _build_ours(
     def step() -> Tensor:
         ddp.zero_grad_buffer()
         loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
-        ddp.start_grad_sync()  # the step waits, bucket by bucket
+        ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
         optimizer.step()
         return loss
 
@@ -161,7 +164,7 @@ def _zero1_copy_engines(case: Case) -> Step:
 
 
 def refuse_copy_engines(case: Case) -> str | None:
-    """Why gathers cannot run on copy engines; None: they can."""
+    """Why gathers cannot run on copy engines; None if they can."""
     if case.device.type == "cuda" and zero_cta_options() is not None:
         return None
     return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
@@ -192,7 +195,7 @@ def _hybrid(case: Case) -> Step:
 
 
 def refuse_instances(case: Case) -> str | None:
-    """Why there cannot be two instances; None: there can."""
+    """Why the ranks cannot form two instances; None if they can."""
     if case.num_ranks >= 4 and case.num_ranks % 2 == 0:
         return None
     return "two instances of two or more ranks each need 4 ranks, or a larger even number"
@@ -207,7 +210,7 @@ def _zero1_compiled(case: Case) -> Step:
 
 
 def reset_compiler() -> None:
-    """Forget compiled graphs, which hold what they were compiled for."""
+    """Drop compiled graphs, which hold the model that they were compiled for."""
     torch._dynamo.reset()
 
 
@@ -225,4 +228,4 @@ OURS: Mapping[str, Row] = {
     "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=refuse_instances),
     "ddp": Row("maingrad DDP", _ddp),
 }
-"""By name, in the order in which they are measured; ratios are over the first."""
+"""Rows by name, in measuring order. Ratios are over the first row."""

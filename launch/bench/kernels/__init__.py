@@ -1,4 +1,4 @@
-"""``maingrad bench kernels`` and ``maingrad bench tune``: kernels against rooflines, rivals and each other.
+"""``maingrad bench kernels`` and ``maingrad bench tune``: kernels against rooflines and rivals, and against each other.
 
 Imports ``launch/report`` and ``launch/config``.
 """

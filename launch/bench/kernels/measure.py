@@ -1,8 +1,11 @@
 """``maingrad bench kernels``: every kernel against its roofline and its rivals.
 
-The roofline of an operation is the larger of its floating-point operations over the rate of an 8192^3 product in bf16,
-and of its bytes, operands read once and results written once, over the rate of a device copy (read and written). Both
-rates are measured in the same run, before anything else.
+The roofline of an operation is the larger of two times:
+
+    floating-point operations / rate of an 8192^3 product in bf16
+    bytes (operands read once, results written once) / rate of a device copy (bytes read plus bytes written)
+
+Both rates are measured at the start of the same run.
 """
 
 import statistics
@@ -32,8 +35,8 @@ _PUBLISHED: tuple[Shape, ...] = (
     (64, 32768, 2048, 2048),
     (128, 32768, 1536, 4096),
     (32, 8192, 4096, 2048),
-    (64, 32768, 2048, 1024),  # OLMoE's second layer
-    (128, 32768, 1536, 2048),  # Qwen3-30B-A3B's two
+    (64, 32768, 2048, 1024),  # OLMoE's fc2
+    (128, 32768, 1536, 2048),  # Qwen3-30B-A3B's two layers
     (128, 32768, 2048, 768),
     (1, 2048, 4096, 4096),
     (1, 2048, 14336, 4096),
@@ -47,23 +50,22 @@ _PUBLISHED: tuple[Shape, ...] = (
     (1, 16384, 12288, 4096),
 )
 _SMALL: tuple[Shape, ...] = ((4, 128, 48, 32), (1, 32, 16, 24))
-"""What a CPU does in seconds: that everything runs and agrees, no more."""
+"""Shapes that a CPU runs in seconds: they show that everything runs and agrees, and say nothing of speed."""
 OPS = (*GROUPED_OPS, *DENSE_OPS, *STREAMING_OPS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBench:
-    """What is measured; the defaults are the published table's."""
+    """Size of the measurement; the defaults are the published table's."""
 
     ops: tuple[str, ...] = OPS
-    """Operations: those with wgrad_ in front take shapes of one expert, the others of several."""
+    """Operations. Those whose names begin with wgrad_ take shapes of one expert, the others shapes of several."""
     shapes: tuple[str, ...] = ()
-    """EXPERTSxROWSxNxK, like 64x32768x2048x2048; none: the published ones, on a CPU two tiny ones."""
+    """Shapes as EXPERTSxROWSxNxK, like 64x32768x2048x2048. None: the published shapes, or two tiny ones on a CPU."""
     num_rounds: int = 3
-    """Measurements of each contender; the median counts. Rounds go over all contenders in turn, so that drift hits them
-    alike."""
+    """Rounds; the median counts. Each round measures all contenders in turn, so that drift hits them alike."""
     measure_ms: int = 40
-    """Device time of one measurement, in which the median of single runs is taken; a cold L2 before each."""
+    """Device time of one measurement, which is the median of single runs. L2 is cold before each run."""
 
     def __post_init__(self) -> None:
         unknown = [op for op in self.ops if op not in OPS]
@@ -74,7 +76,7 @@ class KernelBench:
         self.parsed_shapes(on_cuda=False)
 
     def parsed_shapes(self, *, on_cuda: bool) -> tuple[Shape, ...]:
-        """The shapes as numbers. Raises ``ConfigError`` for one that is none."""
+        """The shapes as numbers. Raises ``ConfigError`` for a text that is no shape."""
         if not self.shapes:
             return _PUBLISHED if on_cuda else _SMALL
         return tuple(parse_shape(text) for text in self.shapes)
@@ -82,21 +84,21 @@ class KernelBench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceilings:
-    """What this machine does at best, measured."""
+    """Measured peak rates of this machine."""
 
     tflops: float
-    """bf16 product of two square matrices."""
+    """Rate of a bf16 product of two square matrices, in 1e12 floating-point operations per second."""
     product_size: int
-    """Their size."""
+    """Rows and columns of these matrices."""
     gb_per_s: float
-    """Device copy, bytes read plus bytes written."""
+    """Rate of a device copy: bytes read plus bytes written, in 1e9 per second."""
 
     def roofline_ms(self, flops: float, nbytes: float) -> float:
-        """No run can be faster, but for what a cache holds."""
+        """Milliseconds that an operation takes at the peak rates. Only a run with operands in cache can be faster."""
         return max(flops / self.tflops / 1e9, nbytes / self.gb_per_s / 1e6)
 
     def bound(self, flops: float, nbytes: float) -> str:
-        """By what."""
+        """Which of the two rates limits the operation."""
         return "products" if flops / self.tflops / 1e9 > nbytes / self.gb_per_s / 1e6 else "memory"
 
 
@@ -111,18 +113,18 @@ class KernelRow:
     k: int
     contender: str
     ms: float
-    """Median over the rounds."""
+    """Milliseconds of one run, median over the rounds."""
     spread_ms: float
     """Largest minus smallest round."""
     roofline_ms: float
     over_roofline: float
     over_ours: float
     bound: str
-    """By what the roofline is: products or memory."""
+    """What limits the roofline: products or memory."""
     tflops: float
     gb_per_s: float
     relative_error: float
-    """Against fp64, Frobenius norm, of the part that is checked."""
+    """Error of the checked part of the result against fp64, relative, in the Frobenius norm."""
     gpu: str
     torch: str
     triton: str
@@ -136,18 +138,18 @@ class KernelRow:
 
 @dataclass(kw_only=True, slots=True)
 class KernelTable:
-    """What was measured, and what was not and why."""
+    """The measured rows, and the contenders without a row."""
 
     ceilings: Ceilings
     rows: list[KernelRow] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    """Contenders that gave wrong results or could not run, a line each; nothing is said of their time."""
+    """One line for each contender that gave wrong results or could not run; the line gives no time."""
     wrong: bool = False
-    """One of ours is among them."""
+    """Whether one of maingrad's kernels gave a wrong result."""
 
 
 def bench_kernels(bench: KernelBench, device: torch.device, log: Callable[[str], None] = lambda _: None) -> KernelTable:
-    """Check every contender and then time it; one that is wrong has no row."""
+    """Check every contender, then time it. A contender with wrong results gets no row."""
     ceilings = measure_ceilings(device)
     log(f"ceilings: {ceilings.tflops:.3g} TFLOP/s, {ceilings.gb_per_s:.4g} GB/s")
     table = KernelTable(ceilings=ceilings)
@@ -167,13 +169,13 @@ def bench_kernels(bench: KernelBench, device: torch.device, log: Callable[[str],
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """The two rates; on a CPU at sizes that say little."""
+    """Measure the two rates. On a CPU the sizes are too small for meaningful rates."""
     size, nbytes = (8192, 1 << 30) if device.type == "cuda" else (256, 1 << 20)
     a = torch.randn(size, size, device=device, dtype=torch.bfloat16)
     b = torch.randn_like(a)
     source = torch.empty(nbytes, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    # Long enough for the clocks to settle where they stay under load.
+    # Long enough for the GPU's clocks to settle at their rate under load.
     product, copy = _milliseconds(lambda: a @ b, 300, device), _milliseconds(lambda: target.copy_(source), 100, device)
     return Ceilings(tflops=2 * size**3 / product / 1e9, product_size=size, gb_per_s=2 * nbytes / copy / 1e6)
 
@@ -218,7 +220,7 @@ def _measure_case(
 def _checked(
     op: str, shape: Shape, case: Case, table: KernelTable, log: Callable[[str], None]
 ) -> Iterable[tuple[str, float]]:
-    """The contenders that are right, with their errors."""
+    """The contenders whose results are right, with their relative errors."""
     for name, contender in case.contenders.items():
         ours = name in (OURS, POINTERS)
         try:
@@ -237,7 +239,7 @@ def _checked(
 
 
 def _milliseconds(run: Callable[[], object], measure_ms: int, device: torch.device) -> float:
-    """Median of single runs."""
+    """Median milliseconds of single runs."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -258,7 +260,7 @@ def _provenance() -> tuple[str, str, str, str]:
 
 
 def triton_version() -> str:
-    """Or "none"."""
+    """Version of Triton, or "none"."""
     if not HAS_TRITON:
         return "none"
     import triton

@@ -17,11 +17,11 @@ __all__ = ["draw_kernels"]
 
 _RIVALS = (EXPOSED, QUIET, READY, DRAIN)
 _CLIPPED = 5.0
-"""Bars end here, with their number on top: a rival at 15 would squeeze what matters into the lowest tenth."""
+"""Longer bars end here, with their value on top: a rival at 15 would leave the other bars too short to compare."""
 
 
 def draw_kernels(rows: Sequence["KernelRow"], path: Path, machine: str) -> Path:
-    """Draw ``rows`` into ``path``; ``machine`` goes below."""
+    """Draw ``rows`` into ``path``, with ``machine`` below the panels."""
     ops = list(dict.fromkeys(row.op for row in rows))
     columns = 1 if len(ops) == 1 else 2
     height = math.ceil(len(ops) / columns)

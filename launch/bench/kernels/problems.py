@@ -1,6 +1,6 @@
-"""Products as the kernel benchmarks run them: operands of one shape, split sizes drawn as a router's would be.
+"""Problems of the kernel benchmarks: operands of one shape, with uneven split sizes like a router's.
 
-Legend: E experts, T rows of all of them, N output features, K input features.
+Legend: E experts, T rows of all experts, N output features, K input features.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ Shape: TypeAlias = tuple[int, int, int, int]
 """E experts (1: a dense layer), T rows, N output features, K input features."""
 
 GROUPED_OPS = ("grouped_linear", "grouped_dgrad", "grouped_wgrad_accumulate", "grouped_wgrad_overwrite")
-_MULTIPLE = 16  # of rows: torch's grouped_mm asks for it
+_MULTIPLE = 16  # of rows: torch's grouped_mm requires it
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Without ``torch.``."""
+    """Name of ``dtype`` without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def _split_sizes(experts: int, rows: int, seed: int = 0) -> list[int]:
-    """Uneven sizes, multiples of 16 that sum to ``rows`` (as far as it is one): some experts several times others."""
+    """Uneven sizes in multiples of 16; their sum is ``rows``, rounded down to a multiple of 16."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(experts, generator=generator) + 0.2
     drawn = torch.multinomial(weights, max(rows // _MULTIPLE, 1), replacement=True, generator=generator)
@@ -36,19 +36,19 @@ def _split_sizes(experts: int, rows: int, seed: int = 0) -> list[int]:
 
 
 def parse_shape(text: str) -> Shape:
-    """EXPERTSxROWSxNxK. Raises ``ConfigError`` for a text that is no shape, or one that rivals cannot take."""
+    """Parse EXPERTSxROWSxNxK. Raises ``ConfigError`` for a text that is no shape, and for shapes that rivals refuse."""
     parts = text.split("x")
     if len(parts) != 4 or not all(part.isdigit() and int(part) for part in parts):
         raise ConfigError(f"--shapes: '{text}' is not EXPERTSxROWSxNxK, like 64x32768x2048x2048")
     experts, rows, n, k = (int(part) for part in parts)
     if rows % 16 or n % 16 or k % 8:
-        # torch's grouped_mm takes rows of experts and features in units of 16 bytes; scaled_glu halves N.
+        # torch's grouped_mm takes rows and features in units of 16 bytes; scaled_glu halves N.
         raise ConfigError(f"--shapes: '{text}' needs rows and N in multiples of 16, and K of 8, for the rivals' sake")
     return experts, rows, n, k
 
 
 class GroupedOperands:
-    """What the four grouped products of one shape read and write."""
+    """Operands and results of the four grouped products of one shape."""
 
     def __init__(self, experts: int, rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
         def random(*shape: int) -> Tensor:
@@ -65,11 +65,14 @@ class GroupedOperands:
         self.grads = torch.zeros(experts, n, k, device=device)
 
     def problem(self, op: str) -> Problem:
-        """Its entry in a tuning table."""
+        """The key of ``op`` at this shape in a tuning table."""
         return Problem(op, dtype_name(self.x.dtype), *self.shape)
 
     def check(self, op: str, run: Callable[[], None]) -> float:
-        """Run once into poisoned memory; the relative error against fp64 on the experts with most and fewest rows."""
+        """Run once into memory that holds NaN (sums: ones).
+
+        Returns the relative error against fp64, the larger of the experts with most and with fewest rows.
+        """
         exact_of: Callable[[int], Tensor]
         if op == "grouped_linear":
             result, exact_of = self.y, lambda e: self.x[self.slices[e]].double() @ self.weights[e].double().t()
@@ -87,13 +90,13 @@ class GroupedOperands:
         errors = [
             error_of(result[e if by_expert else self.slices[e]], exact_of(e) + added) for e in {order[0], order[-1]}
         ]
-        return max(errors, key=lambda error: (error != error, error))  # NaN is the largest
+        return max(errors, key=lambda error: (error != error, error))  # NaN counts as the largest error
 
 
 def error_of(actual: Tensor, exact: Tensor) -> float:
-    """Relative, in the Frobenius norm; NaN where ``actual`` has any. Nothing to compare is no error.
+    """``norm(actual - exact) / norm(exact)`` in the Frobenius norm; NaN if ``actual`` has a NaN, 0 for empty tensors.
 
-    Where ``exact`` is all zeros, as an expert's gradient without rows, it is the norm of ``actual``.
+    If ``exact`` is all zeros, as the gradient of an expert without rows is, the error is the norm of ``actual``.
     """
     if exact.numel() == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""What ``maingrad bench kernels`` measured, for readers: a table for each operation, with a line for each shape."""
+"""The report of ``maingrad bench kernels``: a table for each operation, with a line for each shape."""
 
 import statistics
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ twice. Time over the fastest rival is ours over the least of the others: below 1
 
 
 def write_kernel_report(table: KernelTable, folder: Path) -> str:
-    """Write ``kernels.csv``, ``kernels.md`` and ``kernels.png`` into ``folder``; returns the second."""
+    """Write ``kernels.csv``, ``kernels.md`` and ``kernels.png`` into ``folder``; returns the Markdown."""
     ceilings = table.ceilings
     lines = [
         "# Kernels against their rooflines and rivals",
@@ -52,7 +52,7 @@ def write_kernel_report(table: KernelTable, folder: Path) -> str:
 
 
 def over_fastest_rival(rows: Sequence[KernelRow]) -> float | None:
-    """Our time over the least of the rivals', of one operation at one shape; None where either was left out."""
+    """Our time divided by the fastest rival's, for one operation at one shape; None where either has no row."""
     ours = [row.ms for row in rows if row.contender == OURS]
     rivals = [row.ms for row in rows if row.contender not in (OURS, POINTERS, DOES_LESS)]
     return ours[0] / min(rivals) if ours and rivals else None

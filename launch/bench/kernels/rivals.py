@@ -1,7 +1,7 @@
-"""Every operation of ``kernels/`` as the benchmarks run it, and beside it what one would otherwise call.
+"""Every operation of ``kernels/`` as the benchmarks run it, and its rivals: what a user would call instead.
 
-Legend: E experts, T rows of all of them, N output features, K input features. ``sizes`` of experts are lists of the
-host here: loops over experts need them, and are given them for nothing.
+Legend: E experts, T rows of all experts, N output features, K input features. ``sizes`` of experts are lists on the
+host: rivals that loop over experts need them, and no time counts for reading them from the device.
 """
 
 import warnings
@@ -41,27 +41,27 @@ __all__ = [
 
 DENSE_OPS = ("wgrad_accumulate", "wgrad_overwrite")
 STREAMING_OPS = ("scaled_glu", "scaled_glu_backward", "grouped_bias_grad", "permute_rows", "unpermute_rows")
-"""Bound by memory at any shape."""
+"""Operations that memory bounds at any shape."""
 OURS, POINTERS = "ours", "ours, pointers"
 DOES_LESS = "grouped_mm, bf16 result"
-"""What autograd leaves in ``.grad``: half the bytes, and rounded."""
+"""A rival that writes what autograd leaves in ``.grad``: half the bytes, rounded to bf16."""
 
 _TOP_K = 8
 _CHECKED_ROWS = 256
 _ROUNDED = 4e-3
-"""Relative error of results that are rounded to bf16; sums in fp32 are far closer to fp64."""
+"""Largest relative error of results that are rounded once to bf16; sums in fp32 are far closer to fp64."""
 _ROUNDED_OFTEN = 1e-2
-"""The same after each of several operations."""
+"""Largest relative error of results that are rounded to bf16 after each of several operations."""
 _IN_FP32 = 1e-4
 
 _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
 class Contender(NamedTuple):
-    """One way to compute it."""
+    """One way to compute an operation."""
 
     run: Callable[[], Tensor | None]
-    """Returns the result where it is memory of its own; None: it is written in place."""
+    """Computes once. Returns the result where it is a new tensor; None where it is written in place."""
     tolerance: float
     """Largest relative error against fp64."""
 
@@ -74,18 +74,21 @@ class Case(NamedTuple):
     """Operands read once and results written once."""
     contenders: dict[str, Contender]
     error: Callable[[Callable[[], Tensor | None]], float]
-    """Runs a contender once into poisoned memory; its relative error, NaN where it left any."""
+    """Runs a contender once into memory that holds NaN; returns its relative error, NaN if a NaN is left."""
 
 
 def product_work(op: str, shape: tuple[int, int, int, int], element_size: int = 2) -> tuple[float, float]:
-    """Floating-point operations and bytes of a product: E, T, N, K; accumulators are fp32, and read where added to."""
+    """Floating-point operations and bytes of a product of shape (E, T, N, K).
+
+    Accumulators are fp32. They are written, and where the product adds to them they are read as well.
+    """
     experts, rows, n, k = shape
     accumulator = {"accumulate": 8, "overwrite": 4}.get(op.rpartition("_")[2], element_size)
     return 2.0 * rows * n * k, float(element_size * rows * (n + k) + accumulator * experts * n * k)
 
 
 def make_case(op: str, operands: GroupedOperands) -> Case:
-    """``op`` at the shape of ``operands``: one of GROUPED_, DENSE_ (one expert) or STREAMING_OPS."""
+    """``op`` at the shape of ``operands``; ``op`` is one of GROUPED_OPS, DENSE_OPS (one expert) or STREAMING_OPS."""
     if op in _CASES:
         return _CASES[op](operands)
     if op.startswith(("wgrad", "grouped_wgrad")):
@@ -177,7 +180,7 @@ def _dense_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
 
 
 def _product_into(grad: Tensor, dy: Tensor, x: Tensor, once: bool) -> None:
-    """cuBLAS with an fp32 epilogue, in place; it takes no matrices without rows."""
+    """cuBLAS with an fp32 epilogue, in place. cuBLAS takes no matrices without rows: these are handled apart."""
     if not x.shape[0]:
         if once:
             grad.zero_()
@@ -188,10 +191,10 @@ def _product_into(grad: Tensor, dy: Tensor, x: Tensor, once: bool) -> None:
 
 
 def _nothing(result: Tensor) -> None:
-    """For operations that also return what they were given to write."""
+    """Drop the result of an operation that also writes the result in place."""
 
 
-# ---- Our kernels without the tensor memory accelerator: what GPUs before sm90 run. ----
+# ---- Our kernels without the tensor memory accelerator, which GPUs before sm90 run. ----
 
 
 def _pointer_gemm(o: GroupedOperands, source: Tensor, result: Tensor, *, transposed: bool) -> dict[str, Contender]:
@@ -224,7 +227,7 @@ def _pointer_wgrad(o: GroupedOperands, once: bool) -> dict[str, Contender]:
 
 
 def _fastest(runs: list[Callable[[], None]], tolerance: float) -> dict[str, Contender]:
-    """The fastest one, if any fits this GPU's shared memory."""
+    """The fastest of ``runs``; none if no configuration fits this GPU's shared memory."""
     from triton.runtime.errors import OutOfResources
     from triton.testing import do_bench
 
@@ -240,12 +243,12 @@ def _fastest(runs: list[Callable[[], None]], tolerance: float) -> dict[str, Cont
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """Memory that is allocated without values holds NaN: torch does that where algorithms are to be deterministic."""
+    """Within this context torch fills uninitialized memory with NaN, as it does for deterministic algorithms."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of operations that are not deterministic, which is of no interest here
+            warnings.simplefilter("ignore")  # warnings of nondeterministic operations, which do not matter here
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -258,7 +261,7 @@ def _streaming(
     exact: Tensor,
     part: Callable[[Tensor], Tensor],
 ) -> Case:
-    """``part`` of a result is compared with ``exact``, fp64; all of it must be finite."""
+    """A case that compares ``part`` of each result with ``exact`` (fp64). The whole result must be finite."""
 
     def error(run: Callable[[], Tensor | None]) -> float:
         with _poisoned():
@@ -308,7 +311,7 @@ _SWIGLU = Glu("sigmoid_linear", 1.0, None, 0.0)
 
 
 def _activation(o: GroupedOperands) -> tuple[Tensor, Tensor]:
-    """dy as what fc1 gives, gate and linear half, with a routing probability for each row."""
+    """dy in the role of fc1's output (gate half and linear half), and a routing probability for each row."""
     return o.dy, torch.rand(o.dy.shape[0], device=o.dy.device)
 
 
@@ -327,7 +330,7 @@ def _bias_grad(o: GroupedOperands) -> Case:
 
 
 def _permutation(o: GroupedOperands) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Tokens, where the copies of each lie, which token each row is a copy of; and the bytes of one pass."""
+    """(tokens, the rows that hold each token's copies, the token that each row is a copy of, the bytes of one pass)."""
     rows, k = o.x.shape
     tokens = o.x[: rows // _TOP_K]
     order = torch.randperm(tokens.shape[0] * _TOP_K, device=o.x.device)

@@ -1,7 +1,7 @@
 """``maingrad bench tune``: measure every configuration of every kernel, and write the table of the fastest.
 
-It also says what a cold start costs: the time of the configuration that a shape would get from the other shapes' rows,
-over that of its own.
+The benchmark also reports what a cold start costs: a shape without a row of its own gets its configuration from the
+other shapes' rows. The cost is this configuration's time divided by the time of the shape's own fastest configuration.
 """
 
 import csv
@@ -47,15 +47,15 @@ DENSE_SHAPES = tuple(
 )
 _TOLERANCE = {"grouped_linear": 4e-3, "grouped_dgrad": 4e-3}  # bf16 results; fp32 accumulators are far closer
 _WORTH = 0.98
-"""A kernel takes a dense product over from the library where it needs at most this share of its time."""
+"""A kernel replaces the library for a dense product if its time is at most this part of the library's time."""
 
 
 _NOISE = 1.01
-"""Times of one configuration differ by as much between two calls."""
+"""Two measurements of one configuration differ by up to this factor."""
 
 
 class Timing(NamedTuple):
-    """One configuration of one problem."""
+    """The time of one configuration of one problem."""
 
     problem: Problem
     config: str
@@ -70,7 +70,7 @@ def tune(
     dense: Iterable[tuple[int, int, int]] = DENSE_SHAPES,
     ops: Sequence[str] = (*GROUPED_OPS, "wgrad_accumulate", "wgrad_overwrite"),
 ) -> list[Timing]:
-    """Time every candidate, the three fastest of each problem again and in turns; wrong results raise."""
+    """Time every candidate, then time the three fastest of each problem again in turns. Raises for wrong results."""
     timings: list[Timing] = []
     for experts, rows, n, k in grouped:
         operands = GroupedOperands(experts, rows, n, k, torch.bfloat16, device)
@@ -88,14 +88,14 @@ def tune(
 
 
 def _checked(op: str, operands: GroupedOperands, runs: dict[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
-    """Those that fit this GPU, once their results are right."""
+    """The runs that fit this GPU's shared memory. Raises for a run with a wrong result."""
     from triton.runtime.errors import OutOfResources
 
     fitting = {}
     for config, run in runs.items():
         try:
             error = operands.check(op, run)
-        except OutOfResources:  # less shared memory than an H100 has
+        except OutOfResources:  # this GPU has less shared memory than an H100
             continue
         if not error < _TOLERANCE.get(op, 1e-4):
             raise RuntimeError(f"{op} {operands.shape} {config}: relative error {error}")
@@ -135,7 +135,7 @@ def _dense_runs(op: str, operands: GroupedOperands) -> Iterator[tuple[str, Calla
 
 
 def describe(config: GemmConfig | WgradConfig) -> str:
-    """As ``TunedRow.config``: the fields without a default, and those that differ from it."""
+    """The text of ``TunedRow.config``: fields without a default, and fields that differ from their default."""
     defaults = config._field_defaults
     fields: dict[str, Any] = config._asdict()
     return " ".join(
@@ -164,10 +164,11 @@ def _time_all(problem: Problem, runs: dict[str, Callable[[], None]], log: Callab
 
 
 def fastest(timings: Sequence[Timing]) -> dict[Problem, Timing]:
-    """The best of each problem. A dense one stays the library's where no kernel is clearly faster.
+    """The configuration to use for each problem. A dense problem keeps the library unless a kernel is clearly faster.
 
-    Of those as fast as the best but for ``_NOISE`` it is the one that is as fast at most other problems of its op: a
-    shape that was not measured gets the configuration of a near one.
+    Several configurations may be as fast as the best one within ``_NOISE``. The chosen one is that which is also within
+    ``_NOISE`` of the best at the largest number of the op's problems, because a shape that was not measured gets the
+    configuration of a near shape.
     """
     by_problem: defaultdict[Problem, dict[str, Timing]] = defaultdict(dict)
     for timing in timings:
@@ -188,7 +189,7 @@ def _as_fast_as_the_best(found: dict[str, Timing]) -> list[Timing]:
 
 
 def cold_ratios(timings: Sequence[Timing], device: torch.device) -> dict[Problem, float]:
-    """For each problem the time of what the other rows of the table would choose for it, over that of its own row."""
+    """For each problem, the time of the configuration that the other rows would give it over its own row's time."""
     gpu = gpu_name(device)
     rows = tuple(_row(timing, gpu) for timing in fastest(timings).values())
     measured = {(timing.problem, timing.config): timing.ms for timing in timings}
@@ -226,7 +227,7 @@ def _row(timing: Timing, gpu: str) -> TunedRow:
 
 
 def write_tuning(timings: Sequence[Timing], device: torch.device, folder: Path) -> str:
-    """Write ``tuned.csv``, and every timing to ``timings.csv``; returns what a cold start costs, a line a problem."""
+    """Write ``tuned.csv``, and all timings to ``timings.csv``. Returns cold-start costs, one line per problem."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "tuned.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""``maingrad bench tune``: shape by shape through every configuration, and what the table costs a shape it lacks."""
+"""``maingrad bench tune``: times every configuration of every shape, and reports what a cold start costs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class TuneBench:
     """What is tuned; the defaults are the shipped table's."""
 
     ops: tuple[str, ...] = (*GROUPED_OPS, *DENSE_OPS)
-    """Operations that have a table: those with wgrad_ in front take shapes of one expert, the others of several."""
+    """Operations. Those whose names begin with wgrad_ take shapes of one expert, the others shapes of several."""
     shapes: tuple[str, ...] = ()
-    """EXPERTSxROWSxNxK; one expert: a dense layer. None: the shipped table's."""
+    """Shapes as EXPERTSxROWSxNxK; one expert: a dense layer. None: the shipped table's shapes."""
 
     def __post_init__(self) -> None:
         unknown = [op for op in self.ops if op not in (*GROUPED_OPS, *DENSE_OPS)]
@@ -44,7 +44,7 @@ class TuneBench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColdRow:
-    """One problem of the table, as if its own row were not there."""
+    """One problem of the tuning table, as if the table lacked the problem's own row."""
 
     op: str
     experts: int
@@ -52,16 +52,16 @@ class ColdRow:
     n: int
     k: int
     config: str
-    """Of its own row."""
+    """Configuration of the problem's own row."""
     ms: float
     cold_over_tuned: float
-    """Time of the configuration that the other rows give it, over ``ms``."""
+    """Time of the configuration that the other rows give to the problem, divided by ``ms``."""
 
 
 def bench_tune(
     bench: TuneBench, device: torch.device, folder: Path, log: Callable[[str], None] = lambda _: None
 ) -> list[Timing]:
-    """Time every configuration; the files are written after each shape, so that a run that is stopped leaves them."""
+    """Time every configuration. Files are written after each shape, so that a stopped run leaves its results."""
     timings: list[Timing] = []
     for shape, ops in bench.work():
         dense = shape[0] == 1
@@ -73,7 +73,7 @@ def bench_tune(
 
 
 def cold_rows(timings: Sequence[Timing], device: torch.device) -> list[ColdRow]:
-    """A row for each problem that some other row serves, the worst first."""
+    """A row for each problem whose cold configuration was measured, the largest ``cold_over_tuned`` first."""
     tuned, ratios = fastest(timings), cold_ratios(timings, device)
     worst_first: list[Problem] = sorted(ratios, key=lambda problem: -ratios[problem])
     return [

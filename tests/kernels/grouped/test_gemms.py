@@ -56,19 +56,19 @@ def draw(*shape: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
 
 
 def padded(splits: Sequence[int], columns: int, dtype: torch.dtype, device: str, seed: int) -> Tensor:
-    """Rows of all experts, and behind them rows of NaN that nobody may use."""
+    """Rows of all experts, followed by padding rows of NaN that no kernel may use."""
     rows = draw(sum(splits) + NUM_PAD_ROWS, columns, dtype=dtype, device=device, seed=seed)
     rows[sum(splits) :] = torch.nan
     return rows
 
 
 def tolerance(exact_terms: Tensor, contracted: int, dtype: torch.dtype) -> Tensor:
-    """Sums in fp32 in any order, rounded once to ``dtype``: relative to the sum of the terms' sizes, and the result."""
+    """Error bound of fp32 sums in any order, from ``exact_terms``: the sums of the terms' absolute values."""
     return (contracted + 4) * 2.0**-24 * exact_terms
 
 
 def assert_rows_close(actual: Tensor, a: Tensor, b: Tensor, splits: Sequence[int], matrices: Tensor) -> None:
-    """``actual`` rows against ``a_e b_e`` in fp64; zeros behind the last expert."""
+    """Compare ``actual`` with the rows of ``a_e b_e`` in fp64, and with zeros after the last expert's rows."""
     for rows, matrix in zip(rows_of(splits), matrices.double(), strict=True):
         exact = a[rows].double() @ matrix
         terms = a[rows].double().abs() @ matrix.abs()

@@ -1,4 +1,4 @@
-"""Offsets, bias gradients and gradients of the bias's scales by expert: oracle and Triton kernels against fp64."""
+"""Offsets, bias gradients and scale gradients by expert: reference implementations and Triton kernels against fp64."""
 
 import itertools
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def offsets_of(splits: list[int], device: str, dtype: torch.dtype = torch.int64)
 def operands(
     splits: list[int], padding: int, features: int, dtype: torch.dtype, device: str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy and scales, whose pad rows are NaN, and biases."""
+    """dy and scales, both with NaN in padding rows, and biases."""
     generator = torch.Generator().manual_seed(seed)
     filled = sum(splits)
     dy = torch.randn(filled + padding, features, generator=generator)
@@ -73,7 +73,7 @@ def scale_grad_launched(dy: Tensor, bias: Any, offsets: Tensor) -> Tensor:
 
 
 def exact_bias_grad(dy: Tensor, splits: list[int], scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sums in fp64, and sums of absolute values, by which rounding is bounded."""
+    """The sums in fp64, and the sums of absolute values, which bound the rounding error."""
     parts = dy[: sum(splits)].double() * (1 if scale is None else scale[: sum(splits), None].double())
     groups = parts.split(splits)
     return torch.stack([group.sum(0) for group in groups]), torch.stack([group.abs().sum(0) for group in groups])
@@ -140,7 +140,7 @@ def test_offsets_of_more_experts_than_one_program_takes(device: str) -> None:
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_operands_with_rows_apart_or_columns_apart(device: str) -> None:
-    """Where 16 bytes at a time are not to be had, threads take other features, and sums another order."""
+    """Where loads of 16 bytes are impossible, threads take other features and sums have another order."""
     splits = [5, 0, 40]
     dy, scale, bias = operands(splits, 3, 24, torch.float32, device)
     offsets = offsets_of(splits, device)
@@ -170,7 +170,7 @@ def test_what_others_rows_hold_changes_no_bit(device: str) -> None:
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 def test_many_experts_are_found(device: str) -> None:
-    """More than one step of the search looks at."""
+    """More experts than one step of the search covers."""
     splits = [index % 3 for index in range(300)]
     dy, _, bias = operands(splits, 9, 3, torch.float32, device)
     offsets = offsets_of(splits, device)
@@ -205,7 +205,7 @@ def test_the_kernels_are_the_oracle(splits: list[int], padding: int, features: i
 
 @pytest.mark.gpu
 def test_rows_beyond_32_bits_of_address() -> None:
-    """2^31 elements lie in front of the last expert's rows."""
+    """2^31 elements lie before the last expert's rows."""
     features, rows = 8192, 2**18 + 40
     dy = torch.zeros(rows, features, dtype=torch.float16, device="cuda")
     dy[-40:] = torch.randn(40, features, device="cuda").half()

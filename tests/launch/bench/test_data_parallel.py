@@ -1,4 +1,4 @@
-"""``maingrad bench data-parallel``: every row does the same work, and what fails is a row with its reason."""
+"""``maingrad bench data-parallel``: every row does the same work; a row that fails stays with its reason."""
 
 import csv
 import dataclasses
@@ -40,7 +40,7 @@ TINY = ["--settings", "tiny", "--num-steps", "2", "--num-rounds", "1", "--num-wa
 BRIEF = DataParallelBench(settings=("tiny",), num_steps=2, num_rounds=1, num_warmup_steps=1)
 CPU = torch.device("cpu")
 
-# Rows on two ranks: what one fails at, the other waits for in a collective.
+# Rows on two ranks: one rank fails while the other rank waits for it in a collective.
 FAILING = """
 import sys
 import torch
@@ -120,7 +120,7 @@ def test_on_one_rank_it_writes_table_and_picture(tmp_path: Path, capsys: pytest.
     assert not problems["zero1"] and not problems[FLOOR]
     assert all(float(row["step_ms"]) > 0 for row in rows if not row["problem"])
     assert all(math.isnan(float(row["step_ms"])) for row in rows if row["problem"])
-    # One seed, one set of tokens; only what trains gets better.
+    # One seed and one set of tokens give one first loss; only rows that train get better.
     first = {float(row["first_loss"]) for row in rows if not row["problem"]}
     assert max(first) - min(first) < 0.01
     assert all((row["last_loss"] < row["first_loss"]) == (row["row"] == "zero1") for row in rows if not row["problem"])
@@ -208,7 +208,7 @@ def test_ratios_are_over_the_mean_of_a_floor_and_drift_is_told(tmp_path: Path) -
     assert "| the row ddp | - | - | - | - | - | - | it broke |" in table
     assert "our floor +10.0%, the peers' floor +0.0%" in table
     assert "**Losses" not in table
-    # NaN is not equal to itself, its text is.
+    # Compared as text, because NaN is not equal to itself.
     assert list(map(str, read_measurements(tmp_path / "data_parallel.csv"))) == list(map(str, rows))
 
 

@@ -1,4 +1,4 @@
-"""`maingrad bench kernels`: what is timed was checked, and is compared with what the machine can do."""
+"""`maingrad bench kernels`: every timed kernel was checked, and its time is compared with the roofline."""
 
 import csv
 from pathlib import Path
@@ -104,7 +104,7 @@ def test_a_bound_is_the_larger_time() -> None:
 
 
 def nothing_written(*_: Any, **__: Any) -> None:
-    """A kernel that leaves its result as it was."""
+    """A kernel that does not write its result."""
 
 
 def one_expert_forgotten(dy: Any, x: Any, main_grads: Any, offsets: Any, *, overwrite: bool) -> None:

@@ -1,4 +1,4 @@
-"""`maingrad bench moe`: six ways to compute experts and to sum their gradients, all of which train the same model."""
+"""`maingrad bench moe`: six ways to compute experts and accumulate their gradients train the same model."""
 
 import csv
 import math

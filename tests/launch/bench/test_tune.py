@@ -1,4 +1,4 @@
-"""`maingrad bench tune`, run through: each shape with its operations, files that a stopped run leaves, cold starts."""
+"""`maingrad bench tune` as a whole: each shape with its operations, the files of a stopped run, cold starts."""
 
 import csv
 from pathlib import Path
@@ -25,7 +25,7 @@ OP = "grouped_linear"
 
 
 def timings_of(shape: tuple[int, ...], **milliseconds: float) -> list[Timing]:
-    """Of configurations that differ in one number each: ``a=1.5`` stands for ``block_m=97``."""
+    """Timings of configurations that differ in block_m; ``a=1.5``: the one with ``block_m=97`` takes 1.5 ms."""
     problem = Problem(OP, "bfloat16", *shape)
     return [Timing(problem, f"block_m={ord(name)}", ms) for name, ms in milliseconds.items()]
 

@@ -51,7 +51,7 @@ def test_no_candidate_is_there_twice(candidates: tuple[WgradConfig | GemmConfig,
 
 @pytest.mark.parametrize("rows", [4.0, 512.0, 4096.0])
 def test_defaults_are_candidates(rows: float) -> None:
-    """Only then is the cost of a default known."""
+    """The cost of a default is known only if tuning has timed it."""
     assert default_wgrad_config(torch.bfloat16, (9, 0), rows) in WGRAD_CANDIDATES
     assert default_gemm_config(torch.bfloat16, (9, 0), rows) in GEMM_CANDIDATES
 

@@ -1,4 +1,4 @@
-"""Configurations: what a file may say, what the command line changes, and how mistakes are answered."""
+"""Configurations: files, overrides on the command line, and errors."""
 
 import dataclasses
 import json
@@ -240,7 +240,7 @@ def test_contradictions_of_units_are_refused_by_name(document: dict[str, Any], m
 
 
 def test_placements_in_full():
-    """Gradients sharded inside, the optimizer across as well: a row that has no name."""
+    """Gradients sharded in an instance, optimizer state across instances too: placements without a name."""
     document = {"inner": ["whole", "sharded", "sharded"], "outer": ["whole", "whole", "sharded"]}
     row = structure({"parallel": "hsdp", "fsdp": document}).fsdp.row
     assert (row.inner, row.outer) == (PLACEMENTS["zero2"].inner, PLACEMENTS["hsdp_zero1"].outer)
@@ -262,7 +262,7 @@ def test_contradiction_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_ddp_section_has_every_field_of_the_wrapper():
-    """A new field of the wrapper is an option of the program, or the program says why not."""
+    """Every field of the wrapper's configuration is an option of the program, or is listed with a reason."""
     wrapper = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
     section = {field.name for field in dataclasses.fields(DdpConfig)}
     assert section <= wrapper

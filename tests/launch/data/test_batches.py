@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "data.bin"
     path.write_bytes(b"x" * 1000)
 
-    def refuse(*args: Any, **kwargs: Any) -> None:  # whoever runs the tests may be allowed to read everything
+    def refuse(*args: Any, **kwargs: Any) -> None:  # the user who runs the tests may have permission to read every file
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, "open", refuse)
@@ -224,7 +224,7 @@ def test_same_seed_same_batch_other_step_other_batch():
     seed=st.integers(0, 2**63),
 )
 def test_ranks_together_read_what_one_process_reads(ranks: int, num_microbatches: int, step: int, seed: int):
-    """Microbatch by microbatch, and in the same order, so that means over ranks are means over the same rows."""
+    """In each microbatch and in the same order, so that means over ranks are means over the same rows."""
     for microbatch in range(num_microbatches):
         common = {"num_microbatches": num_microbatches, "global_batch_size": 24 * num_microbatches, "seed": seed}
         alone = batch(step, microbatch, **common)

@@ -42,7 +42,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 def mixture(**changes: Any) -> MixtureOfExperts:
-    """One block's, in fp64, weights of order one: its router has opinions, and no expert is idle."""
+    """One block's mixture in fp64, with weights of order one, so that probabilities differ and no expert is idle."""
     ffn = build_model(config(**changes), seed=0).blocks[0].ffn.double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def expert_weights(ffn: MixtureOfExperts, expert: int) -> tuple[Tensor, Tensor]:
 
 
 def token_by_token(ffn: MixtureOfExperts, x: Tensor, top_k: int, *, normalize: bool, scale: float) -> Tensor:
-    """The definition, without any permutation."""
+    """The definition, one token at a time, without permutation."""
     rows = []
     for token in x:
         probs = (ffn.router.linear.weight @ token).softmax(-1)
@@ -158,7 +158,7 @@ def test_balancing_lowers_the_probability_of_the_fullest():
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_block_is_its_definition(changes: dict[str, Any], fused: bool):
-    """Output and every gradient, router included, in fp64, where a difference is a mistake."""
+    """Compares the output and every gradient, the router's included; in fp64, so that any difference is a fault."""
     ffn = mixture(**changes, fuse_wgrad_accumulation=fused)
     options = {"normalize": ffn.router.normalize, "scale": ffn.router.scale}
     reference = mixture(**changes, fuse_wgrad_accumulation=False)
@@ -248,7 +248,7 @@ def test_weights_that_write_to_the_residual_stream_start_smaller():
 
 
 def test_every_gradient_goes_through_main_grad_fused_and_delayed():
-    """Fused into main_grad, delayed or not, two microbatches: bit for bit what a plain backward gives the hook."""
+    """Two microbatches of fused gradients, delayed or not, give bit for bit the gradients of the hook."""
     results = []
     for changes in (
         {"fuse_wgrad_accumulation": False},
@@ -442,7 +442,7 @@ def test_a_captured_block_follows_other_tokens():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
-    for shift in (0.0, 1.0):  # a common part of all tokens sends most of them to the same experts
+    for shift in (0.0, 1.0):  # a shift of all tokens sends most of them to the same experts
         with torch.no_grad():
             x.copy_(torch.randn_like(x) + shift)
         graph.replay()

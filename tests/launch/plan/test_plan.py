@@ -1,4 +1,4 @@
-"""``maingrad plan``: the same numbers as the wrapper's own, without a process group and without memory."""
+"""``maingrad plan`` gives the wrapper's own numbers without a process group and without memory."""
 
 import dataclasses
 from io import StringIO
@@ -40,7 +40,7 @@ class Allocated(NamedTuple):
     gathered: list[str]
     """Buckets in the order of their gathers."""
     sent: list[tuple[str, str, int]]
-    """Bucket, collective and bytes of each reduction."""
+    """(bucket, collective, bytes) of each reduction."""
 
 
 def allocate(config: Config) -> Allocated:
@@ -95,7 +95,7 @@ def test_plan_is_what_training_allocates(
     assert {rank.masters for rank in held} == {plan.rank_bytes.masters}
     assert (plan.rank_bytes.masters > 0) is (param_dtype == "bfloat16")
     assert max(rank.moments for rank in held) == plan.rank_bytes.moments
-    # What is sent, in its order.
+    # The collectives in their order.
     assert [int(name.split()[1]) for name in held[0].gathered] == [bucket.index for bucket in plan.gather_order]
     collective = {"ddp": "all_reduce"}.get(
         parallel, "all_to_all" if "grad_reduce_wire_dtype" in ddp else "reduce_scatter"

@@ -1,4 +1,4 @@
-"""``maingrad plan`` of fully sharded runs: the same numbers as the units' own, without a process group and memory."""
+"""``maingrad plan`` of fully sharded runs gives the units' own numbers without a process group and memory."""
 
 from collections import Counter
 from io import StringIO
@@ -131,7 +131,7 @@ def test_the_formulas_of_the_docs(
 
 
 def test_units_of_four_blocks_fill_the_peaks(tmp_path: Path):
-    """What is planned is not merely enough."""
+    """The planned peaks are reached, so they are no larger than needed."""
     config = tiny_config(tmp_path, parallel="fsdp", model={"num_layers": 4})
     plan, held = plan_units(config, 2), simulate(train_two_steps, 2, config)[0]
     outermost, block = plan.units[:2]
@@ -183,7 +183,7 @@ def test_the_peak_of_gradients_is_what_a_run_s_meter_shows(
 def test_weights_of_one_module_in_several_buckets_are_bounded(
     tmp_path: Path, bucket_size: int, single_grouped_weight: bool
 ):
-    """The order in which a module writes them is its own affair. Blocks with experts and others in turn."""
+    """The plan does not know the order in which a module writes its weights. Every second block has experts."""
     model = EXPERTS | {"moe_layer_freq": 2, "single_grouped_weight": single_grouped_weight}
     config = tiny_config(tmp_path, parallel="fsdp", fsdp={"bucket_size": bucket_size}, model=model)
     plan, held = plan_units(config, 1), simulate(train_two_steps, 1, config)[0]
@@ -205,7 +205,7 @@ def test_large_models_cost_nothing_to_plan(tmp_path: Path):
 
 
 def test_buckets_halve_what_is_reduced_beside_a_unit(tmp_path: Path):
-    """An 8B model: its blocks have six buckets each; the embedding's own is written after the last block."""
+    """An 8B model: each block has six buckets; the embedding's gradient is written after the last block's."""
     size = {"dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336, "vocab_size": 128256}
     config = tiny_config(tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"})
     plan = plan_units(config, 4)

@@ -1,4 +1,4 @@
-"""`maingrad report`: two runs over the same tokens, side by side; anything else is refused."""
+"""`maingrad report` compares two runs over the same tokens, and refuses runs over different tokens."""
 
 import csv
 import json

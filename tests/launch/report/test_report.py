@@ -1,4 +1,4 @@
-"""Records and pictures: what is written can be read back, and the stated overlap is the recorded one."""
+"""Records and pictures: written records can be read back, and the stated overlap is the recorded one."""
 
 import math
 from io import StringIO
@@ -133,7 +133,7 @@ def test_overlap_picture_of_gathers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def sharded() -> dict[str, Any]:
-    """The same step with parameters that are sharded: gathered for the final backward, and for the next forward."""
+    """The same step with sharded parameters, gathered for the final backward and for the next forward."""
     spans = gathered()
     for number, (launched, finished) in enumerate([(2.0, 2.5), (6.5, 7.0), (6.75, 8.0)]):
         unit = f"units.{min(number, 1)}.a .. units.{min(number, 1)}.b"
@@ -174,7 +174,7 @@ def texts(figure: Any) -> str:
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Figures that are saved from here on, kept for inspection."""
+    """The figures that the test saves."""
     figures: list[Any] = []
     save = report.save
     for module in (report, overlap_plot):

@@ -1,4 +1,4 @@
-"""The digest of a trace, on one that is small enough to work out by hand."""
+"""The digest of a trace that is small enough to compute by hand."""
 
 import gzip
 import json
@@ -30,8 +30,8 @@ EVENTS = [
     kernel("gemm_a", 7, 5000.0, 1000.0, 6),
     kernel("ncclDevKernel_AllGather", 20, 5500.0, 1500.0, 7),
     launch(-10.0, 1),
-    launch(900.0, 3),  # before its gap began: it waited
-    launch(4700.0, 6),  # 1200 into its gap, which the host had made
+    launch(900.0, 3),  # before the gap began, so the kernel waited
+    launch(4700.0, 6),  # 1200 into the gap, so the host was late
     {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 9000.0},
     {"ph": "i", "cat": "kernel", "name": "an instant", "ts": 1.0},
 ]

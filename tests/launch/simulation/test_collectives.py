@@ -1,4 +1,4 @@
-"""Every collective of simulated ranks against the result written down directly."""
+"""Every collective of simulated ranks against its result, computed directly."""
 
 import math
 from collections.abc import Callable
@@ -25,14 +25,14 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "PRODUCT": lambda stacked: stacked.prod(0),
 }
 
-# The names before torch 2.13, which warn there, and the new ones where they exist.
+# The names before torch 2.13 (torch 2.13 warns of them), and the new names where they exist.
 ALL_GATHER = [name for name in ("all_gather_single", "all_gather_into_tensor") if hasattr(dist, name)]
 REDUCE_SCATTER = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 def brought(rank: int, *shape: int, key: int = 0) -> Tensor:
-    """What ``rank`` brings: small integers in fp32, so that sums of any order are exact."""
+    """The tensor of ``rank``: small integers in fp32, so that sums in any order are exact."""
     generator = torch.Generator().manual_seed(1000 * key + rank)
     return torch.randint(-8, 9, shape, generator=generator).float()
 
@@ -42,7 +42,7 @@ def all_brought(world_size: int, *shape: int, key: int = 0) -> Tensor:
 
 
 def on_ranks(world_size: int, fn: Callable[[int], Any]) -> list[Any]:
-    """``fn(rank)`` on every simulated rank, under three orders, which must agree."""
+    """``fn(rank)`` on every simulated rank. Three orders of ranks must give the same results."""
     results = [simulate(lambda: fn(dist.get_rank()), world_size, seed=seed) for seed in range(3)]
     first = tree_leaves(results[0])
     for other in results[1:]:
@@ -174,14 +174,14 @@ def test_point_to_point(world_size: int):
         for work in dist.batch_isend_irecv(ring):
             work.wait()
         assert torch.equal(received, brought(before, 2))
-        # Two messages under way at once, told apart by their tags, received in the other order.
+        # Two messages in flight, told apart by their tags, are received in reverse order.
         works = [dist.isend(torch.full((1,), float(tag)), after, tag=tag) for tag in (1, 2)]
         for tag in (2, 1):
             dist.recv(received[:1], before, tag=tag)
             assert received[0] == tag
         for work in works:
             work.wait()
-        # From one rank, although others may have sent before it.
+        # A receive from one rank, although other ranks may have sent before.
         if rank == 0:
             for peer in range(world_size - 1, 0, -1):
                 dist.recv(received, peer)
@@ -224,7 +224,7 @@ def test_integers_and_complex():
 
 
 def test_premultiplied():
-    """Newer torch tells the factor; older torch hides it, and the sum is refused by name."""
+    """Newer torch exposes the factor. Older torch hides it, and the reduction is refused by name."""
 
     def run(rank: int) -> float:
         scaled = torch.tensor([float(rank)])
@@ -342,7 +342,7 @@ def test_modes_of_the_rank_that_arrives_last_do_not_matter(mode: Callable[[], An
         x = torch.full((2,), 1.0 + rank * 2**-12)  # not representable in bf16
         with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), torch.inference_mode(rank == 1):
             with mode():
-                dist.group.WORLD.allreduce([x]).wait()  # not through dist, which takes function modes away itself
+                dist.group.WORLD.allreduce([x]).wait()  # not through dist, which disables function modes itself
                 dist.all_to_all([x[:1], x[1:]], [x[:1], x[1:]])
         return x.clone()
 

@@ -1,4 +1,4 @@
-"""What goes wrong on simulated ranks is reported at once: mismatches, deadlocks, exceptions."""
+"""Errors on simulated ranks are reported at once: mismatches, deadlocks, exceptions."""
 
 import contextlib
 from collections.abc import Callable

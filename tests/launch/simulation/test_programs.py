@@ -1,4 +1,4 @@
-"""Random programs of collectives on simulated ranks, against an oracle without ranks."""
+"""Random programs of collectives on simulated ranks, against a reference implementation without ranks."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ from maingrad.launch import simulate
 
 
 def brought(rank: int, *shape: int, key: int) -> Tensor:
-    """What ``rank`` brings to step ``key``: small integers in fp32, so that sums of any order are exact."""
+    """The tensor of ``rank`` in step ``key``: small integers in fp32, so that sums in any order are exact."""
     generator = torch.Generator().manual_seed(1000 * key + rank)
     return torch.randint(-8, 9, shape, generator=generator).float()
 
@@ -31,7 +31,7 @@ collectives = st.lists(
 
 @given(program=collectives, world_size=st.sampled_from([1, 2, 3, 4]), seed=st.integers(0, 2**32))
 def test_random_programs_compute_the_same_as_no_ranks_at_all(program: Any, world_size: int, seed: int):
-    """The oracle keeps all ranks' state in one list and applies each collective to all members at once."""
+    """The reference implementation keeps all ranks' state in one list and applies each collective to all members."""
     subsets = [list(range(world_size)), [0], list(range(0, world_size, 2)), list(range(world_size // 2, world_size))]
 
     def run() -> list[Tensor]:

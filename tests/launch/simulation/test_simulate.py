@@ -1,4 +1,4 @@
-"""Simulated ranks: one runs at a time, in an order that replays; handles, futures and the store pass the baton."""
+"""One simulated rank runs at a time, in an order that replays; handles, futures and the store pass the baton."""
 
 import signal
 import threading
@@ -47,7 +47,7 @@ def test_only_one_rank_runs_at_a_time():
         for step in range(6):
             inside.append(rank)
             most = max(most, len(inside))
-            time.sleep(0.002)  # gives up the GIL: another runnable thread would get in
+            time.sleep(0.002)  # releases the GIL, so that another runnable thread would run
             torch.randn(64, 64) @ torch.randn(64, 64)
             inside.remove(rank)
             if step % 2:
@@ -98,7 +98,7 @@ def test_a_race_shows_under_some_orders_and_replays():
         x = torch.ones(1)
         work = dist.all_reduce(x, async_op=True)
         if dist.get_rank() == 0:
-            x.fill_(10.0)  # too early: the collective may still have to read it
+            x.fill_(10.0)  # too early: the collective may not have read x yet
         work.wait()
         return float(x)
 
@@ -144,7 +144,7 @@ def test_asking_is_completed_in_a_loop_lets_the_others_go_on(monkeypatch: pytest
 
     for seed in range(5):
         assert simulate(fn, 4, seed=seed) == [True] * 4
-    # Many polls are no deadlock while something happens in between.
+    # Many polls are no deadlock while other ranks launch in between.
     monkeypatch.setattr("maingrad.launch.simulation.schedule._MAX_IDLE_POLLS", 20)
     assert simulate(lambda: [fn() for _ in range(150)], 2) == [[True] * 150] * 2
 

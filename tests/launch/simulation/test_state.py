@@ -1,4 +1,4 @@
-"""What each simulated rank has to itself, what comes back afterwards, and whole programs on top."""
+"""State of each simulated rank, the caller's state that is restored afterwards, and whole programs."""
 
 import ctypes
 import gc
@@ -198,7 +198,7 @@ class Mallinfo2(ctypes.Structure):
 
 
 def megabytes_in_use() -> float:
-    """What was allocated and not freed. Resident memory says less: malloc keeps what ended threads have freed."""
+    """Allocated and not freed memory. Resident memory says less: malloc keeps what ended threads have freed."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Mallinfo2
     numbers = mallinfo2().numbers
@@ -235,7 +235,7 @@ def test_many_simulations_leave_no_threads_and_no_memory():
     before = megabytes_in_use()
     run(10)
     assert threading.active_count() == threads
-    assert objects() <= kept  # those caches may let go of some
+    assert objects() <= kept  # those caches may drop objects
     assert megabytes_in_use() - before < 10, "one leaked tensor of each simulation would be 20 MB"
 
 

@@ -1,4 +1,4 @@
-"""The order in which simulated ranks add: the documented tree, and for two ranks gloo's bits."""
+"""Simulated ranks add in the order of the documented tree; two ranks give the same bits as gloo."""
 
 from collections.abc import Callable, Sequence
 

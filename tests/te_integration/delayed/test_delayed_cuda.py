@@ -1,4 +1,4 @@
-"""Delayed weight gradients on GPUs: the same numbers in bf16, on other streams, and over NCCL."""
+"""Delayed weight gradients on GPUs give the undelayed numbers: in bf16, on other streams, and over NCCL."""
 
 from contextlib import nullcontext
 
@@ -61,7 +61,7 @@ def train(device: str, how: str, group: dist.ProcessGroup | None = None, fused: 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("how", ["modules", "queue", "side"])
 def test_delayed_is_bitwise_undelayed(how: str, fused: bool) -> None:
-    """Also when the drain runs on another stream than the backward that queued (fault 17)."""
+    """Also when the queue is drained on another stream than the backward's (fault 17)."""
     for plain, delayed in zip(train("cuda", "now", fused=fused), train("cuda", how, fused=fused), strict=True):
         assert plain.isfinite().all()
         assert torch.equal(plain, delayed)
@@ -86,7 +86,7 @@ def test_delayed_is_bitwise_undelayed_over_nccl() -> None:
 
 @pytest.mark.gpu
 def test_memory_of_queued_tensors_is_not_given_away() -> None:
-    """A drain on another stream, then allocations on the first: freed too early, they would overwrite its operands."""
+    """Drains on another stream, then allocates on the first: operands freed too early would be overwritten."""
     layer = Linear(512, 512, bias=False, device="cuda", fuse_wgrad_accumulation=True)
     ddp = DistributedDataParallel(layer)
     side, queue = torch.cuda.Stream(), WgradQueue()

@@ -1,7 +1,7 @@
-"""Reductions run under later weight gradients: measured on two gloo processes, 50 ms for each of both.
+"""Reductions run under later weight gradients: measured on two gloo processes, where each of both takes 50 ms.
 
-Each weight gradient and each collective is one recorded interval. What counts is the share of the collectives' time,
-the last bucket's left out, during which a weight gradient is computed.
+Each weight gradient and each collective is one recorded interval. The tests check the share of the collectives' time,
+without the last bucket's, during which a weight gradient is computed.
 """
 
 import time
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 def tower(delayed: int) -> nn.Sequential:
-    """The last ``delayed`` layers delay; the head's and the last layers' buckets come first in backward."""
+    """The last ``delayed`` layers delay. The buckets of the head and the last layers become ready first."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(
@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def measure(delayed: int, sharded: bool, microbatches: int) -> Run:
-    """One iteration, its W drained in bucket order after each B; gradients compared with a plain model's."""
+    """Run one iteration, drain W in bucket order after each B, compare the gradients with a plain model's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = tower(0)
     for layer in plain:
@@ -119,7 +119,7 @@ def test_each_bucket_reduces_under_the_weight_gradients_of_the_next(sharded: boo
 @pytest.mark.parametrize("sharded", [False, True], ids=["all_reduce", "reduce_scatter"])
 @pytest.mark.sampled(1)
 def test_half_delayed_reduces_under_both(sharded: bool) -> None:
-    """The first layers' buckets become ready as backward ends, and have the delayed products to run under."""
+    """The first layers' buckets become ready as backward ends, and are reduced under the delayed products."""
     check_share(LAYERS // 2, sharded, 1)
 
 
@@ -152,7 +152,7 @@ def lagging(lag: int) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("lag", [0, 2, 4])
 @pytest.mark.sampled(1)
 def test_no_bucket_launches_before_its_last_weight_gradient(lag: int) -> None:
-    """From records, with each weight gradient delayed: W may lag B by any number of microbatches."""
+    """Every weight gradient is delayed; W may lag B by any number of microbatches. Checked from the records."""
     for ranks in run_ranks(lagging, 2, lag):
         for bucket, last_wgrad, launched in ranks:
             assert last_wgrad <= launched, bucket

@@ -1,5 +1,5 @@
-"""Recompute without reentrance of modules whose weight gradients a block delays: it saves what the first forward
-has saved, whichever of the two is in the block."""
+"""Non-reentrant recompute of modules whose weight gradients a block delays: the recomputed forward saves the same
+tensors as the first forward, whichever of the two forwards runs in the block."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ WIDTH = 8
 
 
 class Experts(GroupedLinear):
-    """Takes its rows half and half."""
+    """The first expert takes half of the rows, the second takes the other half."""
 
     def forward(self, inp: Tensor) -> Tensor:
         rows = inp.numel() // WIDTH
@@ -35,7 +35,7 @@ SHAPES = [(WIDTH, WIDTH), (3, WIDTH), (2, 3, WIDTH)]
 
 
 def make(kind: str) -> nn.Module:
-    """Two of them, with something between that nobody delays."""
+    """Two modules, and between them an operation that is not delayed."""
     torch.manual_seed(0)
     return nn.Sequential(MODULES[kind](), nn.Linear(WIDTH, WIDTH), nn.Tanh(), MODULES[kind]()).double()
 
@@ -49,7 +49,7 @@ def recomputed(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def check_like_plain(model: nn.Module, x: Tensor, plain: nn.Module, times: int = 1) -> None:
-    """``plain`` is an untouched copy; its gradients, ``times`` as often."""
+    """Compare the gradients with ``times`` the gradients of ``plain``, an untouched copy."""
     y = x.detach().requires_grad_()
     for _ in range(times):
         plain(y).square().sum().backward()
@@ -85,7 +85,7 @@ def test_a_block_around_either_pass(kind: str, blocks: str, shape: tuple[int, ..
 @pytest.mark.parametrize("delays", [(0,), (3,), (0, 3)], ids=str)
 @pytest.mark.sampled(4)
 def test_a_block_inside_the_region(delays: tuple[int, ...], backward_in_block: bool) -> None:
-    """Some layers in a block, others not; the backward perhaps in another queue's block."""
+    """Only some layers run in a block, and the backward may run in another queue's block."""
     model, x, queue, other = make("linear"), input_of((WIDTH, WIDTH)), WgradQueue(), WgradQueue()
     plain = copy.deepcopy(model)
 
@@ -127,7 +127,7 @@ def test_regions_inside_regions() -> None:
 
 
 def test_one_module_in_regions_of_both_kinds() -> None:
-    """The same module delayed and not, both alive: each recompute goes by its own first forward."""
+    """One module runs delayed and undelayed, both graphs alive: each recompute follows its own first forward."""
     model, x, queue = make("linear"), input_of((WIDTH, WIDTH)), WgradQueue()
     plain = copy.deepcopy(model)
     with delayed_wgrad(queue):

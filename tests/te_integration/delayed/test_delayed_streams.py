@@ -1,4 +1,4 @@
-"""Which stream a delayed weight gradient runs on, and what it waits for: the order of calls, on streams that only note.
+"""Which stream a delayed weight gradient runs on, and what it waits for, on fake streams that record the calls.
 
 What the kernels do with it is for a GPU to show; that nothing is captured when an entry is made can be seen anywhere.
 """
@@ -53,7 +53,7 @@ def test_17_it_runs_on_the_stream_of_the_moment_after_the_one_that_made_its_tens
 
 
 def test_17_its_tensors_live_until_the_other_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Freed earlier, their memory would be given to the next kernel of the stream that made them."""
+    """If the tensors were freed earlier, the next kernel of the stream that made them could get their memory."""
     device = Device(monkeypatch)
     queue = WgradQueue()
     for _ in range(2):

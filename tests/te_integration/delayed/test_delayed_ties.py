@@ -1,4 +1,4 @@
-"""A weight with two owners that both delay, of which one fuses: whichever comes last hands the sum to the provider."""
+"""A weight with two owners that both delay; one of them fuses. The last owner hands the sum to the provider."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ def batch(index: int, rank: int) -> Tensor:
 
 
 def expected(make: Callable[[], Tied], num_microbatches: int, size: int) -> dict[str, Tensor]:
-    """The mean over ranks of what autograd adds up."""
+    """The mean over ranks of the gradients that autograd sums."""
     model = make()
     for module in (model.first, model.last):
         module.fuse_wgrad_accumulation, module.wgrad_queue = False, None
@@ -128,7 +128,7 @@ def test_all_of_a_tied_weights_gradient_arrives(kind: str, grouped: bool, fused:
 
 
 def test_a_sum_that_waits_is_given_up_with_its_iteration() -> None:
-    """One owner has added to .grad, the other's gradient is given up: neither is in the next iteration."""
+    """One owner has added to .grad, the other's gradient is abandoned: the next iteration contains neither."""
     model = Tied(grouped=False, fused=(True, False), own_queues=True)
     ddp = DistributedDataParallel(model)
     ddp(batch(0, 0)).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Weight gradients that are computed later: the same numbers, in the order asked for, and nothing reduced early."""
+"""Delayed weight gradients: the same numbers, in the requested order, and no bucket reduced early."""
 
 import copy
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def batch(step: int, index: int, rank: int = 0) -> torch.Tensor:
 
 
 def drain(model: nn.Module) -> None:
-    """Every module's backward_dw, until none is needed."""
+    """Call every module's backward_dw until no module needs it."""
     for module in reversed(list(model.modules())):
         while getattr(module, "need_backward_dw", bool)():
             module.backward_dw()
@@ -134,7 +134,7 @@ def test_delayed_is_bitwise_undelayed_on_simulated_ranks(config: dict[str, objec
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_without_a_provider_it_adds_to_grad(fused: bool) -> None:
-    """Unfused and delayed needs nobody: two microbatches and a tied use add up in .grad; fused refuses by name."""
+    """Unfused, it needs no provider: two microbatches and a tied use add up in .grad. Fused, it is refused by name."""
     layer = Linear(4, 4, fuse_wgrad_accumulation=fused, delay_wgrad_compute=True)
     plain = nn.Linear(4, 4)
     plain.load_state_dict(layer.state_dict())
@@ -169,7 +169,7 @@ def test_backward_dw_runs_the_oldest_microbatch() -> None:
 
 
 def test_buckets_launch_as_they_drain_and_not_before() -> None:
-    """No bucket launches before its last W, each right after it: bucket k reduces under the GEMMs of bucket k + 1."""
+    """Each bucket launches right after its last W: bucket k is reduced under the GEMMs of bucket k + 1."""
     model = nn.Sequential(*(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True) for _ in range(4)))
     ddp = DistributedDataParallel(model, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=64))
     queue = WgradQueue()
@@ -195,7 +195,7 @@ def test_buckets_launch_as_they_drain_and_not_before() -> None:
 
 
 class LastFirst(nn.Sequential):
-    """Its backward comes to the first layer first, while its buckets expect the last."""
+    """A model whose backward reaches the first layer first, while its buckets expect the last layer first."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in reversed(self):
@@ -217,7 +217,7 @@ def test_a_queue_drains_in_bucket_order_whatever_order_backward_took() -> None:
 
 
 def test_one_modules_gradients_can_be_drained_alone() -> None:
-    """Modules of one size describe themselves alike; it is the weight that tells them apart."""
+    """Modules of one size have the same description; only their weights tell them apart."""
     model = nn.Sequential(*(Linear(8, 8, bias=False, fuse_wgrad_accumulation=True) for _ in range(3)))
     ddp = DistributedDataParallel(model)
     queue = WgradQueue()
@@ -305,7 +305,7 @@ def test_an_abandoned_iteration_can_be_cleared() -> None:
 
 
 def test_a_weight_that_died_is_named() -> None:
-    """Faults of lifetime: the queue holds the weight weakly."""
+    """The queue holds the weight by a weak reference."""
     queue = WgradQueue()
     layer = Linear(4, 4, bias=False, name="gone", delay_wgrad_compute=False)
     with delayed_wgrad(queue):

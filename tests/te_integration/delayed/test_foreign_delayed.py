@@ -1,4 +1,4 @@
-"""Modules that are not ours, and delay weight gradients as Transformer Engine's do, under our DDP."""
+"""Foreign modules under our DDP that delay weight gradients as Transformer Engine's modules do."""
 
 from contextlib import nullcontext
 

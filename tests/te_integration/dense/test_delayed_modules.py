@@ -1,4 +1,4 @@
-"""Delayed against undelayed, for every module and what it can be combined with: the same bits after three steps."""
+"""Delayed and undelayed modules have the same bits after three steps, for every module and every option."""
 
 import itertools
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ VARIANTS = [
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.sampled(2)
 def test_delayed_is_bitwise_undelayed(kind: str, microbatches: int, fuse: bool, variant: dict[str, bool]) -> None:
-    """Every weight frozen leaves nothing to delay: the queue is checked to be used in the other cases."""
+    """The test checks that the queue is used, unless every weight is frozen and nothing is delayed."""
     all_frozen = variant["tied"] and variant["frozen"] and kind != "LayerNormMLP"
 
     def run(how: str) -> list:
@@ -41,7 +41,7 @@ def test_delayed_is_bitwise_undelayed(kind: str, microbatches: int, fuse: bool, 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 @pytest.mark.parametrize("shape", [(3, FEATURES), (2, 3, FEATURES)], ids=str)
 def test_what_waits_is_not_read_after_it_was_overwritten(kind: str, shape: tuple[int, ...]) -> None:
-    """A static input buffer filled again between backward and backward_dw would give the wrong gradient silently."""
+    """An input buffer that is overwritten between backward and backward_dw would silently give a wrong gradient."""
     module = make(kind, delay=True)
     module.normalize = lambda x: x  # so that the MLP's first product reads the buffer, too
     ddp = wrap(module)
@@ -77,7 +77,7 @@ def test_a_compiled_forward_notices_the_block_it_runs_in(kind: str, fuse: bool) 
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.parametrize("shape", [(3, FEATURES), (2, 3, FEATURES)], ids=str)
 def test_a_gradient_that_autograd_hands_on_is_not_shared_with_what_waits(kind: str, shape: tuple[int, ...]) -> None:
-    """A leaf that is added to the output gets the same gradient, and accumulates the next microbatch's into it."""
+    """A leaf that is added to the output gets the same gradient tensor, and adds the next microbatch's to it."""
     delayed, plain = make(kind, fuse=False, delay=True), make(kind, fuse=False)
     for module in (delayed, plain):
         leaf = torch.zeros(shape, requires_grad=True)

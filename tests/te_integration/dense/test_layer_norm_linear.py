@@ -52,7 +52,7 @@ def test_output_and_every_gradient_are_fp64s(norm: dict[str, Any], bias: bool, f
 
 
 class Plain(nn.Module):
-    """The same of PyTorch's modules."""
+    """The same computation with PyTorch's modules."""
 
     def __init__(self, layer: LayerNormLinear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``LayerNormMLP`` against fp64: every activation, and two weights that have nothing to do with each other."""
+"""``LayerNormMLP`` against fp64: every activation, and two weights that are independent of each other."""
 
 import copy
 import itertools
@@ -298,7 +298,7 @@ def test_backward_dw_runs_fc2_then_fc1_of_one_microbatch(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_07_either_weight_may_be_frozen(delay: bool, frozen: tuple[str, ...], fuse: bool, checkpoint: bool) -> None:
-    """The biases still get their gradients, and backward_dw runs what there is."""
+    """The biases still get their gradients, and backward_dw runs the products of the weights that train."""
     mlp = make("LayerNormMLP", fuse=fuse, delay=delay, checkpoint=checkpoint)
     for name in frozen:
         getattr(mlp, name).requires_grad_(False)
@@ -308,7 +308,7 @@ def test_07_either_weight_may_be_frozen(delay: bool, frozen: tuple[str, ...], fu
 
 
 class TiedBefore(nn.Module):
-    """The MLP's second weight is also a layer of its own, that backward reaches before the MLP."""
+    """The MLP's second weight is also the weight of another layer, which backward reaches before the MLP."""
 
     def __init__(self, tied: str) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class TiedBefore(nn.Module):
 
 @pytest.mark.parametrize("tied", ["fc1_weight", "fc2_weight"])
 def test_15_each_weight_has_its_own_overwrite_bit(tied: str) -> None:
-    """One of the two was written by another layer already: it adds, while the other overwrites the last iteration."""
+    """Another layer has already written one weight's memory: that gradient is added, the other one overwrites."""
     model = TiedBefore(tied)
     ddp = wrap(model)
     plain = copy.deepcopy(model)

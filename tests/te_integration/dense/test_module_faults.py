@@ -108,7 +108,7 @@ def fused_linear(*sizes: int, bias: bool) -> Linear:
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("other", [nn.Linear, ForeignLinear, fused_linear], ids=["plain", "foreign", "fused"])
 def test_03_every_use_of_a_tied_weight_counts(kind: str, name: str, other: Any, before: bool, delay: bool) -> None:
-    """The foreign layer returns NaN for a gradient unless it is told that something real is added to it."""
+    """The foreign layer returns NaN as its gradient unless it is told that a real gradient is added to it."""
     model = Tied(kind, name, other, before, delay)
     ddp = wrap(model, overlap_grad_reduce=True, bucket_size=64)
     for iteration in range(2):
@@ -134,7 +134,7 @@ def test_03_every_use_of_a_tied_weight_counts(kind: str, name: str, other: Any, 
 def test_06_what_is_returned_is_no_view_of_main_grad(
     kind: str, name: str, provider: type[ForeignProvider], delay: bool
 ) -> None:
-    """Somebody who adds the returned gradients up as if they were real adds zeros."""
+    """A program that sums the returned gradients as if they were real adds zeros."""
     module = make(kind, delay=delay)
     kept = provider(module)
     getattr(module, name).zero_out_wgrad = True

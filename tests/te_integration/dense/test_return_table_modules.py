@@ -1,4 +1,4 @@
-"""Every row of the return table for every weight of every module, and what autograd adds to the GEMM: nothing.
+"""Every row of the return table for every weight of every module; and autograd adds no pass over memory to the GEMM.
 
 A row says what a backward returns to autograd for a weight, and what it does to ``main_grad`` and the flag. What is
 returned is seen by a hook on the autograd node, what arrives by the strict provider's hook, which is not ours.
@@ -87,7 +87,7 @@ class Seen(NamedTuple):
 
 
 def node_of(output: Tensor, weight: Tensor) -> tuple[Any, int]:
-    """The autograd node that hands ``weight`` its gradient, and its place among that node's."""
+    """The autograd node that passes ``weight`` its gradient, and the gradient's index among those of the node."""
     todo, seen = [output.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -214,7 +214,7 @@ def test_the_frozen_row_for_every_weight(kind: str, name: str, provider: str, fu
 def test_08_a_module_used_twice_overwrites_once_in_each_backward(
     kind: str, provider: str, delay: bool, reentrant: bool
 ) -> None:
-    """Memory is NaN again in each iteration, to be overwritten. The second use adds, after a nested backward too."""
+    """Memory starts as NaN, so the first use must overwrite. The second use adds, after a nested backward too."""
     module = make(kind, delay=delay)
     kept = provide(module, provider)
     for x in batches(requires_grad=True):
@@ -244,7 +244,7 @@ def test_08_a_module_used_twice_overwrites_once_in_each_backward(
 def test_autograd_passes_over_a_fused_weights_gradient_nowhere(
     kind: str, name: str, delay: bool, provider: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GEMM is left out here, so that all that is seen is autograd's and ours."""
+    """The GEMM is left out, so that only operations of autograd and of our code are recorded."""
     called: list[tuple[int, ...]] = []
     gemm, grouped = (
         "maingrad.ddp.contract.target.wgrad_accumulate",

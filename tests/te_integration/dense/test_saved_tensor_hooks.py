@@ -1,4 +1,4 @@
-"""Whatever hands back what forward saved: recompute of both kinds, offload, hooks that return other objects.
+"""Everything that unpacks saved tensors: recompute of both kinds, offload, hooks that return other objects.
 
 The weight is found through the weak reference that forward took, with its attributes; what comes out of
 ``ctx.saved_tensors`` is data only.
@@ -68,7 +68,7 @@ def test_an_mlp_that_recomputes_itself_inside_all_of_them(around: str, how: str,
 def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: bool, tied: bool) -> None:
     """Its nested backward belongs to the microbatch around it: ``train`` calls ``backward_dw()`` once for each.
 
-    The uses are added in another order than in the plain run, whose rounding the steps amplify.
+    The uses are added in another order than in the plain run, and the steps amplify the difference in rounding.
     """
     plain = train(Stack(kind, fuse=fuse, tied=tied), 2, "now")
     around = "reentrant recompute"
@@ -86,7 +86,7 @@ def test_reentrant_recompute_of_a_module_that_runs_outside_too(kind: str, fuse: 
 def test_20_flag_and_overwrite_bit_are_the_weights_own(
     kind: str, name: str, around: str, delay: bool, provider: type[ForeignProvider]
 ) -> None:
-    """A flag on the object that came back would reach no hook; its missing overwrite bit would read NaN."""
+    """A hook would not see a flag on the unpacked object, and without the overwrite bit the sum would be NaN."""
     module = make(kind, delay=delay)
     batches = [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     expected = exact(module, batches, loss_of)[2]

@@ -15,7 +15,7 @@ from maingrad.te_integration import LayerNormLinear, Linear
 @pytest.mark.parametrize("hooked", ["query_weight", "key_weight", "value_weight"])
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bool) -> None:
-    """``weight.register_hook``: autograd has to deliver what somebody wants to see."""
+    """With ``weight.register_hook`` autograd has to deliver the gradient to the hook."""
     torch.manual_seed(0)
     split = ("query_", "key_", "value_")
     plain = kind(4, 6, parameters_split=split)
@@ -44,7 +44,7 @@ def test_a_hook_on_any_slice_sees_its_gradient(kind: Any, hooked: str, delay: bo
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_copy_of_a_module_that_delays_calls_nobody_back(wrapped: bool) -> None:
-    """The functions that a provider has registered stay with the module that it owns."""
+    """Functions that a provider has registered stay with the original module."""
     calls: list[str] = []
     layer = Linear(4, 4, delay_wgrad_compute=True)
     layer.register_wgrad_accumulation_and_reduce_hooks(lambda: calls.append("backward_dw"))

@@ -1,4 +1,4 @@
-"""What Transformer Engine's callers and checkpoints bring along besides names must neither fail nor have an effect."""
+"""Extra arguments and state of Transformer Engine's callers and checkpoints neither fail nor have an effect."""
 
 import io
 import pickle
@@ -19,7 +19,7 @@ def batch(seed: int = 1) -> Tensor:
 
 
 def theirs(module: nn.Module, prefix: str, extra: Any) -> dict[str, Any]:
-    """The state dict of Transformer Engine's module: the same and its scaling factors."""
+    """The state dict of Transformer Engine's module: the same keys, and its scaling factors."""
     return {f"{prefix}{name}": value for name, value in module.state_dict().items()} | {f"{prefix}_extra_state": extra}
 
 

@@ -72,7 +72,7 @@ def test_linear_modules(kind: Any, asked: str, delay: bool) -> None:
 
 
 def test_a_backward_through_vmap_counts() -> None:
-    """The transform is over when backward runs: the gradients are the iteration's."""
+    """Backward runs after the transform has ended, so its gradients belong to the iteration."""
     torch.manual_seed(0)
     model = Linear(8, 8, fuse_wgrad_accumulation=True)
     plain = nn.Linear(8, 8)
@@ -120,7 +120,7 @@ def test_a_scaled_activation_in_forward_mode() -> None:
 
 
 def test_transforms_of_a_wrapped_model() -> None:
-    """As meta-learning calls them."""
+    """Transforms as meta-learning uses them."""
     torch.manual_seed(0)
     model = nn.Sequential(Linear(8, 8, fuse_wgrad_accumulation=True), nn.Tanh(), nn.Linear(8, 2))
     ddp = wrap(model, overlap_grad_reduce=True)

@@ -1,4 +1,4 @@
-"""``GroupedLinear`` in numbers: against fp64, against a loop of ``Linear``, in every form and with any splits."""
+"""Numbers of ``GroupedLinear`` against fp64 and against a loop of ``Linear``, in every form and with any splits."""
 
 import copy
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def case_of(
     device: str = "cpu",
     seed: int = 1,
 ) -> Case:
-    """Operands of few bits, the same in every dtype."""
+    """Operands of few bits, which are the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(splits) + padding
 
@@ -91,7 +91,7 @@ def expert_of(module: GroupedLinear, name: str, expert: int) -> Tensor | None:
 
 
 class Expected(NamedTuple):
-    """Of every expert and every row, in fp64."""
+    """Results for every expert and every row, in fp64."""
 
     y: Tensor
     dx: Tensor
@@ -101,7 +101,7 @@ class Expected(NamedTuple):
 
 
 def expected_of(module: GroupedLinear, case: Case) -> Expected:
-    """By autograd on a loop of plain products."""
+    """The expected results, by autograd on a loop of plain products."""
     x, scales = (tensor.detach().double().requires_grad_() for tensor in (case.x, case.scales))
     results, dw, db, start = [], [], [], 0
     weights, biases = [], []
@@ -127,7 +127,7 @@ def expected_of(module: GroupedLinear, case: Case) -> Expected:
 
 
 def assert_near(actual: Tensor, expected: Tensor, rounding: float, what: str) -> None:
-    """What should be zero must be; everything else is near in norm."""
+    """Zeros must be exact; everything else must be near in norm."""
     assert actual.shape == expected.shape, what
     difference = (actual.double() - expected).norm()
     assert difference <= rounding * expected.norm(), f"{what}: {difference / expected.norm()}"
@@ -296,7 +296,7 @@ def test_any_number_of_leading_dims_and_splits_as_a_list(shape: tuple[int, ...],
 
 
 def test_an_output_may_be_changed_in_place() -> None:
-    """As that of ``nn.Linear``: an activation in place is behind many of them."""
+    """As with ``nn.Linear``, whose output many models activate in place."""
     module, case = make(4), case_of(*SPLITS["uneven"])
     for x in (case.x, case.x.unflatten(0, (-1, 1))):
         module(x, case.splits).relu_().sum().backward()

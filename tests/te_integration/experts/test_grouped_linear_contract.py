@@ -1,4 +1,4 @@
-"""Experts of one product under different providers, each by its own row; and the faults that groups of weights have."""
+"""Experts of one grouped product under different providers, each by its own row; faults of weight groups."""
 
 from typing import Any
 
@@ -237,7 +237,7 @@ def test_05_delayed_and_unfused_returns_nothing_before_its_turn(packed: bool, pr
 def test_09_an_expert_without_tokens_is_zeros_where_it_was_to_be_overwritten(
     packed: bool, provider: str, delay: bool
 ) -> None:
-    """In the next iteration, too, whose memory still holds the last one's gradients; and pad rows leave no trace."""
+    """Also in the next iteration, whose memory still holds the last gradients. Padding rows do not contribute."""
     module = make(single_grouped_weight=packed, delay_wgrad_compute=delay, bias=False)
     ddp = wrap(module) if provider == "ours" else None
     kept = None if provider == "ours" else LazyForeignProvider(module)
@@ -328,7 +328,7 @@ def test_15_each_expert_obeys_its_own_foreign_overwrite_bit(delay: bool) -> None
 
 @DELAYED_OR_NOT
 def test_15_each_expert_has_its_own_first_write(delay: bool) -> None:
-    """Experts 1 and 4 were written before, by somebody else's product of this iteration."""
+    """Another product of this iteration has already written experts 1 and 4."""
     module = make(delay_wgrad_compute=delay, bias=False)
     ddp = wrap(module)
     for record in ddp.records:

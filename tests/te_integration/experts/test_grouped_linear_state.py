@@ -269,7 +269,7 @@ def test_converting_a_model_fuses_its_experts() -> None:
 
 
 class Split(nn.Module):
-    """Something between two grouped layers."""
+    """Operations between two grouped layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh()
@@ -295,7 +295,7 @@ def test_in_a_sequential_splits_and_scales_go_where_they_are_taken(delay: bool) 
 @pytest.mark.parametrize("form", BOTH, ids=["discrete", "packed"])
 @pytest.mark.sampled(1)
 def test_compiled_around(fuse: bool, form: dict[str, bool]) -> None:
-    """A graph break, and the same gradients."""
+    """Compilation breaks the graph at the module, and the gradients are the same."""
     torch.compiler.reset()
     x, splits = torch.randn(6, K), torch.tensor([1, 2, 3])
     results = []

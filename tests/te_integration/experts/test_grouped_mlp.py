@@ -1,4 +1,4 @@
-"""``GroupedMLP`` against fp64 and against a loop over experts: every layout, split, dtype and way of its gradients."""
+"""``GroupedMLP`` against fp64 and against a loop over experts: every layout, split, dtype and gradient mode."""
 
 import copy
 import itertools
@@ -42,7 +42,7 @@ def run(module: GroupedMLP, batch: Batch, **more: Any) -> Tensor:
 
 
 def gradients_of(module: GroupedMLP, batches: list[Batch], fuse: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs and every parameter's summed gradient: of our wrapper, or in ``.grad`` where nothing is wrapped."""
+    """Outputs and every parameter's summed gradient: from our wrapper, or from ``.grad`` without a wrapper."""
     if not fuse:
         outputs = [run(module, batch) for batch in batches]
         return outputs, {name: p.grad for name, p in module.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""``GroupedMLP``'s weights are each for themselves: frozen, tied, overwritten, fused, delayed, whoever provides."""
+"""Each of ``GroupedMLP``'s weights is frozen, tied, overwritten, fused or delayed by itself, with every provider."""
 
 import gc
 import itertools
@@ -28,7 +28,7 @@ def batch(seed: int = 1, splits: list[int] = SPLITS) -> Batch:
 
 
 def loss_of(module: Any, source: Batch) -> Tensor:
-    """The sum of what is no padding."""
+    """The sum of all rows without padding."""
     return module(source.x, source.splits, source.probs)[: source.filled].sum()
 
 
@@ -126,7 +126,7 @@ class TiedBefore(nn.Module):
 )
 @pytest.mark.sampled(4)
 def test_15_what_was_written_already_is_added_to_and_nothing_else(layout: str, name: str, delay: bool) -> None:
-    """Everything else starts as NaN, and is overwritten: the bit of one weight is not another's."""
+    """All other memory starts as NaN and is overwritten: each weight has its own overwrite bit."""
     module = make_experts(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, **LAYOUTS[layout])
     plain = TiedBefore(make_experts(**LAYOUTS[layout]), name)
     source = batch()

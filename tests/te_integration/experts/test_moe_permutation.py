@@ -1,4 +1,4 @@
-"""Permutation by expert: what lies where, gradients without atomics, and no host in it."""
+"""Permutation by expert: the order of rows, gradients without atomics, and no wait of the host for the device."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""``ScaledSwiGLU`` and ``ScaledClampedQGeGLU``: against fp64, what they keep, what they refuse."""
+"""``ScaledSwiGLU`` and ``ScaledClampedQGeGLU``: numbers against fp64, saved tensors, refusals."""
 
 import copy
 from typing import Any

@@ -1,6 +1,6 @@
 """Our modules under Megatron-core's own DistributedDataParallel: its buffers, its hooks, its optimizer flags.
 
-Runs where ``megatron.core`` imports and a GPU is there; elsewhere the stand-in of ``foreign.py`` takes its place.
+Runs where ``megatron.core`` is installed and a GPU is present; elsewhere ``foreign.py`` has a stand-in.
 """
 
 import socket
@@ -112,7 +112,7 @@ def check(iterations: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor
 
 
 def megatron_rank(settings: dict[str, Any], delay: bool) -> list[Any]:
-    """On each process: Megatron wants the default group to be NCCL, the next job wants gloo again."""
+    """Runs on each process. Megatron needs an NCCL default group; the next job needs gloo again."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     ports: list[Any] = [free_port(), free_port()]

@@ -1,6 +1,6 @@
-"""Our modules under PyTorch's own ``fully_shard``: what plain PyTorch computes.
+"""Our modules under PyTorch's own ``fully_shard`` compute what plain PyTorch computes.
 
-Two gloo processes. Of every model there is a twin in plain PyTorch, sharded alike, with which gradients are compared.
+The tests use two gloo processes. Every model's gradients are compared with those of a plain twin, sharded alike.
 """
 
 import copy
@@ -24,7 +24,7 @@ PRODUCTS = {kind: 2 if "MLP" in kind else 1 for kind in ALL_FACTORIES}
 
 
 def train_beside_twin(kind: str, setting: Setting) -> tuple[float, list[bool]]:
-    """Two steps; the worst difference of gradients and of their norms, and what was written by fused products."""
+    """Train two steps; returns the largest differences of gradients and of norms, and what fused products wrote."""
     modules = [make(kind, fuse=setting.fuse, seed=seed) for seed in (1, 2)]
     first = nn.Linear(FEATURES, FEATURES)
     twin = nn.Sequential(copy.deepcopy(first), *(Unit(Twin(each), setting.recompute) for each in modules))
@@ -97,7 +97,7 @@ class Twice(nn.Module):
 class TiedExpert(nn.Module):
     """One expert of three is a layer of its own as well, which the first of three microbatches uses alone.
 
-    In the second that expert has an accumulator and the others have none, and one product serves them all.
+    In the second microbatch that expert has an accumulator, the other experts have none, and one product computes all.
     """
 
     def __init__(self, fuse: bool) -> None:
@@ -151,7 +151,7 @@ Versions of torch differ in when they reduce a unit that runs twice: 6 or 8."""
 
 
 def train_corner(name: str, bf16: bool, mesh_shape: tuple[int, ...] = (RANKS,)) -> tuple[float, list[bool]]:
-    """Two steps; the worst difference of gradients, and what was written by fused products."""
+    """Train two steps; returns the largest difference of gradients, and what fused products wrote."""
     build, _ = CORNERS[name]
     names = ("outer", "inner")[-len(mesh_shape) :]
     mesh = dist.init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)

@@ -1,4 +1,4 @@
-"""Our modules under PyTorch's own ``fully_shard``: what cannot work there is an error that says what to do."""
+"""Our modules under PyTorch's own ``fully_shard``: uses that cannot work raise an error with a remedy."""
 
 import copy
 import re
@@ -88,7 +88,7 @@ def shard_wrapped() -> str:
 
 
 def use_outside_its_unit() -> str:
-    """The weight is this rank's shard there."""
+    """Outside its unit the weight is this rank's shard."""
     model = shard(nn.Sequential(make("Linear")))
     return raised_by(lambda: model[0](batch(0)))
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_an_error(attempt: Callable[[], str], text: str):
 
 
 def convert_late() -> tuple[tuple[str, ...], dict[str, str], float]:
-    """Converted when it is sharded already."""
+    """The model is converted after it was sharded."""
     torch.manual_seed(4)
     plain = nn.Sequential(nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, FEATURES))
     model, twin = (shard(each) for each in (copy.deepcopy(plain), plain))

@@ -60,7 +60,7 @@ def test_a_delayed_gradient_is_refused(name: str, how: str) -> None:
 
 
 def warmed_up(kind: str, how: str) -> None:
-    """The module has run once, so that it knows where its gradients go, before torch's wrapper comes."""
+    """The module has run once before torch's wrapper is made, so it has chosen where its gradients go."""
     module = ALL_FACTORIES[kind](fuse_wgrad_accumulation=False, delay_wgrad_compute=how == "module")
     queue = WgradQueue()
     x = torch.randn(4, FEATURES)
@@ -114,7 +114,7 @@ def test_a_delayed_gradient_is_refused_in_reentrant_recompute(kind: str) -> None
 
 
 def ignored() -> list[float]:
-    """torch's wrapper was told to leave the module alone: its gradients are its own business."""
+    """torch's wrapper ignores the module's parameters, so it does not reduce their gradients."""
     module = Linear(2, 2, fuse_wgrad_accumulation=False, delay_wgrad_compute=True)
     model = nn.Sequential(module, nn.Linear(2, 2))
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
@@ -156,7 +156,7 @@ def test_a_delayed_gradient_is_refused_where_fsdp2_came_after_the_first_forward(
 @pytest.mark.parametrize("kind", ALL_FACTORIES)
 @pytest.mark.sampled(4)
 def test_a_module_that_ran_before_is_reduced_by_our_wrapper(kind: str, fuse: bool) -> None:
-    """What it found out in its first forward, that nobody gave it a main_grad, is no longer so."""
+    """In its first forward the module had no main_grad; our wrapper gives it one afterwards."""
 
     def run() -> list[Tensor]:
         torch.manual_seed(0)

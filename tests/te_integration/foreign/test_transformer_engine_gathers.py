@@ -1,5 +1,5 @@
-"""Transformer Engine's modules under ZeRO-1 while gathers are under way: its extensions are handed the weights, and ask
-no ``__torch_function__``."""
+"""Transformer Engine's modules under ZeRO-1 while all-gathers are in flight: its extensions read the weights without
+asking ``__torch_function__``."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def batch(seed: int) -> Tensor:
 
 
 def outputs_right_after_steps(overlap: bool, fused: bool) -> Outputs:
-    """On each of a job's gloo processes, with an NCCL group beside it. Ranks take turns in making their step late."""
+    """Runs on each gloo process of a job, with an NCCL group as well. Ranks take turns in making their step late."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")

@@ -188,7 +188,7 @@ def test_three_iterations_with_one_executor():
 
 
 class Mailbox:
-    """Every chunk's input and output gradient given; what comes out is kept."""
+    """Provides every chunk's input and output gradient, and keeps the results."""
 
     def __init__(self, num_chunks, num_microbatches):
         generator = torch.Generator().manual_seed(2)

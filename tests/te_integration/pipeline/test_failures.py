@@ -22,7 +22,7 @@ SCHEDULES = {"Interleaved1F1B": "ScheduleInterleaved1F1B", "ZeroBubble": "Schedu
 
 
 class Failing(nn.Module):
-    """Raises in the microbatch of that number, counted from 0, in one pass."""
+    """Raises in one pass of the microbatch with the given number, counted from 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def undisturbed(kind: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def disturbed(kind: str, options: dict[str, Any], stage: int, at: tuple[str, int]) -> list[dict[str, Tensor]]:
-    """A step after each of which another fails and is abandoned."""
+    """Steps that succeed; after each of them another step fails and is abandoned."""
     pipeline = Pipeline(kind, **options)
     grads = []
     for step in range(3):
@@ -187,7 +187,7 @@ def test_replicas_abandon_a_step_that_failed_on_one_of_them(kind: str, at: tuple
 
 
 def not_abandoned(kind: str, options: dict[str, Any], at: tuple[str, int]) -> tuple[str, list[Any]]:
-    """Two steps more after one that failed; what the next one says, and gradients once the user has cleared them."""
+    """Two more steps after a failed one: the next step's error, and the gradients once the user has cleared them."""
     pipeline = Pipeline(kind, **options)
     pipeline.step(0)
     pipeline.grads()

@@ -22,7 +22,7 @@ MEANINGLESS = [0, -0.5, 1.5, -1.25, math.nan, math.inf, -math.inf, True, False, 
 
 
 def refusal(check):
-    """The library's error, None where it accepts."""
+    """The library's error; None where the library accepts the order."""
     try:
         check()
     except ScheduleError as error:
@@ -31,7 +31,7 @@ def refusal(check):
 
 
 def fault_of(order, num_chunks, strict=False):
-    """The index in the library's refusal, None where it accepts."""
+    """The index in the library's refusal; None where the library accepts the order."""
     error = refusal(lambda: parse_order(order, num_chunks=num_chunks, strict=strict))
     if error is None:
         return None

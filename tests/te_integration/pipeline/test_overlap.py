@@ -1,5 +1,6 @@
-"""Reductions run under what a schedule computes after them: two gloo processes, 50 ms for each weight gradient and each
-reduction; and under sharded chunks, of which each has a root of its own."""
+"""Reductions run under a schedule's later computation, with wrapped chunks and with sharded chunks (a root each).
+
+Measured on two gloo processes, where each weight gradient and each reduction takes 50 ms."""
 
 from typing import NamedTuple
 
@@ -105,7 +106,7 @@ def measure(order: list[float], how: str) -> Run:
 
 
 def check_share(order: list[float], how: str, last: int) -> None:
-    """All reductions but the ``last`` ones have something to run under."""
+    """Check that all reductions but the ``last`` ones run under computation."""
 
     def attempt() -> dict[str, str]:
         late = {}

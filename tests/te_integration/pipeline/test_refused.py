@@ -1,4 +1,4 @@
-"""What the executor refuses, by name, and what a failed run leaves behind: nothing."""
+"""The executor refuses wrong uses by name, and a failed run leaves nothing behind."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Stages of sharded parameters, each a root of its own; and a norm over the stages of a pipeline."""
+"""Stages with sharded parameters, each a root of its own; and a norm over all stages of a pipeline."""
 
 from typing import Any
 
@@ -89,7 +89,7 @@ class Rank:
 
 
 def total_norm(models: list[nn.Module], pipeline: dist.ProcessGroup) -> Tensor:
-    """As the documentation has it: a norm of sharded gradients is that of all their ranks."""
+    """The norm as the documentation computes it: the norm of sharded gradients covers all ranks of a stage."""
     grads = [[param.grad for param in model.parameters()] for model in models]
     squares = torch.stack([nn.utils.get_total_norm(stage) for stage in grads]).square().sum()
     dist.all_reduce(squares, group=pipeline)

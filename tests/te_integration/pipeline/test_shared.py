@@ -275,7 +275,7 @@ def test_stages_of_one_wrapper_abandon_a_step_together(kind: str, at: int | str)
 
 
 def only_stages_are_kept() -> list[bool]:
-    """Nobody but the stages has the wrapper."""
+    """Only the stages hold a reference to the wrapper."""
     rank = Rank("Interleaved1F1B", 1, **OVERLAP)
     stages, schedule = rank.stages, rank.schedule
     del rank

@@ -1,4 +1,4 @@
-"""Each weight gradient runs in its slot, for its microbatch, once."""
+"""Each weight gradient runs once, in its slot, for its microbatch."""
 
 import copy
 import types

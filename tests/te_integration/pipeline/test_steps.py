@@ -38,7 +38,7 @@ def make_layers() -> list[nn.Module]:
 
 
 class Rank:
-    """The stages of this rank, each wrapped: all of them in a world of one, else one."""
+    """The stages of this rank, each wrapped: all stages in a world of one, otherwise one stage."""
 
     def __init__(self, **config: Any) -> None:
         layers = make_layers()
@@ -65,7 +65,7 @@ class Rank:
         return [loss.item() for loss in losses]
 
     def finish(self) -> Grads:
-        """The gradients of an iteration, which ends here."""
+        """End the iteration; returns its gradients."""
         grads = {}
         for index, model in self.models.items():
             model.finish_grad_sync()
@@ -75,7 +75,7 @@ class Rank:
 
 
 def plain_grads(microbatches: int, rows: int = ROWS) -> Grads:
-    """The same model in one piece."""
+    """Gradients of the same model without pipeline stages."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(STAGES)))
     model.load_state_dict(nn.Sequential(*make_layers()).state_dict())
     for x, target in zip(*(tensor.chunk(microbatches) for tensor in batch(microbatches, rows)), strict=True):
@@ -181,7 +181,7 @@ def test_an_evaluation_leaves_gradients_and_reductions_alone(
 
 
 class Gated(nn.Module):
-    """Uses its gate where the first row says so."""
+    """Uses its gate only if the first row asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
