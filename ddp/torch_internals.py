@@ -83,12 +83,15 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 There is no public function."""
 
 delivers_to_all: Callable[[], bool] = torch.autograd._is_checkpoint_valid
-"""Whether the running backward is a ``backward()`` without ``inputs``. Reentrant checkpointing asks the same.
+"""Whether the running backward is a ``backward()`` without ``inputs``, which gives all leaves their gradients.
 
-There is no public function."""
+False in ``autograd.grad``, in ``backward(inputs=...)``, and in backwards nested in them, whatever the graph is.
+Exception: True in a hook on a tensor at which ``autograd.grad`` ends because it returns that tensor's gradient.
+Reentrant checkpointing asks the same. There is no public function."""
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether a profiler runs. No public function says so, and ``record_function`` costs each hook 5 us without one."""
+"""Whether a profiler runs. No public function says so, and ``record_function`` takes
+20 us in each hook without one, where this takes 0.1 us."""
 
 grad_of_tensor: Any = vars(torch._C.TensorBase)["grad"]
 """The descriptor of ``Tensor.grad``, for subclasses that define a property ``grad`` of their own."""
@@ -105,10 +108,7 @@ def is_hooked(param: Tensor) -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether ``torch.compile`` works on a frame in this thread, inside or outside of the traced code.
-
-    ``torch.compiler.is_compiling()`` is False in code that the compiler runs while it makes guards.
-    """
+    """Whether ``torch.compile`` works on a frame in this thread, inside or outside of the traced code."""
     return torch._guards.CompileContext.try_get() is not None
 
 
@@ -197,7 +197,7 @@ def accumulated_by_fsdp2(param: Any) -> Tensor | None:
 # ---- Streams. ----
 
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-"""The address of a CUDA device's current stream. ``torch.cuda.current_stream()`` makes an object: 2 us of each hook."""
+"""The address of a CUDA device's current stream. ``torch.cuda.current_stream()`` makes an object."""
 
 # ---- Process groups. ----
 

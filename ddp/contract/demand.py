@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ..torch_internals import delivers_to_all, will_execute
+from ..torch_internals import will_execute
 
-__all__ = ["Demand", "delivers", "demand", "goes_on_to"]
+__all__ = ["Demand", "demand"]
 
 
 class Demand(enum.Enum):
@@ -30,20 +30,3 @@ def demand(weight_node: Any) -> Demand:
     except RuntimeError:
         return Demand.RETURN  # the engine raises exactly where autograd.grad captures this leaf
     return Demand.ACCUMULATE if wanted else Demand.NOTHING
-
-
-def goes_on_to(node: Any) -> bool:
-    """Whether the running backward will execute ``node``.
-
-    Raises ``RuntimeError`` for a leaf whose gradient ``autograd.grad`` returns.
-    """
-    return will_execute(node)
-
-
-def delivers() -> bool:
-    """Whether the running backward is a plain ``backward()``, which delivers gradients to all leaves that it reaches.
-
-    False in ``autograd.grad`` and ``backward(inputs=...)``, and in backwards nested in them, whatever the graph is.
-    Exception: True in a hook on a tensor at which ``autograd.grad`` ends because it returns that tensor's gradient.
-    """
-    return delivers_to_all()

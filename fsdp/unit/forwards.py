@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ...ddp.buckets.graph_walk import differentiable_tensors
-from ...ddp.contract.demand import delivers, goes_on_to
-from ...ddp.torch_internals import current_backward, tree_leaves, tree_map
+from ...ddp.torch_internals import current_backward, delivers_to_all, tree_leaves, tree_map, will_execute
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -159,8 +158,8 @@ class BackwardHooks:
         task = current_backward()
         if self.forward.entered == task:  # another output of the same forward
             return
-        plain = delivers()
-        if plain and behind is not None and not goes_on_to(behind):
+        plain = delivers_to_all()
+        if plain and behind is not None and not will_execute(behind):
             return  # autograd.grad was asked for the output itself, and goes no further
         self.forward.entered = task
         self.forward.unit.root.enter_backward(self.forward, self.trace, task, delivers=plain)
