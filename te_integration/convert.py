@@ -124,15 +124,17 @@ def _fuse(module: nn.Module) -> None:
     cls: type = type(module)
     if is_conv1d_class(cls):
         module.__class__ = fused_conv1d_class(cls)
-        return
-    if cls is nn.Linear:
-        module.__class__ = Linear
-    cast(LinearModule, module).fuse_wgrad_accumulation = True
+    else:
+        if cls is nn.Linear:
+            module.__class__ = Linear
+        cast(LinearModule, module).fuse_wgrad_accumulation = True
+    cast(LinearModule, module).make_handle()
 
 
 def _unfuse(module: LinearModule) -> None:
     own = vars(module)
-    own.pop("_uses", None)  # these describe fused products
+    for name in ("_uses", "_targets", "_wgrad_handle"):  # these describe fused products
+        own.pop(name, None)
     if isinstance(module, FusedConv1D):
         module.__class__ = module._unfused
     elif type(module) is Linear and "label" not in own:  # no Linear constructor ran: the module was an nn.Linear

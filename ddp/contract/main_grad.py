@@ -43,6 +43,7 @@ __all__ = [
     "hand_over_sum",
     "has_main_grad",
     "is_delayed",
+    "is_foreign",
     "is_fusable",
     "mark_delayed",
     "open_for_write",
@@ -118,6 +119,11 @@ def record_of(param: Tensor) -> GradRecord | None:
 def has_main_grad(param: Tensor) -> bool:
     """Whether any provider gave ``param`` an accumulator, or will allocate one in ``get_main_grad``."""
     return getattr(param, "main_grad", None) is not None or hasattr(param, "__fsdp_param__")
+
+
+def is_foreign(param: Tensor) -> bool:
+    """Whether a provider that is not ours gave ``param`` an accumulator."""
+    return record_of(param) is None and has_main_grad(param)
 
 
 def absorb_grad(param: Tensor, record: GradRecord) -> None:
@@ -254,7 +260,7 @@ def is_delayed(param: Tensor) -> bool:
 def check_delayable(weights: Iterable[Tensor], owner: str) -> None:
     """Raise ``RuntimeError`` where a foreign provider would reduce a weight's gradient before it exists."""
     for weight in weights:
-        if has_main_grad(weight) and record_of(weight) is None:
+        if is_foreign(weight):
             raise RuntimeError(
                 f"{owner}: delayed_wgrad(queue) over a weight whose main_grad a foreign provider owns, which asked "
                 f"at its wrap what is delayed; build the module with delay_wgrad_compute=True before wrapping, or "

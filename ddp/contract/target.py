@@ -19,6 +19,7 @@ from .main_grad import (
     hand_over,
     hand_over_sum,
     has_main_grad,
+    is_foreign,
     open_for_write,
     record_of,
 )
@@ -96,6 +97,10 @@ class WgradTarget:
         """Whether this is the target of ``weight``."""
         return self._weight() is weight
 
+    def serves(self, weight: Tensor, fused: bool) -> bool:
+        """Whether this is the target of ``weight`` with this option."""
+        return self._weight() is weight and self._fused is fused
+
     def alive(self) -> tuple[Tensor, ...]:
         """The weight in a tuple; an empty tuple where the weight was freed."""
         weight = self._weight()
@@ -141,6 +146,29 @@ class WgradTarget:
         elif main_grad is not None:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, backward))
         return hand_over(weight, record, delayed=self._queue is not None, fused=self._fused)
+
+    def deliver_in_graph(self, dy: Tensor, x: Tensor, backward: int) -> None:
+        """``resolve`` and ``deliver`` in a compiled backward, which returns no gradient to autograd.
+
+        Raises ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation.
+        """
+        place = self.resolve()
+        if place is not None and self._torch_shards is None and is_foreign(place.weight):
+            raise self._compiled_too_early("a provider that is not maingrad's")
+        if place is not None:
+            self.deliver(*place, dy, x, backward)
+        elif self._torch_shards is not None:
+            # FSDP2 takes ``.grad`` when backward has passed the module's inputs, which is after this graph.
+            weight = self._alive_weight()
+            add_to_grad(weight, (dy.t() @ x).to(weight.dtype), None)
+        else:
+            raise self._compiled_too_early("a hook (register_hook)")
+
+    def _compiled_too_early(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._owner}: the weight got {what} after the layer was compiled, and the compiled backward has no "
+            f"gradient to hand over; call torch.compiler.reset() after that, so that the layer is compiled again"
+        )
 
     def _write(self, entry: DelayedWgrad, dy: Tensor, x: Tensor) -> None:
         """Compute the delayed gradient ``entry``."""

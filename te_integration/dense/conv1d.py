@@ -44,10 +44,11 @@ class FusedConv1D(LinearModule, nn.Module):
     bias: Tensor
 
     fuse_wgrad_accumulation = True
+    transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        output = self.fused_product(x, (self.weight,), self.bias, self.queue_now(), transposed=True)
+        output = self.fused_product(x, (self.weight,), self.bias, self.queue_now())
         if output is None:
             output = super().forward(x)  # Conv1D's
         return output

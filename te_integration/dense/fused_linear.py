@@ -18,7 +18,7 @@ from ...ddp.torch_internals import current_backward
 from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue
 
-__all__ = ["LinearUse", "fused_linear", "refuse_split_backward", "run_outside_graph"]
+__all__ = ["LinearUse", "cast", "fused_linear", "input_grad", "linear_product", "refuse_split_backward", "rows_of", "run_outside_graph"]
 
 
 class LinearUse:
@@ -91,7 +91,7 @@ def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, 
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
     if not use.save_original_input:
-        input = _cast(input, dtype)  # not in _FusedLinear: second derivatives need the cast in the graph
+        input = cast(input, dtype)  # not in _FusedLinear: second derivatives need the cast in the graph
     output: Tensor = _apply_directly(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
     return output
 
@@ -112,12 +112,27 @@ run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
 
 # ``to`` and ``reshape`` cost host time even if they change nothing, and a forward and backward have seven of them. On a
 # CPU, skipping these calls saves a tiny layer (64 x 64, 16 rows) 9 % of its forward and backward.
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def linear_product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, *, transposed: bool) -> Tensor:
+    """``x W^T + b`` in the dtype of x, to which autocast has weights and bias cast: see ``fused_linear``."""
+    weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+    if weight.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
+        weight = weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+    return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def input_grad(dy: Tensor, weights: Sequence[Tensor], *, transposed: bool) -> Tensor:
+    """``dy W`` [..., K] in the dtype of dy [..., N]."""
+    weight = cast(weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), dy.dtype)
+    return dy @ (weight.t() if transposed else weight)
 
 
 class _Like(NamedTuple):
@@ -133,7 +148,7 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, use: LinearUse, dtype: torch.dtype, *weights_and_bias: Any) -> Tensor:
         *weights, bias = weights_and_bias
-        x = _cast(input, dtype)
+        x = cast(input, dtype)
         needs_dw = True in ctx.needs_input_grad[3:-1]
         if ctx.needs_input_grad[0]:
             ctx.save_for_backward(input if needs_dw else None, *weights)
@@ -147,11 +162,7 @@ class _FusedLinear(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         if use.only_save:
             return x.new_empty(0)
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if weight.dtype is not dtype and torch.is_autocast_enabled(input.device.type):
-            weight = weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return F.linear(x, weight.t() if use.transposed else weight, bias)
+        return linear_product(x, weights, bias, transposed=use.transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -170,13 +181,12 @@ class _FusedLinear(torch.autograd.Function):
 
         dx = None
         if needs_dx:
-            weight = _cast(weights[0] if len(weights) == 1 else torch.cat(weights), dy.dtype)
-            dx = _cast(dy @ (weight.t() if use.transposed else weight), ctx.input_dtype)
-        dy_rows = _rows(dy)
+            dx = cast(input_grad(dy, weights, transposed=use.transposed), ctx.input_dtype)
+        dy_rows = rows_of(dy)
         db = dy_rows.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         if x is None:
             return (dx, None, None, *[None] * len(weights), db)
-        x_rows = _cast(_rows(x), dy.dtype)
+        x_rows = cast(rows_of(x), dy.dtype)
         if len(weights) == 1:
             return dx, None, None, _weight_grad(ctx, 0, weights[0], wanted[0], places[0], dy_rows, x_rows), db
         parts = dy_rows.split([weight.shape[0] for weight in weights], dim=1)
@@ -203,7 +213,7 @@ def _weight_grad(
     if place is None:
         if want is Demand.NOTHING:
             return None
-        return _cast(x.t() @ dy if use.transposed else dy.t() @ x, weight.dtype)
+        return cast(x.t() @ dy if use.transposed else dy.t() @ x, weight.dtype)
     if use.delays:
         x = x.detach()  # the queue must not keep the graph of x, which keeps the weights
     backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()

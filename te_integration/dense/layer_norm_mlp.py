@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from ..wgrad_queue import WgradQueue
 from .activations import activation_named
-from .fused_linear import run_outside_graph
 from .linear_module import InitMethod, LinearModule, one_dtype, reset_linear
 from .normalization import NormalizingModule
 from .te_arguments import refuse_unsupported
@@ -120,10 +119,7 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         ``is_first_microbatch`` has no effect: backward knows which write is the first of an iteration.
         """
         if self.checkpoint and torch.is_grad_enabled():
-            if torch.compiler.is_compiling():
-                output, normalized = run_outside_graph(LayerNormMLP._recomputed, self, input)
-            else:
-                output, normalized = self._recomputed(input)
+            output, normalized = self._recomputed(input)
         else:
             output, normalized = self._run(input, self.queue_now())
         if not (self.return_bias or self.return_layernorm_output):
@@ -131,15 +127,25 @@ class LayerNormMLP(LinearModule, NormalizingModule):
         more = (self.fc2_bias,) if self.return_bias else ()
         return (output, *more, normalized) if self.return_layernorm_output else (output, *more)
 
+    def weights_of(self, product: int) -> tuple[str, ...]:
+        """Names of the weights of one of the module's products."""
+        return (self.weight_names[product],)
+
     def _run(self, input: Tensor, queue: WgradQueue | None, only_save: bool = False) -> tuple[Tensor, Tensor]:
         """Output and normalised input; ``only_save`` skips the second product, whose result backward does not need."""
         normalized = self.normalize(input)
         hidden = self.activate(self.multiply(normalized, (self.fc1_weight,), self.fc1_bias, queue))
         bias = None if self.return_bias else self.fc2_bias
-        return self.multiply(hidden, (self.fc2_weight,), bias, queue, only_save), normalized
+        output = self.multiply(hidden, (self.fc2_weight,), bias, queue, product=1, only_save=only_save)
+        return output, normalized
 
     def _recomputed(self, input: Tensor) -> tuple[Tensor, Tensor]:
         queue = self.queue_now()  # the recompute runs in backward, outside any delayed_wgrad block
+        if torch.compiler.is_compiling():  # a compiler leaves out what no result needs
+            of_graph: tuple[Tensor, Tensor] = recompute(
+                self._run, input, queue, use_reentrant=False, preserve_rng_state=False
+            )
+            return of_graph
         again = False
 
         def run(x: Tensor) -> tuple[Tensor, Tensor]:

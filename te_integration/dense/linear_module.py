@@ -9,11 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ddp.contract.delayed import queue_of_block
-from ...ddp.contract.main_grad import check_delayable, is_fusable
+from ...ddp.contract.main_grad import check_delayable, is_foreign, is_fusable, record_of
 from ...ddp.contract.module import DelayedWgradModule
+from ...ddp.contract.target import WgradTarget
 from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
+from ...ddp.torch_internals import current_backward
+from ..compiled import WgradHandle, can_compile, weights_wanted
 from ..wgrad_queue import WgradQueue
-from .fused_linear import LinearUse, fused_linear, run_outside_graph
+from .compiled_linear import compiled_linear
+from .fused_linear import LinearUse, cast, fused_linear, rows_of, run_outside_graph
 from .transforms import in_transform
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -33,6 +37,8 @@ class LinearModule(DelayedWgradModule):
     init_method: InitMethod | None = None
     label: str | None = None
     weight_names: tuple[str, ...] = ("weight",)
+    transposed = False
+    """The single weight is stored [K, N]."""
 
     def set_wgrad_options(self, *, fuse: bool, delay: bool, name: str | None) -> None:
         """Set the options. Constructors call this after they have created the parameters."""
@@ -41,6 +47,16 @@ class LinearModule(DelayedWgradModule):
         if delay:
             self.wgrad_queue = WgradQueue()
             self.mark_delayed_weights()
+        self.make_handle()
+
+    def make_handle(self) -> None:
+        """Make the object by which compiled code names this module. Call it for each new or converted module."""
+        self._wgrad_handle = WgradHandle(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_wgrad_handle" in state:
+            self.make_handle()  # a copy is a module of its own
 
     def fused_wgrad_weights(self) -> Iterable[str]:
         """Names of the fused weights."""
@@ -58,16 +74,22 @@ class LinearModule(DelayedWgradModule):
         of_block: WgradQueue | None = queue_of_block()
         return of_block
 
+    def weights_of(self, product: int) -> tuple[str, ...]:
+        """Names of the weights of one of the module's products."""
+        return self.weight_names
+
     def multiply(
         self,
         input: Tensor,
         weights: Sequence[Tensor],
         bias: Tensor | None,
         queue: WgradQueue | None,
+        *,
+        product: int = 0,
         only_save: bool = False,
     ) -> Tensor:
         """``x W^T + b``: x [..., K], weights [N_i, K] each (slices of W along N), b [N] -> [..., N]."""
-        output = self.fused_product(input, weights, bias, queue, only_save=only_save)
+        output = self.fused_product(input, weights, bias, queue, product, only_save)
         if output is None:
             output = F.linear(input, weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), bias)
         return output
@@ -78,7 +100,7 @@ class LinearModule(DelayedWgradModule):
         weights: Sequence[Tensor],
         bias: Tensor | None,
         queue: WgradQueue | None,
-        transposed: bool = False,
+        product: int = 0,
         only_save: bool = False,
     ) -> Tensor | None:
         """Compute the product with ``fused_linear``, which describes the arguments. None: use plain autograd.
@@ -93,8 +115,8 @@ class LinearModule(DelayedWgradModule):
         needing = [weight for weight in weights if weight.requires_grad]
         if not needing:
             return None
-        if torch.compiler.is_compiling() and self.weight_names[0] in self.__dict__["_parameters"]:
-            arguments = (input, weights, bias, queue, transposed, only_save)
+        if torch.compiler.is_compiling() and not self._fits_in_graph(needing, queue, product):
+            arguments = (input, weights, bias, queue, product, only_save)
             output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
             return output
         if in_transform() or not all(map(is_fusable, needing)):
@@ -102,16 +124,52 @@ class LinearModule(DelayedWgradModule):
         if queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
         weight = weights[0]
-        features = weight.shape[0 if transposed else 1]
+        features = weight.shape[0 if self.transposed else 1]
         if input.shape[-1:] != (features,):
             raise ValueError(f"{self.describe()} takes {features} features in the last dim, got {tuple(input.shape)}")
         if input.dtype is not weight.dtype and not torch.is_autocast_enabled(input.device.type):
             raise ValueError(
                 f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one or use autocast"
             )
-        return fused_linear(input, weights, bias, self._use(weights, queue, transposed, only_save))
+        if torch.compiler.is_compiling():
+            return compiled_linear(input, weights, bias, self._wgrad_handle, product, transposed=self.transposed)
+        return fused_linear(input, weights, bias, self._use(weights, queue, only_save))
 
-    def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, transposed: bool, only_save: bool) -> LinearUse:
+    def _fits_in_graph(self, needing: Sequence[Tensor], queue: WgradQueue | None, product: int) -> bool:
+        """Whether ``torch.compile`` takes the product whole. If not, the product is a graph break.
+
+        Three cases are breaks. A ``delayed_wgrad`` block may be another one in each forward, while a module's own queue
+        stays. Delayed gradients without our provider need checks of the forward's surroundings. A foreign provider
+        needs a placeholder as the gradient.
+        """
+        names = self.weights_of(product)
+        return (
+            can_compile()
+            and all(name in self.__dict__["_parameters"] for name in names)
+            and (queue is None or (queue is self.wgrad_queue and all(record_of(each) is not None for each in needing)))
+            and not any(map(is_foreign, needing))
+        )
+
+    def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
+        """In a compiled backward: the weight gradients of a product, for gradient of the output and input."""
+        registered = [self.__dict__["_parameters"][name] for name in self.weights_of(product)]
+        dy, x = map(rows_of, operands)
+        x = cast(x, dy.dtype)
+        parts = [dy] if len(registered) == 1 else dy.split([each.shape[0] for each in registered], dim=1)
+        for index, weight in enumerate(weights_wanted(registered, self)):
+            if weight is not None:
+                left, right = (x, parts[index]) if self.transposed else (parts[index], x)
+                self._target((product, index), weight).deliver_in_graph(left, right, current_backward())
+
+    def _target(self, key: tuple[int, int], weight: Tensor) -> WgradTarget:
+        targets: dict[Any, WgradTarget] = self.__dict__.setdefault("_targets", {})
+        target = targets.get(key)
+        if target is None or not target.serves(weight, self.fuse_wgrad_accumulation):
+            fused, queue = self.fuse_wgrad_accumulation, self.wgrad_queue
+            target = targets[key] = WgradTarget(weight, self.describe(), fused=fused, queue=queue)
+        return target
+
+    def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool) -> LinearUse:
         """The object of the last forward if nothing has changed.
 
         A new one in each forward would cost a tiny layer (64 x 64, 16 rows) 3 % of its forward and backward.
@@ -129,7 +187,7 @@ class LinearModule(DelayedWgradModule):
                 self.describe(),
                 fused=self.fuse_wgrad_accumulation,
                 queue=queue,
-                transposed=transposed,
+                transposed=self.transposed,
                 save_original_input=self.save_original_input,
                 only_save=only_save,
             )

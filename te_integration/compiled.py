@@ -1,0 +1,152 @@
+"""Weight gradients in compiled graphs: an operator whose side effect a compiler must keep, once and in order.
+
+A module under ``torch.compile`` computes its product, and the gradients of its input and bias, by operations that the
+compiler sees and fuses. The weight gradient is one call of the operator ``maingrad::wgrad`` in the compiled backward.
+The call runs ``CompilableModule.deliver_wgrad``, which writes as an eager backward does. Three properties matter:
+
+- The operator has an *ordered effect*. A compiler may drop an operator without results that are used, merge two equal
+  calls, or compute a call again to save memory. Each would lose or repeat a gradient, and none happens with an effect.
+- ``main_grad`` is no argument. Accumulators are views of one bucket, and a write to one of them would count as a write
+  to what other blocks have saved. A ``WgradHandle`` stands for the module, and the weight is found at run time.
+- No flag and no first write of an iteration is part of the graph, so that microbatches need no second graph.
+"""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..ddp.contract.module import forms_of
+from ..ddp.torch_internals import will_execute
+from .torch_internals import Opaque, current_autograd_node, make_effectful_op
+
+__all__ = ["CompilableModule", "WgradHandle", "can_compile", "weights_wanted", "wgrad"]
+
+
+class CompilableModule(Protocol):
+    """What a ``WgradHandle`` needs of its module."""
+
+    def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
+        """In a compiled backward: write the weight gradients of a product.
+
+        product   index of the product in the module
+        operands  gradient of the output and input of the forward, [..., N] and [..., K]; more for grouped products
+        """
+
+    def describe(self) -> str:
+        """The module's name in error messages."""
+
+
+class WgradHandle(Opaque):
+    """A module as compiled code sees it: an argument of ``wgrad``, opaque to the compiler. It holds the module weakly.
+
+    Each module makes its own handle. A copy of a module makes a new one.
+    """
+
+    def __init__(self, module: CompilableModule) -> None:
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> CompilableModule:
+        """The module; raises ``RuntimeError`` where the module was freed."""
+        module = self._module()
+        if module is None:
+            raise RuntimeError(
+                "a module was freed between its compiled forward and the backward, and its weight gradients have no "
+                "place: keep the model until the last backward"
+            )
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
+        # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
+        copy = object.__new__(WgradHandle)
+        copy._module = self._module
+        return copy
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _deliver(operands: Sequence[Tensor], handle: WgradHandle, product: int) -> None:
+    module = handle.module
+    if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{module.describe()}: torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would "
+            f"replay the weight gradient without the provider's flags: compile without them "
+            f"(mode='max-autotune-no-cudagraphs'), or add 'maingrad::wgrad' to "
+            f"torch._inductor.config.custom_should_partition_ops"
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{module.describe()}: backward(create_graph=True) through a compiled fused layer; call the layer outside "
+            f"torch.compile, or build it with fuse_wgrad_accumulation=False"
+        )
+    module.deliver_wgrad(product, operands)
+
+
+wgrad = make_effectful_op("wgrad", "Tensor[] operands, {handle} handle, int product", WgradHandle, _deliver)
+"""``wgrad(operands, handle, product)``: the operator. None where this torch cannot compile it: see ``can_compile``."""
+
+
+def can_compile() -> bool:
+    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break, with one warning."""
+    if wgrad is None:
+        _warn_of_graph_breaks()
+    return wgrad is not None
+
+
+@functools.cache
+def _warn_of_graph_breaks() -> None:
+    warnings.warn(
+        f"torch {torch.__version__} has no operators with ordered effects on opaque objects: each maingrad layer under "
+        f"torch.compile is a graph break",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def weights_wanted(registered: Sequence[Tensor | None], owner: CompilableModule) -> list[Tensor | None]:
+    """For each parameter of a module: the weight whose gradient the running compiled backward accumulates, or None.
+
+    registered  the module's parameters; a sharded one stands for the whole weight of the forward
+    owner       the module, for errors
+
+    Raises ``RuntimeError`` where the backward returns the gradient of a weight to the caller (``autograd.grad``).
+    """
+    leaves = list(_leaves())
+    wanted: list[Tensor | None] = []
+    for param in registered:
+        found = None
+        if param is not None and param.requires_grad:
+            found = _wanted(param, leaves, owner)
+        wanted.append(found)
+    return wanted
+
+
+def _leaves() -> Iterator[tuple[Any, Tensor]]:
+    """The accumulating nodes behind the running compiled backward, with their tensors."""
+    node = current_autograd_node()
+    for following, _ in () if node is None else node.next_functions:
+        leaf = getattr(following, "variable", None)
+        if leaf is not None:
+            yield following, leaf
+
+
+def _wanted(param: Tensor, leaves: Sequence[tuple[Any, Tensor]], owner: CompilableModule) -> Tensor | None:
+    for node, leaf in leaves:
+        if leaf is param or any(form is param for form in forms_of(leaf)):
+            try:
+                return leaf if will_execute(node) else None
+            except RuntimeError:
+                raise RuntimeError(
+                    f"{owner.describe()}: autograd.grad(loss, weight) of a compiled fused layer, whose weight gradient goes into "
+                    f"main_grad; call backward(), or run this forward outside torch.compile"
+                ) from None
+    raise RuntimeError(
+        f"{owner.describe()}: the compiled backward does not lead to the weight that the module holds now; leave the module's "
+        f"parameters in place between forward and backward"
+    )
