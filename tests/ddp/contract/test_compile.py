@@ -1,4 +1,4 @@
-"""``torch.compile`` around or inside the wrapper: eager's gradients, one graph break for each fused layer."""
+"""``torch.compile`` around or inside the wrapper: eager's gradients, in one graph with the fused layers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,10 +49,7 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 class Waves(nn.Module):
-    """Something to compile before, between and after two fused layers.
-
-    Written out: a graph break inside a loop, such as nn.Sequential's, has dynamo leave the whole loop to Python.
-    """
+    """Something to compile before, between and after two fused layers."""
 
     def __init__(self, fuse: bool) -> None:
         super().__init__()
@@ -91,7 +88,7 @@ WAYS = [around, inside, in_place, each_layer]
 @pytest.mark.parametrize("compile_model", WAYS)
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.sampled(1)
-def test_gradients_are_eagers_and_each_fused_layer_is_one_graph_break(
+def test_gradients_are_eagers_and_fused_layers_break_no_graph(
     compile_model: Callable[[nn.Module], tuple[DistributedDataParallel, nn.Module]], fuse: bool
 ) -> None:
     model = Waves(fuse)
@@ -114,7 +111,7 @@ def test_gradients_are_eagers_and_each_fused_layer_is_one_graph_break(
     if compile_model is not each_layer:
         in_each_forward = pieces_run[: len(pieces_run) // len(batches)]
         assert pieces_run == in_each_forward * len(batches)
-        assert len(in_each_forward) == (1 + NUM_FUSED if fuse else 1)
+        assert len(in_each_forward) == 1
 
 
 @pytest.mark.slow
@@ -166,8 +163,3 @@ def test_checks_after_wrapping_still_speak_in_a_compiled_model() -> None:
         compiled(batch)
 
 
-def test_fullgraph_is_refused_by_torch_with_the_reason() -> None:
-    ddp = wrap(make_model())
-    compiled = torch.compile(ddp.module, backend=counting, fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch.compiler.disable"):
-        compiled(make_batches(1)[0])
