@@ -152,23 +152,24 @@ class WgradTarget:
 
         Raises ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation.
         """
+        self.check_in_graph()
         place = self.resolve()
-        if place is not None and self._torch_shards is None and is_foreign(place.weight):
-            raise self._compiled_too_early("a provider that is not maingrad's")
         if place is not None:
             self.deliver(*place, dy, x, backward)
-        elif self._torch_shards is not None:
-            # FSDP2 takes ``.grad`` when backward has passed the module's inputs, which is after this graph.
+        else:  # FSDP2 has no accumulator, and takes ``.grad`` when backward has passed the module's inputs
             weight = self._alive_weight()
             add_to_grad(weight, (dy.t() @ x).to(weight.dtype), None)
-        else:
-            raise self._compiled_too_early("a hook (register_hook)")
 
-    def _compiled_too_early(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self._owner}: the weight got {what} after the layer was compiled, and the compiled backward has no "
-            f"gradient to hand over; call torch.compiler.reset() after that, so that the layer is compiled again"
-        )
+    def check_in_graph(self) -> None:
+        """Raise ``RuntimeError`` where the weight's gradient cannot be delivered by a compiled backward."""
+        weight = self._alive_weight()
+        hooked = has_tensor_hooks(weight)
+        if hooked or is_foreign(weight):
+            raise RuntimeError(
+                f"{self._owner}: the weight got {'a hook (register_hook)' if hooked else 'a main_grad of others'} after "
+                f"the layer was compiled, and the compiled backward has no gradient to hand over; call "
+                f"torch.compiler.reset() then, so that the layer is compiled again"
+            )
 
     def _write(self, entry: DelayedWgrad, dy: Tensor, x: Tensor) -> None:
         """Compute the delayed gradient ``entry``."""
@@ -269,6 +270,22 @@ class GroupedWgradTarget:
             None if place is None else hand_over(place.weight, record, delayed=delayed, fused=self._fused)
             for place, record in zip(places, records, strict=True)
         ]
+
+    def deliver_in_graph(self, wanted: Sequence[bool], dy: Tensor, x: Tensor, offsets: Tensor, backward: int) -> None:
+        """``resolve`` and ``deliver`` in a compiled backward: see ``WgradTarget.deliver_in_graph``."""
+        for own, target in zip(wanted, self._targets, strict=True):
+            if own:
+                target.check_in_graph()
+        places = self.resolve(wanted)
+        unwritten = [own and place is None for own, place in zip(wanted, places, strict=True)]
+        if True in unwritten:  # FSDP2 has no accumulator, and takes ``.grad`` after this graph
+            weights = [target.alive()[0] for target in self._targets]
+            gradients = fresh_grouped_wgrads(dy, x, offsets, unwritten, weights[0].dtype, packed=self._packed)
+            for weight, gradient in zip(weights, gradients, strict=True):
+                if gradient is not None:
+                    add_to_grad(weight, gradient, None)
+        if any(place is not None for place in places):
+            self.deliver(places, dy, x, offsets, backward)
 
     def _alive(self, mine: Sequence[bool]) -> list[Tensor]:
         targets = [target for own, target in zip(mine, self._targets, strict=True) if own]

@@ -115,7 +115,7 @@ class LinearModule(DelayedWgradModule):
         needing = [weight for weight in weights if weight.requires_grad]
         if not needing:
             return None
-        if torch.compiler.is_compiling() and not self._fits_in_graph(needing, queue, product):
+        if torch.compiler.is_compiling() and not self.fits_in_graph(needing, queue, product):
             arguments = (input, weights, bias, queue, product, only_save)
             output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
             return output
@@ -135,7 +135,7 @@ class LinearModule(DelayedWgradModule):
             return compiled_linear(input, weights, bias, self._wgrad_handle, product, transposed=self.transposed)
         return fused_linear(input, weights, bias, self._use(weights, queue, only_save))
 
-    def _fits_in_graph(self, needing: Sequence[Tensor], queue: WgradQueue | None, product: int) -> bool:
+    def fits_in_graph(self, needing: Sequence[Tensor], queue: WgradQueue | None, product: int) -> bool:
         """Whether ``torch.compile`` takes the product whole. If not, the product is a graph break.
 
         Three cases are breaks. A ``delayed_wgrad`` block may be another one in each forward, while a module's own queue

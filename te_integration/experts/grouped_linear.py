@@ -121,7 +121,7 @@ class GroupedLinear(GroupedModule):
         ``ValueError`` for splits that do not fit the rows (``row_offsets``), missing or unused scales, and shapes or
         dtypes that do not match.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.runs_in_graph(m_splits, out, grad_input):
             output: Tensor = run_outside_graph(
                 GroupedLinear._forward, self, inp, m_splits, bias_scales, out, grad_input
             )

@@ -113,7 +113,7 @@ class GroupedMLP(GroupedModule):
         Raises ``ValueError`` for splits that do not fit the rows (``row_offsets``), missing probabilities under
         ``scale_bias``, and shapes or dtypes that do not match.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not self.runs_in_graph(m_splits):
             output: Tensor = run_outside_graph(GroupedMLP._forward, self, input, m_splits, probs)
             return output
         return self._forward(input, m_splits, probs)

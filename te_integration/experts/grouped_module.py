@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from ...ddp.contract.main_grad import check_delayable, is_fusable
 from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
+from ...ddp.torch_internals import current_backward
+from ..compiled import weights_wanted
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
 from ..wgrad_queue import WgradQueue
+from .compiled_grouped_linear import compiled_grouped_linear
 from .fused_grouped_linear import GroupedUse, fused_grouped_linear
 
 __all__ = ["ExpertLayer", "GroupedModule"]
@@ -100,6 +103,11 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{self.describe()}: bias_scales must be [{rows.shape[0]}], one for each row; got "
                 f"{tuple(bias_scales.shape)}"
             )
+        if torch.compiler.is_compiling():
+            product = self.expert_layers.index(layer)
+            delivers = self._delivery(weights, queue) != (False, None)
+            handle = self._wgrad_handle if delivers else None
+            return compiled_grouped_linear(rows, weights, biases, offsets, handle, product, bias_scale=bias_scales)
         return fused_grouped_linear(
             rows,
             weights[0] if layer.packed_weight else weights,
@@ -126,13 +134,12 @@ class GroupedModule(LinearModule, nn.Module):
                 refuse_delay_in_recompute(self, self.describe)
             else:
                 note_without_grad(self)
-        fused = self.fuse_wgrad_accumulation
-        if fused or queue is not None:
-            needing = [weight for weight in weights if weight.requires_grad]
-            if not needing or not torch.is_grad_enabled() or not all(map(is_fusable, needing)):
-                fused, queue = False, None
-            elif queue is not None and queue is not self.wgrad_queue:
-                check_delayable(needing, self.describe())
+        fused, queue = self._delivery(weights, queue)
+        return self._use_of(layer, weights, fused, queue)
+
+    def _use_of(
+        self, layer: ExpertLayer, weights: Sequence[Tensor], fused: bool, queue: WgradQueue | None
+    ) -> GroupedUse:
         uses: dict[tuple[str, bool], GroupedUse | None] = self.__dict__.setdefault("_uses", {})
         key = layer.prefix, fused
         use = uses.get(key)
@@ -146,6 +153,47 @@ class GroupedModule(LinearModule, nn.Module):
                 save_original_input=self.save_original_input,
             )
         return use
+
+    def _delivery(self, weights: Sequence[Tensor], queue: WgradQueue | None) -> tuple[bool, WgradQueue | None]:
+        """Whether this forward's weight gradients go into ``main_grad``, and the queue that they wait in."""
+        fused = self.fuse_wgrad_accumulation
+        if fused or queue is not None:
+            needing = [weight for weight in weights if weight.requires_grad]
+            if not needing or not torch.is_grad_enabled() or not all(map(is_fusable, needing)):
+                return False, None
+            if queue is not None and queue is not self.wgrad_queue:
+                check_delayable(needing, self.describe())
+        return fused, queue
+
+    def runs_in_graph(self, m_splits: Any, *buffers: Tensor | None) -> bool:
+        """Whether ``torch.compile`` takes this forward whole. If not, the forward is a graph break.
+
+        Splits on the host would be constants of the graph, and memory that the caller gave would be written by an
+        operator that the compiler takes for a pure one. The other cases are those of ``LinearModule``.
+        """
+        queue = self.queue_now()
+        given = isinstance(m_splits, Tensor) and all(buffer is None for buffer in buffers)
+        if not given or not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
+            return given
+        return all(
+            self.fits_in_graph([each for each in self.parameters_named(self.weights_of(product)) if each.requires_grad], queue, product)
+            for product in range(len(self.expert_layers))
+        )
+
+    def weights_of(self, product: int) -> tuple[str, ...]:
+        """Names of the weights of one of the module's products."""
+        return self.expert_layers[product].weight_names
+
+    def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
+        """In a compiled backward: the weight gradients of a layer, for gradient of the output, input and offsets."""
+        names = self.weights_of(product)
+        registered = [self.__dict__["_parameters"][name] for name in names]
+        wanted = weights_wanted(registered, self)
+        weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
+        use = self._use_of(self.expert_layers[product], weights, self.fuse_wgrad_accumulation, self.wgrad_queue)
+        assert use.target is not None, "the forward was fused or delayed"
+        dy, x, offsets = operands
+        use.target.deliver_in_graph([weight is not None for weight in wanted], dy, x, offsets, current_backward())
 
     def _load_from_state_dict(
         self,

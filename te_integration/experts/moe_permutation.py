@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import permute_rows, unpermute_rows
+from ...kernels.operators import permute_rows_op, unpermute_rows_op
 from ..dense.transforms import refuse_in_transform
 
 __all__ = ["RowIdMap", "moe_permute", "moe_permute_with_probs", "moe_unpermute", "row_id_map"]
@@ -62,6 +63,8 @@ def moe_permute(inp: Tensor, expert_ids: Tensor, num_experts: int) -> tuple[Tens
     """
     refuse_in_transform("moe_permute")
     sorting = _sorting(inp, expert_ids, num_experts)
+    if torch.compiler.is_compiling():
+        return permute_rows_op(inp, sorting.places), sorting
     rows, _ = _Permute.apply(inp, None, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
     return rows, sorting
 
@@ -77,6 +80,8 @@ def moe_permute_with_probs(
         )
     refuse_in_transform("moe_permute_with_probs")
     sorting = _sorting(inp, expert_ids, num_experts)
+    if torch.compiler.is_compiling():
+        return permute_rows_op(inp, sorting.places), probs.reshape(-1).index_select(0, sorting.copies), sorting
     rows, row_probs = _Permute.apply(inp, probs, sorting.places, sorting.copies)  # type: ignore[no-untyped-call]
     return rows, row_probs, sorting
 
@@ -84,6 +89,9 @@ def moe_permute_with_probs(
 def moe_unpermute(inp: Tensor, sorting: RowIdMap) -> Tensor:
     """Sum the rows of each token, in fp32, rounded once: ``inp`` [R, D] -> [T, D]. See ``moe_permute``."""
     refuse_in_transform("moe_unpermute")
+    if torch.compiler.is_compiling():
+        of_graph: Tensor = unpermute_rows_op(inp, sorting.places)
+        return of_graph
     output: Tensor = _Unpermute.apply(inp, sorting.places)  # type: ignore[no-untyped-call]
     return output
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import group_offsets
+from ...kernels.operators import group_offsets_op
 
 __all__ = ["row_offsets"]
 
@@ -19,7 +20,7 @@ def row_offsets(
 
     A list must have one count per expert, none negative, and must add up to ``rows``. A tensor [E] of int32 or int64
     may add up to less: the remaining rows are padding behind the last expert. A tensor on the CPU is checked; a tensor
-    on a GPU is never read by the host. Raises ``ValueError`` with ``owner`` and the counts.
+    on a GPU, or in a compiled graph, is never read by the host. Raises ``ValueError`` with ``owner`` and the counts.
     """
     if isinstance(m_splits, Tensor):
         if m_splits.dim() != 1 or m_splits.dtype not in (torch.int32, torch.int64):
@@ -29,9 +30,12 @@ def row_offsets(
             )
         if m_splits.shape[0] != num_experts:
             raise ValueError(f"{owner} has {num_experts} experts, and m_splits counts for {m_splits.shape[0]}")
-        if m_splits.device.type != "cpu":
+        if m_splits.device.type != "cpu" or torch.compiler.is_compiling():
             if m_splits.device != device:
                 raise ValueError(f"{owner}: m_splits is on {m_splits.device}, and the rows on {device}")
+            if torch.compiler.is_compiling():
+                of_graph: Tensor = group_offsets_op(m_splits)
+                return of_graph
             return group_offsets(m_splits)
         counts: list[int] = m_splits.tolist()
         padded = True

@@ -1,0 +1,106 @@
+"""``compiled_grouped_linear``: ``fused_grouped_linear`` in a form that ``torch.compile`` takes into its graph whole.
+
+Each kernel is an operator in the graph. The weight gradients of all experts are one ``wgrad`` operator.
+Legend: E experts, T rows, K input features, N output features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.operators import (
+    grouped_bias_grad_op,
+    grouped_dgrad_op,
+    grouped_linear_op,
+    grouped_scale_grad_op,
+    grouped_wgrad_op,
+)
+from ..compiled import WgradHandle, wgrad
+from ..dense.fused_linear import cast
+
+__all__ = ["compiled_grouped_linear"]
+
+
+def compiled_grouped_linear(
+    rows: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    offsets: Tensor,
+    handle: WgradHandle | None,
+    product: int,
+    *,
+    bias_scale: Tensor | None = None,
+) -> Tensor:
+    """``y[t] = x[t] W_e^T + s[t] b_e``, inside a graph; ``fused_grouped_linear`` has the shapes and dtypes.
+
+    weights, biases  E tensors each, or one packed tensor; no biases: an empty sequence
+    handle           of the module whose ``deliver_wgrad`` writes the weight gradients; None: autograd delivers them
+    product          the number that ``deliver_wgrad`` gets
+    """
+    dtype, device_type = rows.dtype, rows.device.type
+    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    arguments = cast(rows, dtype), handle, product, offsets, bias_scale, len(weights), *weights, *biases
+    output: Tensor = _CompiledGroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [cast(tensor, dtype) for tensor in tensors]
+
+
+def _parts(gradient: Tensor, packed: bool, needs: Sequence[bool]) -> list[Tensor | None]:
+    """A gradient [E, ...] as the gradients of E tensors, or of one packed tensor."""
+    parts = (gradient,) if packed else gradient.unbind()
+    return [part if need else None for part, need in zip(parts, needs, strict=True)]
+
+
+class _CompiledGroupedLinear(torch.autograd.Function):
+    """See ``compiled_grouped_linear``. A compiler decides what to save."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        handle: WgradHandle | None,
+        product: int,
+        offsets: Tensor,
+        bias_scale: Tensor | None,
+        num_weights: int,
+        *weights_and_biases: Tensor,
+    ) -> Tensor:
+        weights, biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
+        ctx.save_for_backward(x, offsets, bias_scale, *weights_and_biases)
+        ctx.handle, ctx.product, ctx.num_weights = handle, product, num_weights
+        output: Tensor = grouped_linear_op(
+            x, _cast_all(weights, x.dtype), offsets, _cast_all(biases, x.dtype), bias_scale
+        )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0]
+        x, offsets, scale, *others = ctx.saved_tensors
+        weights, biases = others[: ctx.num_weights], others[ctx.num_weights :]
+        needs_dx, _, _, _, needs_ds, _, *needs = ctx.needs_input_grad
+        needs_dw, needs_db = needs[: ctx.num_weights], needs[ctx.num_weights :]
+        dx = ds = None
+        if needs_dx:
+            dx = cast(grouped_dgrad_op(dy, _cast_all(weights, dy.dtype), offsets), x.dtype)
+        if needs_ds:
+            ds = cast(grouped_scale_grad_op(dy, _cast_all(biases, dy.dtype), offsets), scale.dtype)
+        dbs: list[Tensor | None] = [None] * len(biases)
+        if True in needs_db:
+            db = grouped_bias_grad_op(dy, offsets, scale, biases[0].dtype)
+            dbs = _parts(db, biases[0].dim() == 2, needs_db)
+        dws: list[Tensor | None] = [None] * len(weights)
+        if True in needs_dw and ctx.handle is not None:
+            assert wgrad is not None, "can_compile was asked"
+            wgrad([dy, cast(x, dy.dtype), offsets], ctx.handle, ctx.product)
+        elif True in needs_dw:
+            dtype = weights[0].dtype if weights[0].dtype in (torch.float32, dy.dtype) else dy.dtype
+            dw = cast(grouped_wgrad_op(dy, cast(x, dy.dtype), offsets, dtype), weights[0].dtype)
+            dws = _parts(dw, weights[0].dim() == 3, needs_dw)
+        return (dx, None, None, None, ds, None, *dws, *dbs)
