@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..ddp.contract.module import forms_of
-from ..ddp.torch_internals import will_execute
+from ..ddp.torch_internals import has_tensor_hooks, will_execute
 from .torch_internals import Opaque, current_autograd_node, make_effectful_op
 
 __all__ = ["CompilableModule", "WgradHandle", "can_compile", "weights_wanted", "wgrad"]
@@ -61,6 +61,13 @@ class WgradHandle(Opaque):
             )
         return module
 
+    @property
+    def hooked(self) -> bool:
+        """Whether a weight of the module has a hook (``register_hook``). Compiled code is guarded by the answer."""
+        module: Any = self._module()
+        params: dict[str, Tensor | None] = {} if module is None else module.__dict__["_parameters"]
+        return any(param is not None and has_tensor_hooks(param) for param in params.values())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
         copy = object.__new__(WgradHandle)
@@ -88,7 +95,9 @@ def _deliver(operands: Sequence[Tensor], handle: WgradHandle, product: int) -> N
     module.deliver_wgrad(product, operands)
 
 
-wgrad = make_effectful_op("wgrad", "Tensor[] operands, {handle} handle, int product", WgradHandle, _deliver)
+wgrad = make_effectful_op(
+    "wgrad", "Tensor[] operands, {handle} handle, int product", WgradHandle, _deliver, read_in_traces=("hooked",)
+)
 """``wgrad(operands, handle, product)``: the operator. None where this torch cannot compile it: see ``can_compile``."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 try:
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     from torch._library.opaque_object import OpaqueBase as Opaque
-    from torch._library.opaque_object import get_opaque_type_name, register_opaque_type
+    from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
 
     _HAS_EFFECTS = True
 except ImportError:  # a later torch may move them: its canary is tests/te_integration/test_torch_internals.py
@@ -42,12 +42,15 @@ current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 _library: Any = None
 
 
-def make_effectful_op(name: str, arguments: str, handle: type, run: Callable[..., None]) -> Callable[..., Any] | None:
+def make_effectful_op(
+    name: str, arguments: str, handle: type, run: Callable[..., None], *, read_in_traces: tuple[str, ...] = ()
+) -> Callable[..., Any] | None:
     """Define the operator ``maingrad::name``, which a compiler must run once for each call, in the order of the calls.
 
-    arguments  of the schema; ``{handle}`` stands for the type of the opaque argument
-    handle     class of the opaque argument: a graph input that the compiler passes on
-    run        called with the operator's arguments
+    arguments       of the schema; ``{handle}`` stands for the type of the opaque argument
+    handle          class of the opaque argument: a graph input that the compiler passes on
+    run             called with the operator's arguments
+    read_in_traces  properties of ``handle`` that traced code may read; another value compiles the code again
 
     Returns the operator, which returns an empty tensor: an operator with an effect must return something. None where
     this torch lacks the names. ``torch.library.custom_op`` has no effects on opaque objects, and takes twice the host
@@ -58,7 +61,12 @@ def make_effectful_op(name: str, arguments: str, handle: type, run: Callable[...
         return None
     if _library is None:
         _library = torch.library.Library("maingrad", "FRAGMENT")
-    register_opaque_type(handle, typ="reference")
+    register_opaque_type(
+        handle,
+        typ="reference",
+        members=dict.fromkeys(read_in_traces, MemberType.USE_REAL),
+        guard_fn=lambda found: [getattr(found, each) for each in read_in_traces],
+    )
     _library.define(f"{name}({arguments.format(handle=get_opaque_type_name(handle))}) -> Tensor")
 
     def call(operands: list[Tensor], *rest: Any) -> Tensor:

@@ -115,6 +115,8 @@ class LinearModule(DelayedWgradModule):
         needing = [weight for weight in weights if weight.requires_grad]
         if not needing:
             return None
+        if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
+            return None
         if torch.compiler.is_compiling() and not self.fits_in_graph(needing, queue, product):
             arguments = (input, weights, bias, queue, product, only_save)
             output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)

@@ -379,7 +379,7 @@ def test_convert_linears_skips_a_subclass() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_only_the_fused_products_stay_outside() -> None:
+def test_compiled_whole() -> None:
     for fuse, checkpoint in itertools.product([True, False], repeat=2):
         torch.compiler.reset()
         mlp = make("LayerNormMLP", fuse=fuse, checkpoint=checkpoint)
@@ -393,10 +393,9 @@ def test_compiled_only_the_fused_products_stay_outside() -> None:
         ddp.finish_grad_sync()
         for record in ddp.records:
             torch.testing.assert_close(record.view, eager[record.name])
-        if not checkpoint:
-            torch.compiler.reset()
-            explained = torch._dynamo.explain(lambda x, mlp=mlp: mlp(x.exp()).tanh())(batch())
-            assert explained.graph_count == (4 if fuse else 1), "before it, its norm, its activation, after it"
+        torch.compiler.reset()
+        explained = torch._dynamo.explain(lambda x, mlp=mlp: mlp(x.exp()).tanh())(batch())
+        assert explained.graph_count == 1
     torch.compiler.reset()
 
 
