@@ -49,6 +49,8 @@ class WgradHandle(Opaque):
 
     def __init__(self, module: CompilableModule) -> None:
         self._module = weakref.ref(module)
+        self.targets: dict[Any, Any] = {}
+        """Where the module's gradients go, for the module's own use."""
 
     @property
     def module(self) -> CompilableModule:
@@ -71,7 +73,7 @@ class WgradHandle(Opaque):
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
         copy = object.__new__(WgradHandle)
-        copy._module = self._module
+        copy._module, copy.targets = self._module, {}
         return copy
 
     def __reduce__(self) -> Any:

@@ -164,8 +164,8 @@ class LinearModule(DelayedWgradModule):
                 self._target((product, index), weight).deliver_in_graph(left, right, current_backward())
 
     def _target(self, key: tuple[int, int], weight: Tensor) -> WgradTarget:
-        targets: dict[Any, WgradTarget] = self.__dict__.setdefault("_targets", {})
-        target = targets.get(key)
+        targets = self._wgrad_handle.targets
+        target: WgradTarget | None = targets.get(key)
         if target is None or not target.serves(weight, self.fuse_wgrad_accumulation):
             fused, queue = self.fuse_wgrad_accumulation, self.wgrad_queue
             target = targets[key] = WgradTarget(weight, self.describe(), fused=fused, queue=queue)
