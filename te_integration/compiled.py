@@ -14,7 +14,7 @@ The call runs ``CompilableModule.deliver_wgrad``, which writes as an eager backw
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,8 @@ class WgradHandle(Opaque):
         self._module = weakref.ref(module)
         self.targets: dict[Any, Any] = {}
         """Where the module's gradients go, for the module's own use."""
+        self.places: dict[int, int] = {}
+        """Number of a weight -> index of its node among those that the compiled backward leads to."""
 
     @property
     def module(self) -> CompilableModule:
@@ -73,7 +75,7 @@ class WgradHandle(Opaque):
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
         copy = object.__new__(WgradHandle)
-        copy._module, copy.targets = self._module, {}
+        copy._module, copy.targets, copy.places = self._module, {}, {}
         return copy
 
     def __reduce__(self) -> Any:
@@ -120,44 +122,48 @@ def _warn_of_graph_breaks() -> None:
     )
 
 
-def weights_wanted(registered: Sequence[Tensor | None], owner: CompilableModule) -> list[Tensor | None]:
+def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int = 0) -> list[Tensor | None]:
     """For each parameter of a module: the weight whose gradient the running compiled backward accumulates, or None.
 
     registered  the module's parameters; a sharded one stands for the whole weight of the forward
-    owner       the module, for errors
+    first       number of the first of them among the weights that ``handle`` remembers
 
     Raises ``RuntimeError`` where the backward returns the gradient of a weight to the caller (``autograd.grad``).
     """
-    leaves = list(_leaves())
-    wanted: list[Tensor | None] = []
-    for param in registered:
-        found = None
-        if param is not None and param.requires_grad:
-            found = _wanted(param, leaves, owner)
-        wanted.append(found)
-    return wanted
-
-
-def _leaves() -> Iterator[tuple[Any, Tensor]]:
-    """The accumulating nodes behind the running compiled backward, with their tensors."""
     node = current_autograd_node()
-    for following, _ in () if node is None else node.next_functions:
-        leaf = getattr(following, "variable", None)
-        if leaf is not None:
-            yield following, leaf
+    following = () if node is None else node.next_functions
+    return [
+        _wanted(handle, number, param, following) if param.requires_grad else None
+        for number, param in enumerate(registered, first)
+    ]
 
 
-def _wanted(param: Tensor, leaves: Sequence[tuple[Any, Tensor]], owner: CompilableModule) -> Tensor | None:
-    for node, leaf in leaves:
-        if leaf is param or any(form is param for form in forms_of(leaf)):
-            try:
-                return leaf if will_execute(node) else None
-            except RuntimeError:
-                raise RuntimeError(
-                    f"{owner.describe()}: autograd.grad(loss, weight) of a compiled fused layer, whose weight gradient goes into "
-                    f"main_grad; call backward(), or run this forward outside torch.compile"
-                ) from None
-    raise RuntimeError(
-        f"{owner.describe()}: the compiled backward does not lead to the weight that the module holds now; leave the module's "
-        f"parameters in place between forward and backward"
-    )
+def _wanted(handle: WgradHandle, number: int, param: Tensor, following: Sequence[tuple[Any, int]]) -> Tensor | None:
+    place = handle.places.get(number, 0)  # where the last backward found the weight: nearly always there again
+    weight = _weight_behind(following, place, param)
+    if weight is None:
+        for place in range(len(following)):
+            weight = _weight_behind(following, place, param)
+            if weight is not None:
+                handle.places[number] = place
+                break
+        else:
+            raise RuntimeError(
+                f"{handle.module.describe()}: the compiled backward does not lead to the weight that the module holds "
+                f"now; leave the module's parameters in place between forward and backward"
+            )
+    try:
+        return weight if will_execute(following[place][0]) else None
+    except RuntimeError:
+        raise RuntimeError(
+            f"{handle.module.describe()}: autograd.grad(loss, weight) of a compiled fused layer, whose weight gradient "
+            f"goes into main_grad; call backward(), or run this forward outside torch.compile"
+        ) from None
+
+
+def _weight_behind(following: Sequence[tuple[Any, int]], place: int, param: Tensor) -> Tensor | None:
+    """The tensor of the accumulating node at ``place``, if it is ``param`` or the whole weight of that shard."""
+    leaf: Tensor | None = getattr(following[place][0], "variable", None) if place < len(following) else None
+    if leaf is param or (leaf is not None and any(form is param for form in forms_of(leaf))):
+        return leaf
+    return None

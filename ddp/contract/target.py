@@ -152,16 +152,18 @@ class WgradTarget:
 
         Raises ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation.
         """
-        self.check_in_graph()
+        weight = self.check_in_graph()
+        if self._torch_shards is None and self._fused and self._queue is None:
+            self.deliver(*self.resolve_for_write(), dy, x, backward)
+            return
         place = self.resolve()
         if place is not None:
             self.deliver(*place, dy, x, backward)
         else:  # FSDP2 has no accumulator, and takes ``.grad`` when backward has passed the module's inputs
-            weight = self._alive_weight()
             add_to_grad(weight, (dy.t() @ x).to(weight.dtype), None)
 
-    def check_in_graph(self) -> None:
-        """Raise ``RuntimeError`` where the weight's gradient cannot be delivered by a compiled backward."""
+    def check_in_graph(self) -> Tensor:
+        """The weight; raises ``RuntimeError`` where a compiled backward cannot deliver its gradient."""
         weight = self._alive_weight()
         hooked = has_tensor_hooks(weight)
         if hooked or is_foreign(weight):
@@ -170,6 +172,7 @@ class WgradTarget:
                 f"the layer was compiled, and the compiled backward has no gradient to hand over; call "
                 f"torch.compiler.reset() then, so that the layer is compiled again"
             )
+        return weight
 
     def _write(self, entry: DelayedWgrad, dy: Tensor, x: Tensor) -> None:
         """Compute the delayed gradient ``entry``."""

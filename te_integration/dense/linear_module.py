@@ -154,21 +154,24 @@ class LinearModule(DelayedWgradModule):
 
     def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
         """In a compiled backward: the weight gradients of a product, for gradient of the output and input."""
-        registered = [self.__dict__["_parameters"][name] for name in self.weights_of(product)]
-        dy, x = map(rows_of, operands)
-        x = cast(x, dy.dtype)
-        parts = [dy] if len(registered) == 1 else dy.split([each.shape[0] for each in registered], dim=1)
-        for index, weight in enumerate(weights_wanted(registered, self)):
+        own = self.__dict__["_parameters"]
+        registered = [own[name] for name in self.weights_of(product)]
+        dy, x = operands
+        dy, x = rows_of(dy), cast(rows_of(x), dy.dtype)
+        parts = (dy,) if len(registered) == 1 else dy.split([each.shape[0] for each in registered], dim=1)
+        for number, weight in enumerate(weights_wanted(self._wgrad_handle, registered, product), product):
             if weight is not None:
-                left, right = (x, parts[index]) if self.transposed else (parts[index], x)
-                self._target((product, index), weight).deliver_in_graph(left, right, current_backward())
+                left, right = parts[number - product], x
+                if self.transposed:
+                    left, right = right, left
+                self._target(number, weight).deliver_in_graph(left, right, current_backward())
 
-    def _target(self, key: tuple[int, int], weight: Tensor) -> WgradTarget:
+    def _target(self, number: int, weight: Tensor) -> WgradTarget:
         targets = self._wgrad_handle.targets
-        target: WgradTarget | None = targets.get(key)
+        target: WgradTarget | None = targets.get(number)
         if target is None or not target.serves(weight, self.fuse_wgrad_accumulation):
             fused, queue = self.fuse_wgrad_accumulation, self.wgrad_queue
-            target = targets[key] = WgradTarget(weight, self.describe(), fused=fused, queue=queue)
+            target = targets[number] = WgradTarget(weight, self.describe(), fused=fused, queue=queue)
         return target
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool) -> LinearUse:

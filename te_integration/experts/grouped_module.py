@@ -190,7 +190,7 @@ class GroupedModule(LinearModule, nn.Module):
         """In a compiled backward: the weight gradients of a layer, for gradient of the output, input and offsets."""
         names = self.weights_of(product)
         registered = [self.__dict__["_parameters"][name] for name in names]
-        wanted = weights_wanted(registered, self)
+        wanted = weights_wanted(self._wgrad_handle, registered, product * len(names))
         weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
         use = self._use_of(self.expert_layers[product], weights, self.fuse_wgrad_accumulation, self.wgrad_queue)
         assert use.target is not None, "the forward was fused or delayed"
