@@ -176,12 +176,13 @@ class Bench:
     """
 
     what: Positional[
-        Literal["accumulation", "checkpoint", "data-parallel", "delayed", "host", "kernels", "moe", "tune"]
+        Literal["accumulation", "checkpoint", "data-parallel", "delayed", "host", "kernels", "models", "moe", "tune"]
     ]
     """accumulation: fused, hook and autograd accumulation. checkpoint: saving and loading, beside torch's (torchrun).
     data-parallel: maingrad and others (torchrun, GPUs). delayed: reductions under delayed weight gradients
-    (torchrun, GPUs). host: host time of one layer. kernels: each kernel against its roofline and its rivals. moe: a
-    training step of a mixture of experts. tune: configurations of the kernels by shape (GPU)."""
+    (torchrun, GPUs). host: host time of one layer. kernels: each kernel against its roofline and its rivals. models:
+    Hugging Face models by maingrad and FSDP2, eager and compiled (torchrun, GPUs). moe: a training step of a mixture of
+    experts. tune: configurations of the kernels by shape (GPU)."""
     out_dir: Path = Path("runs/bench")
     """where the table goes"""
 

@@ -37,6 +37,8 @@ def run_bench(what: str, out_dir: Path, arguments: list[str]) -> int:
             return _host(out_dir, arguments)
         case "kernels":
             return _kernels(out_dir, arguments, log)
+        case "models":
+            return _models(out_dir, arguments, log)
         case "moe":
             return _moe(out_dir, arguments, log)
         case "tune":
@@ -182,3 +184,28 @@ def _data_parallel(out_dir: Path, arguments: list[str], log: Log) -> int:
         print(draw_data_parallel(read_measurements(csv), csv.with_suffix(".png")))
     odd = [row.row for section in sections_of(measured) for row in section.odd_losses()]
     return int(any(row in OURS or row in FSDP for row in odd))
+
+
+def _models(out_dir: Path, arguments: list[str], log: Log) -> int:
+    """Returns status 1 if the loss of a row differs from the first row's; the table names the row."""
+    from ..report.table import machine
+    from .data_parallel.peers import peer_versions
+    from .data_parallel.ranks import Ranks
+    from .models.architectures import transformers_version
+    from .models.measure import Measurement, ModelsBench, bench_models, choose_architecture, choose_rows
+    from .models.report import odd_losses, sections_of, write_models_report
+
+    bench = tyro.cli(ModelsBench, args=arguments, prog="maingrad bench models")
+    choose_architecture(bench)
+    choose_rows(bench)
+    about = ", ".join(filter(None, (machine(), transformers_version(), peer_versions())))
+    ranks = Ranks.from_env(bench.timeout)
+
+    def save(rows: list[Measurement]) -> None:
+        if ranks.rank == 0:
+            write_models_report(rows, out_dir, bench.stem)
+
+    measured = bench_models(bench, ranks, machine=about, log=log, save=save)
+    if ranks.rank == 0:
+        print(write_models_report(measured, out_dir, bench.stem))
+    return int(any(odd_losses(section) for section in sections_of(measured)))

@@ -1,0 +1,226 @@
+"""The models of ``bench models``, built from their configs with random weights, and the arithmetic of one token.
+
+Nothing is downloaded. Configs are those of the published checkpoints; some have fewer layers, so that one GPU holds the
+model with its optimizer.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config.error import ConfigError
+
+__all__ = ["ARCHITECTURES", "Architecture", "Shape", "decoder_layers", "transformers_version"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One microbatch of one rank."""
+
+    batch: int
+    length: int
+    """Tokens of a sequence."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """From "4x4096", batch x tokens. Raises ``ConfigError`` for other texts."""
+        batch, _, length = text.partition("x")
+        if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length) > 1):
+            raise ConfigError(f"shape '{text}' is not like 4x4096: sequences of a microbatch, tokens of a sequence")
+        return cls(int(batch), int(length))
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.length}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """One model by its config."""
+
+    name: str
+    about: str
+    config_class: str
+    """Name of a class in ``transformers``."""
+    sizes: Mapping[str, Any]
+    """Arguments of the class."""
+    shapes: tuple[str, ...] = ("4x4096", "2x1024")
+    """Shapes that are measured if none are asked for."""
+
+    def make(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        """The model in training mode. Weights are the same on every call and rank: drawn in fp32, rounded to ``dtype``.
+
+        Buffers stay in fp32: a model in bf16 keeps the frequencies of rotary positions in fp32.
+        """
+        transformers = _transformers()
+        config = getattr(transformers, self.config_class)(**self.sizes, use_cache=False)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
+            torch.manual_seed(0)
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="sdpa", dtype=torch.float32
+            )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return model.train()
+
+    def tokens(self, shape: Shape, num_microbatches: int, rank: int, device: torch.device) -> Tensor:
+        """[M, B, T] int64, the same for every row and step, different on each rank."""
+        generator = torch.Generator(device=device).manual_seed(rank)
+        size = (num_microbatches, shape.batch, shape.length)
+        return torch.randint(0, self.sizes["vocab_size"], size, device=device, generator=generator)
+
+    def count(self) -> tuple[int, int]:
+        """Elements of all parameters, and elements that one token is multiplied with.
+
+        The second number leaves out lookups (embeddings) and vectors, and counts the chosen experts alone.
+        """
+        model: Any = self.make(torch.float32, torch.device("meta"))
+        head = model.get_output_embeddings().weight
+        lookups = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        total, multiplied = 0, head.numel()
+        for parameter in model.parameters():
+            total += parameter.numel()
+            if parameter.dim() == 3:  # packed experts
+                multiplied += parameter.numel() * model.config.num_experts_per_tok // model.config.num_experts
+            elif parameter.dim() == 2 and parameter is not head and id(parameter) not in lookups:
+                multiplied += parameter.numel()
+        return total, multiplied
+
+    def flops_per_token(self, length: int) -> float:
+        """FLOPs of forward and backward for one token: 6 for each element it is multiplied with, and attention's.
+
+        Attention is counted as the causal half: 6 x layers x heads x head width x length (PaLM, Chowdhery et al., 2022,
+        appendix B, counts the whole square: 12). Recomputation does not count.
+        """
+        _, multiplied = self.count()
+        config = getattr(_transformers(), self.config_class)(**self.sizes)
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        attention: float = 6.0 * config.num_hidden_layers * width * length
+        return 6.0 * multiplied + attention
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers, in the order of the forward."""
+    config: Any = model.config
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
+            return list(module)
+    raise ValueError(f"{type(model).__name__} has no ModuleList of {config.num_hidden_layers} layers")
+
+
+def transformers_version() -> str:
+    """Like "transformers 5.17.0". Raises ``ConfigError`` if transformers is not installed."""
+    return f"transformers {_transformers().__version__}"
+
+
+def _transformers() -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(f"bench models builds models of transformers ({error}): pip install transformers") from None
+
+
+_LLAMA_3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+_QWEN_3 = {"vocab_size": 151936, "max_position_embeddings": 32768, "head_dim": 128}
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    each.name: each
+    for each in (
+        Architecture(
+            name="llama-1b",
+            about="Llama-3.2-1B",
+            config_class="LlamaConfig",
+            sizes=_LLAMA_3
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "tie_word_embeddings": True,
+            },
+        ),
+        Architecture(
+            name="llama-8b",
+            about="Llama-3-8B with 8 of its 32 layers",
+            config_class="LlamaConfig",
+            sizes=_LLAMA_3
+            | {
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 8,
+                "tie_word_embeddings": False,
+            },
+            shapes=("2x4096", "1x4096"),
+        ),
+        Architecture(
+            name="qwen3-1.7b",
+            about="Qwen3-1.7B with 16 of its 28 layers",
+            config_class="Qwen3Config",
+            sizes=_QWEN_3
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "tie_word_embeddings": True,
+            },
+        ),
+        Architecture(
+            name="qwen3-30b-a3b",
+            about="Qwen3-30B-A3B with 4 of its 48 layers: 128 experts, 8 for each token",
+            config_class="Qwen3MoeConfig",
+            sizes=_QWEN_3
+            | {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "moe_intermediate_size": 768,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": True,
+                "tie_word_embeddings": False,
+            },
+            shapes=("4x4096",),
+        ),
+        Architecture(
+            name="gpt2-large",
+            about="GPT-2 large with 4,096 positions and without dropout: biases, LayerNorm, Conv1D",
+            config_class="GPT2Config",
+            sizes={
+                "vocab_size": 50257,
+                "n_positions": 4096,
+                "n_embd": 1280,
+                "n_layer": 36,
+                "n_head": 20,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            },
+            shapes=("4x2048", "2x1024"),
+        ),
+        # Not for measurements: small enough to run everything on a CPU.
+        Architecture(
+            name="tiny",
+            about="Llama's form, very small",
+            config_class="LlamaConfig",
+            sizes={
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 96,
+                "tie_word_embeddings": True,
+            },
+            shapes=("2x16",),
+        ),
+    )
+}

@@ -1,0 +1,277 @@
+"""One Hugging Face model trained by maingrad and by FSDP2, eager and compiled, with the same work.
+
+A row's time is the median over rounds of a round's mean step. A round ends with a synchronize, so that every all-gather
+and reduction is on the clock. Clipping is off. A row that cannot be measured stays in the table with its reason.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+from ...config.error import ConfigError
+from ..accumulation import time_steps
+from ..data_parallel.ranks import AnyRankFailed, Ranks
+from .architectures import ARCHITECTURES, Architecture, Shape
+from .rows import ROWS, Case, Row
+
+__all__ = ["Measurement", "ModelsBench", "bench_models", "choose_architecture", "choose_rows", "peak_tflops"]
+
+_PEAKS = {"H200": 989.5, "H100": 989.5, "A100": 312.0}
+"""Dense bf16 TFLOP/s of the SXM modules, by NVIDIA's data sheets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelsBench:
+    """Size of the measurement; the defaults are the published tables'."""
+
+    model: str = "llama-1b"
+    """llama-1b, llama-8b, qwen3-1.7b, qwen3-30b-a3b, gpt2-large, tiny."""
+    shapes: tuple[str, ...] = ()
+    """Microbatches of one rank like 4x4096, sequences x tokens; none: the model's own."""
+    num_microbatches: int = 1
+    """Microbatches of one step."""
+    rows: tuple[str, ...] = ()
+    """Rows by name; none: all."""
+    without: tuple[str, ...] = ()
+    """Rows to leave out."""
+    backend: str = "inductor"
+    """Backend of torch.compile: inductor, aot_eager, eager."""
+    compile_loss: bool = False
+    """Compile the loss function of compiled rows too."""
+    num_steps: int = 10
+    """Consecutive steps of one round."""
+    num_rounds: int = 3
+    """Rounds; the median counts."""
+    num_warmup_steps: int = 3
+    """Steps before the first round, the first step of all among them."""
+    peak_tflops: float | None = None
+    """Dense bf16 TFLOP/s of one GPU, which MFU is a share of; None: by the GPU's name."""
+    timeout: float = 300.0
+    """Seconds after which a rank gives up on a collective or on another rank."""
+    stem: str = "models"
+    """Files are STEM.csv and STEM.md; sections of other models, shapes and numbers of ranks in STEM.csv stay."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """The measurement of one row. Its numbers are NaN if it could not be measured; ``problem`` says why."""
+
+    model: str
+    shape: str
+    num_microbatches: int
+    num_ranks: int
+    row: str
+    """Name of the row."""
+    label: str
+    step_ms: float = math.nan
+    """Mean step of the median round, by rank 0's clock."""
+    spread_ms: float = math.nan
+    """Largest minus smallest round."""
+    tokens_per_second: float = math.nan
+    """Of one GPU."""
+    mfu: float = math.nan
+    """FLOPs of the model in a second of one GPU, over ``peak_tflops``; NaN if the peak is not known."""
+    peak_tflops: float = math.nan
+    peak_gib: float = math.nan
+    """Peak of allocated memory during the measured steps less ``held_gib``, largest of all ranks; 0 on the CPU."""
+    held_gib: float = math.nan
+    """Memory that was allocated before the row was built, because an earlier row did not free it."""
+    first_step_s: float = math.nan
+    """Seconds of the first step, compilation included; the slowest rank's."""
+    num_graphs: int = 0
+    """Graphs that were compiled for the row on rank 0."""
+    first_loss: float = math.nan
+    """Loss of rank 0 in the first step."""
+    last_loss: float = math.nan
+    """Loss of rank 0 in the last step."""
+    options: str = ""
+    """How the contender is set up."""
+    backend: str = ""
+    """Backend of torch.compile; empty for an eager row."""
+    problem: str = ""
+    machine: str = ""
+    """Device, versions and date."""
+
+
+def choose_architecture(bench: ModelsBench) -> tuple[Architecture, list[Shape]]:
+    """The model and the shapes. Raises ``ConfigError`` for an unknown name or shape."""
+    if bench.model not in ARCHITECTURES:
+        raise ConfigError(f"unknown model '{bench.model}': it is one of {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[bench.model]
+    return architecture, [Shape.parse(text) for text in bench.shapes or architecture.shapes]
+
+
+def choose_rows(bench: ModelsBench, rows: Mapping[str, Row] = ROWS) -> list[str]:
+    """Row names in measuring order. Raises ``ConfigError`` for an unknown name."""
+    for name in (*bench.rows, *bench.without):
+        if name not in rows:
+            raise ConfigError(f"unknown row '{name}': it is one of {', '.join(rows)}")
+    wanted = set(bench.rows or rows) - set(bench.without)
+    return [name for name in rows if name in wanted]
+
+
+def peak_tflops(bench: ModelsBench, device: torch.device) -> float:
+    """Dense bf16 TFLOP/s of one GPU; NaN where neither the options nor the GPU's name tell."""
+    if bench.peak_tflops is not None:
+        return bench.peak_tflops
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for gpu, peak in _PEAKS.items() if gpu in name), math.nan)
+
+
+def bench_models(
+    bench: ModelsBench,
+    ranks: Ranks,
+    *,
+    machine: str = "",
+    rows: Mapping[str, Row] = ROWS,
+    log: Callable[[str], None] = lambda _: None,
+    save: Callable[[list[Measurement]], None] = lambda _: None,
+) -> list[Measurement]:
+    """Measure every chosen row at every shape, one after the other, each with process groups of its own.
+
+    machine  text that is written into every measurement
+    save     called after each row with all measurements so far, so that a stopped run leaves its results
+
+    All ranks call this function with the same arguments and get the same list.
+    """
+    architecture, shapes = choose_architecture(bench)
+    done: list[Measurement] = []
+    for shape in shapes:
+        case = Case(
+            architecture,
+            shape,
+            bench.num_microbatches,
+            ranks.rank,
+            ranks.size,
+            ranks.device,
+            bench.backend,
+            bench.compile_loss,
+        )
+        for name in choose_rows(bench, rows):
+            done.append(_measure(bench, case, name, rows[name], ranks, machine, log))
+            log(_line(done[-1]))
+            save(done)
+    return done
+
+
+def _measure(
+    bench: ModelsBench,
+    case: Case,
+    name: str,
+    row: Row,
+    ranks: Ranks,
+    machine: str,
+    log: Callable[[str], None],
+) -> Measurement:
+    about: dict[str, Any] = {
+        "model": case.architecture.name,
+        "shape": str(case.shape),
+        "num_microbatches": case.num_microbatches,
+        "num_ranks": case.num_ranks,
+        "row": name,
+        "label": row.label,
+        "options": row.options,
+        "backend": _backend(case) if row.compiled else "",
+        "machine": machine,
+    }
+    problem = row.refuse(case)
+    mine: dict[str, Any] = {}
+    if problem is None:
+        try:
+            with ranks.attempt(with_groups=True):
+                mine = _time_row(bench, case, row)
+                _release(case.device)  # memory that a process group has mapped is freed before the group ends
+        except AnyRankFailed as failure:
+            problem = str(failure)
+            log(failure.details)
+    _release(case.device)  # a failure's traceback holds frames, and the frames hold a model
+    # One rank's refusal or failure counts for all ranks.
+    told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
+    problem = next((each for each, _ in told if each), None)
+    if problem is not None:
+        return Measurement(**about, problem=" ".join(problem.split())[:400])
+    numbers = told[0][1]
+    tokens = case.shape.batch * case.shape.length * case.num_microbatches
+    per_second = tokens / numbers["step_ms"] * 1e3
+    peak = peak_tflops(bench, case.device)
+    worst = {key: max(each[key] for _, each in told) for key in ("peak_gib", "held_gib", "first_step_s")}
+    return Measurement(
+        **about,
+        **(numbers | worst),
+        tokens_per_second=per_second,
+        mfu=per_second * case.architecture.flops_per_token(case.shape.length) / (peak * 1e12),
+        peak_tflops=peak,
+    )
+
+
+def _backend(case: Case) -> str:
+    return case.backend + (", the loss compiled too" if case.compile_loss else "")
+
+
+def _time_row(bench: ModelsBench, case: Case, row: Row) -> dict[str, Any]:
+    """Build, warm up, time and close one row on this rank."""
+    on_cuda = case.device.type == "cuda"
+    held = torch.cuda.memory_allocated(case.device) / 2**30 if on_cuda else 0.0
+    counters.clear()
+    try:
+        step = row.build(case)
+        if on_cuda:
+            torch.cuda.synchronize(case.device)
+        began = time.perf_counter()
+        first_loss = step().item()
+        if on_cuda:
+            torch.cuda.synchronize(case.device)
+        first_step_s = time.perf_counter() - began
+        for _ in range(bench.num_warmup_steps - 1):
+            step()
+        if on_cuda:
+            torch.cuda.synchronize(case.device)
+            torch.cuda.reset_peak_memory_stats(case.device)
+        times, last_loss = [], first_loss
+        for _ in range(bench.num_rounds):
+            dist.barrier()
+            milliseconds, last_loss = time_steps(step, bench.num_steps, case.device)
+            times.append(milliseconds)
+        peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if on_cuda else 0.0
+        dist.barrier()
+        num_graphs = int(counters["stats"]["unique_graphs"])
+        del step
+    finally:
+        torch._dynamo.reset()  # compiled graphs hold the model that they were compiled for
+    return {
+        "step_ms": statistics.median(times),
+        "spread_ms": max(times) - min(times),
+        "peak_gib": peak - held,
+        "held_gib": held,
+        "first_step_s": first_step_s,
+        "num_graphs": num_graphs,
+        "first_loss": first_loss,
+        "last_loss": last_loss,
+    }
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _line(measured: Measurement) -> str:
+    head = f"{measured.model} {measured.shape:8s} {measured.row:30s}"
+    if measured.problem:
+        return f"{head} not measured: {measured.problem}"
+    return (
+        f"{head} {measured.step_ms:8.1f} ms  spread {measured.spread_ms:5.1f}  "
+        f"{measured.tokens_per_second / 1e3:7.1f} ktok/s/GPU  MFU {measured.mfu:6.1%}  "
+        f"peak {measured.peak_gib:5.1f} GiB  first step {measured.first_step_s:6.1f} s, {measured.num_graphs} graphs  "
+        f"loss {measured.first_loss:.4f} -> {measured.last_loss:.4f}"
+        + (f"  ({measured.held_gib:.1f} GiB held by earlier rows)" if measured.held_gib > 0.1 else "")
+    )

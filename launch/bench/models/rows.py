@@ -1,0 +1,293 @@
+"""The rows of ``bench models``: maingrad's ZeRO-1 and ZeRO-3, and torch's FSDP2, eager and compiled.
+
+A compiled row compiles each decoder layer in place (``layer.compile(fullgraph=True)``), then wraps the model. A layer
+that does not compile whole fails its row. Units of sharded parameters are each decoder layer, then the model, whose own
+unit holds the embedding, the last norm and the head.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from ....ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ....ddp.torch_internals import zero_cta_options
+from ....fsdp import MixedPrecisionPolicy, fully_shard
+from ....te_integration import convert_linears
+from .architectures import Architecture, Shape, decoder_layers
+
+__all__ = ["LEARNING_RATE", "ROWS", "Case", "Row", "Step"]
+
+LEARNING_RATE = 1e-4
+_PREFETCH = 2
+
+Step = Callable[[], Tensor]
+"""One training step; returns the last microbatch's loss, detached."""
+
+
+class Case(NamedTuple):
+    """What a row is built for."""
+
+    architecture: Architecture
+    shape: Shape
+    num_microbatches: int
+    rank: int
+    num_ranks: int
+    device: torch.device
+    backend: str
+    """Backend of ``torch.compile``."""
+    compile_loss: bool
+
+    def tokens(self) -> Tensor:
+        """This rank's tokens [M, B, T]."""
+        return self.architecture.tokens(self.shape, self.num_microbatches, self.rank, self.device)
+
+    def make_model(self, dtype: torch.dtype) -> nn.Module:
+        """The architecture with the same weights for every row."""
+        return self.architecture.make(dtype, self.device)
+
+    def compile(self, model: nn.Module) -> None:
+        """Compile the decoder layers in place, each whole; the loss as well if the benchmark's options say so."""
+        for layer in decoder_layers(model):
+            layer.compile(fullgraph=True, backend=self.backend)
+        if self.compile_loss:
+            any_model: Any = model
+            any_model.loss_function = torch.compile(any_model.loss_function, backend=self.backend)
+
+
+class Row(NamedTuple):
+    """One contender."""
+
+    label: str
+    build: Callable[[Case], Step]
+    options: str
+    """How the contender is set up, for the table."""
+    compiled: bool = False
+    refuse: Callable[[Case], str | None] = lambda _: None
+    """Why the row cannot be measured in this case; None if it can."""
+
+
+def _accumulate(
+    forward: nn.Module,
+    tokens: Tensor,
+    *,
+    not_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before: Callable[[bool], None] = lambda _: None,
+) -> Tensor:
+    """Forward and backward of all microbatches; returns the last one's loss, detached.
+
+    tokens    [M, B, T]; the model shifts the labels itself
+    not_last  the context of every microbatch but the last (``no_sync``)
+    before    called before each microbatch; its argument says whether this microbatch is the last
+    """
+    for index, microbatch in enumerate(tokens):
+        is_last = index == len(tokens) - 1
+        before(is_last)
+        with nullcontext() if is_last else not_last():
+            loss: Tensor = forward(input_ids=microbatch, labels=microbatch).loss
+            (loss / len(tokens)).backward()
+    return loss.detach()
+
+
+# ---- Ours. ----
+
+
+def _zero1(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:
+    model = case.make_model(torch.bfloat16)
+    if fused:
+        convert_linears(model)
+    if compiled:
+        case.compile(model)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        copy_engine_param_gather=copy_engines,
+    )
+    ddp = DistributedDataParallel(model, config)
+    optimizer = DistributedOptimizer(ddp, lr=LEARNING_RATE)
+    tokens = case.tokens()
+
+    def step() -> Tensor:
+        ddp.zero_grad_buffer()
+        loss = _accumulate(ddp, tokens, not_last=ddp.no_sync)
+        ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:
+    model = case.make_model(torch.float32)
+    if fused:
+        convert_linears(model)
+    if compiled:
+        case.compile(model)
+    shard = partial(
+        fully_shard,
+        placements="zero3",
+        mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        reduce_every_microbatch=False,
+    )
+    for layer in decoder_layers(model):
+        shard(layer)
+    sharded: Any = shard(model, copy_engine_gather=copy_engines)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    tokens = case.tokens()
+
+    def step() -> Tensor:
+        loss = _accumulate(sharded, tokens, not_last=sharded.no_sync)
+        adamw.step()
+        adamw.zero_grad()
+        return loss
+
+    return step
+
+
+def _refuse_copy_engines(case: Case) -> str | None:
+    if case.device.type == "cuda" and zero_cta_options() is not None:
+        return None
+    return "gathers on copy engines need CUDA devices, and a torch that knows NCCL's zero-CTA policy"
+
+
+# ---- FSDP2. ----
+
+
+def _fsdp2(case: Case, *, reshard: bool, compiled: bool = False, symm_mem: bool = False) -> Step:
+    """Parameters fp32, computation bf16, gradients reduced in fp32, once a step.
+
+    reshard   ZeRO-3; otherwise ZeRO-2: parameters stay gathered until the last microbatch's backward has used them
+    symm_mem  communicate from symmetric memory, gathers on copy engines
+    """
+    model = case.make_model(torch.float32)
+    if compiled:
+        case.compile(model)
+    mesh = _copy_engine_mesh(case) if symm_mem else init_device_mesh(case.device.type, (case.num_ranks,))
+    policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = decoder_layers(model)
+    for layer in layers:
+        torch_fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # None is FSDP2's default for the root: the root's parameters stay gathered from forward to backward.
+    keep = None if reshard else False
+    root: Any = torch_fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=keep)
+    _set_knobs(root, layers, symm_mem)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    tokens = case.tokens()
+
+    def before(is_last: bool) -> None:
+        root.set_requires_gradient_sync(is_last)
+        if not reshard:
+            root.set_reshard_after_backward(is_last)
+
+    def step() -> Tensor:
+        loss = _accumulate(root, tokens, before=before)
+        adamw.step()
+        adamw.zero_grad()
+        return loss
+
+    return step
+
+
+_KNOBS: Mapping[str, Any] = {"set_separate_reduce_scatter_group": True, "set_reduce_scatter_max_input_buffers": 2}
+"""Methods of FSDP2's modules that let reductions and gathers overlap, with their argument. torch 2.11 has none yet."""
+
+
+def _set_knobs(root: Any, layers: list[nn.Module], symm_mem: bool) -> None:
+    units: list[Any] = list(layers)
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + _PREFETCH])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - _PREFETCH) : index][::-1])
+    for name, value in _KNOBS.items():
+        if hasattr(root, name):
+            getattr(root, name)(value)
+    if symm_mem:
+        for unit in (*units, root):
+            unit.set_symm_mem_for_comm()
+
+
+def _copy_engine_mesh(case: Case) -> DeviceMesh:
+    """All ranks, in an NCCL group whose gathers from symmetric memory run on copy engines."""
+    group = dist.new_group(pg_options=zero_cta_options())
+    mesh: DeviceMesh = DeviceMesh.from_group(group, case.device.type)
+    return mesh
+
+
+def _refuse_symm_mem(case: Case) -> str | None:
+    if case.device.type != "cuda":
+        return "symmetric memory needs CUDA devices"
+    if not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        return f"FSDP2 of torch {torch.__version__} has no set_symm_mem_for_comm"
+    return None if zero_cta_options() is not None else "this torch does not know NCCL's zero-CTA policy"
+
+
+def _knobs_in_words() -> str:
+    known = [f"{name}({value})" for name, value in _KNOBS.items() if hasattr(FSDPModule, name)]
+    missing = [name for name in _KNOBS if not hasattr(FSDPModule, name)]
+    lacks = f" (this torch has no {' and no '.join(missing)})" if missing else ""
+    return ", ".join([f"forward and backward prefetch of {_PREFETCH}", *known]) + lacks
+
+
+# ---- The table of them. ----
+
+_ZERO1 = "bf16 parameters, fp32 main_grad and masters; overlap_grad_reduce, overlap_param_gather, DistributedOptimizer"
+_ZERO3 = "fp32 shards, bf16 computation, fp32 main_grad; reduce_every_microbatch=False; torch's AdamW(fused=True)"
+_FSDP2 = (
+    f"fp32 parameters, param_dtype=bf16, reduce_dtype=fp32; torch's AdamW(fused=True); {_knobs_in_words()}; "
+    "gradients reduced once a step"
+)
+_COPIES = "gathers on copy engines"
+
+
+def _variants() -> Mapping[str, Row]:
+    """Every row, each eager one before its compiled one. The rows that map symmetric memory come last."""
+    rows: dict[str, Row] = {}
+
+    def add(name: str, label: str, build: Callable[..., Step], options: str, **how: Any) -> None:
+        refuse = how.pop("refuse", lambda _: None)
+        rows[name] = Row(label, partial(build, **how), options, refuse=refuse)
+        rows[f"{name}_compiled"] = Row(
+            f"{label}, compiled", partial(build, compiled=True, **how), options, compiled=True, refuse=refuse
+        )
+
+    add("zero1", "maingrad ZeRO-1", _zero1, _ZERO1)
+    add("zero1_linear", "maingrad ZeRO-1, nn.Linear", _zero1, f"{_ZERO1}; not converted", fused=False)
+    add("zero3", "maingrad ZeRO-3", _zero3, _ZERO3)
+    add("zero3_linear", "maingrad ZeRO-3, nn.Linear", _zero3, f"{_ZERO3}; not converted", fused=False)
+    add("fsdp2_zero2", "FSDP2 ZeRO-2", _fsdp2, f"{_FSDP2}; reshard_after_forward=False", reshard=False)
+    add("fsdp2_zero3", "FSDP2 ZeRO-3", _fsdp2, f"{_FSDP2}; reshard_after_forward=True, None for the root", reshard=True)
+    for name, label, build, options in (
+        ("zero1", "maingrad ZeRO-1", _zero1, _ZERO1),
+        ("zero3", "maingrad ZeRO-3", _zero3, _ZERO3),
+    ):
+        add(
+            f"{name}_copy_engines",
+            f"{label}, {_COPIES}",
+            build,
+            f"{options}; {_COPIES}",
+            copy_engines=True,
+            refuse=_refuse_copy_engines,
+        )
+    for stage, reshard in ((2, False), (3, True)):
+        add(
+            f"fsdp2_zero{stage}_symm_mem",
+            f"FSDP2 ZeRO-{stage}, symmetric memory",
+            _fsdp2,
+            f"{_FSDP2}; set_symm_mem_for_comm in a group with the zero-CTA policy",
+            reshard=reshard,
+            symm_mem=True,
+            refuse=_refuse_symm_mem,
+        )
+    return rows
+
+
+ROWS: Mapping[str, Row] = _variants()
+"""Rows by name, in measuring order."""
