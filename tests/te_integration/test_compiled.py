@@ -331,8 +331,8 @@ def test_a_hook_on_the_weight_gets_its_gradient(after: bool) -> None:
     for each in (of_plain, ddp):
         each.finish_grad_sync()
     assert len(seen) == 1
-    assert torch.equal(model.first.weight.main_grad, plain.first.weight.main_grad)
-    assert torch.equal(seen[0], plain.first.weight.main_grad)
+    torch.testing.assert_close(model.first.weight.main_grad, plain.first.weight.main_grad)
+    torch.testing.assert_close(seen[0], plain.first.weight.main_grad)
 
 
 def test_a_hook_between_forward_and_backward_is_refused() -> None:
@@ -406,7 +406,7 @@ def test_a_block_that_delays_is_a_break_and_still_delays() -> None:
     run(batch()).sum().backward()
     ddp.finish_grad_sync()
     for name, grad in grads(ddp).items():
-        assert torch.equal(grad, expected[name]), name
+        torch.testing.assert_close(grad, expected[name], msg=name)
 
 
 def test_a_foreign_provider_gets_its_placeholder() -> None:
