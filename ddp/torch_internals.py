@@ -108,7 +108,11 @@ def is_hooked(param: Tensor) -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether ``torch.compile`` works on a frame in this thread, inside or outside of the traced code."""
+    """Whether ``torch.compile`` works on a frame in this thread, inside or outside of the traced code.
+
+    ``torch.compiler.is_compiling()`` does not say: torch 2.13 sets its flag for all threads of the process, and threads
+    that only read parameters would be taken for compilers.
+    """
     return torch._guards.CompileContext.try_get() is not None
 
 

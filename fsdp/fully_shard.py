@@ -4,11 +4,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..ddp.collectives.agreement import alike
 from ..ddp.collectives.failure_report import FailureReporter
+from ..ddp.collectives.in_flight import backends_of
 from ..ddp.collectives.mapped_memory import check_copy_engines
 from ..ddp.collectives.placements import Placements
 from ..ddp.collectives.rank_grid import RankGrid, make_grid
@@ -16,10 +17,10 @@ from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
 from ..ddp.contract.module import note_shard
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam
+from ..ddp.plan.owned_params import OwnedParam, grid_name_of
 from ..ddp.stock.clipping import guard_stock_clipping
 from ..ddp.wrapper.dropped import forget_dropped
-from ..ddp.wrapper.init_sync import check_same_experts
+from ..ddp.wrapper.whose_experts import check_same_experts
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
@@ -178,7 +179,7 @@ def _prepare(
     on = device_of(device, mesh, grid, inside, ignored)
     wanted.check(grid, on)
     if copy_engines:
-        check_copy_engines([grid], on, "copy_engine_gather")
+        check_copy_engines(backends_of(grid.axes, on), on, "copy_engine_gather")
     own_params(module, ignored)  # raises before any parameter is moved
     materialize(inside, on, init_fn, ignored)
     owned = own_params(module, ignored)
@@ -208,8 +209,13 @@ def _make_buckets(
         said = [f"{option}={value}" for option, value in wanted._asdict().items()]
         compare_units(plans, dtypes, inside, said, grid, name)
         if not named:
-            buffers = [entry for found in inside if wanted.init_sync for entry in found._buffers.items()]
-            check_same_experts([*((entry.name, entry.param) for entry in owned), *buffers], grid, _WHOSE_EXPERTS)
+            experts: list[tuple[str, Tensor]] = [
+                (each.name, each.param) for each in owned if each.grid_name == "expert"
+            ]
+            if wanted.init_sync:
+                buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
+                experts += [(name, buffer) for name, buffer in buffers if grid_name_of(buffer) == "expert"]
+            check_same_experts(experts, grid, _WHOSE_EXPERTS)
     if wanted.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):
             synchronize(inside, grid, ignored)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from ..ddp.collectives.agreement import compare_between_ranks
 from ..ddp.collectives.in_flight import device_types_of
 from ..ddp.collectives.placements import PLACEMENTS, Placement, Placements
 from ..ddp.collectives.rank_grid import RankGrid
@@ -17,6 +16,7 @@ from ..ddp.contract.main_grad import check_unattached
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, find_owned_params
 from ..ddp.torch_internals import is_hooked
+from ..ddp.wrapper.comparison import compare_between_ranks
 from .module import FSDPModule, unit_of
 from .state.optimizer_watch import replaced_in
 from .tensors.parameter import ShardedParameter
@@ -125,7 +125,7 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
     inside = {id(found) for found in own_modules(module)}
     owned = []
     for entry in find_owned_params(module):
-        name, param, owners = entry
+        name, param, owners, _ = entry
         if id(param) in ignored:
             continue
         if not any(id(owner) in inside for owner, _ in owners):

@@ -65,7 +65,13 @@ class Bucket:
         first, last = self.records[0].name, self.records[-1].name
         return f"bucket {self.index} ({first})" if first == last else f"bucket {self.index} ({first} .. {last})"
 
-    def padding_views(self) -> list[Tensor]:
+    def zeroed_views(self) -> list[Tensor]:
+        """Views of the elements that are zeroed before an iteration: all but those that a first write overwrites."""
+        views = [record.view for record in self.records if not record.first_write_overwrites]
+        # Padding must be zeroed too: clipping multiplies whole buckets, and a NaN would stay in the padding forever.
+        return views + self._padding_views()
+
+    def _padding_views(self) -> list[Tensor]:
         """Views of the elements of ``grad_data`` that belong to no parameter."""
         views, position = [], self.layout.start
         for start, end in [*sorted(slot.range for slot in self.layout.slots), (self.layout.end, self.layout.end)]:

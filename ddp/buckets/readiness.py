@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import take_grad_of_backward
-from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
@@ -92,7 +92,16 @@ class Readiness:
             if tensor.grad_fn is not None:  # a hook on a leaf (a returned parameter) would never be freed
                 tensor.register_hook(backward_enters)
 
-    def grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
+    def listen(self) -> list[RemovableHandle]:
+        """Have gradients of every parameter reported here, delayed ones too. Returns the parameters' hooks."""
+        hooks = []
+        for wired in self._wired:
+            self._expect_delayed(wired.bucket, wired.record)
+            hook = self._grad_hook(wired.bucket, wired.record)
+            hooks.append(wired.owned.param.register_post_accumulate_grad_hook(hook))
+        return hooks
+
+    def _grad_hook(self, bucket: Bucket, record: GradRecord) -> Callable[[Tensor], None]:
         """The post-accumulate-grad hook of one parameter. The hook holds no reference that leads to the parameter."""
         here = weakref.ref(self)
         profiling = is_profiling
@@ -109,18 +118,17 @@ class Readiness:
 
         return hook
 
-    def expect_delayed(self, wired: WiredParam) -> None:
-        """Have ``on_delayed_wgrad`` called: our modules tell the record, foreign modules call back."""
+    def _expect_delayed(self, bucket: Bucket, record: GradRecord) -> None:
+        """Have the record call ``on_delayed_wgrad``."""
         # The record keeps ``computed``. Its references are weak, or a cycle would keep the buckets alive.
-        here, bucket, record = weakref.ref(self), weakref.ref(wired.bucket), weakref.ref(wired.record)
+        here, weak_bucket, weak_record = weakref.ref(self), weakref.ref(bucket), weakref.ref(record)
 
         def computed() -> None:
-            readiness, live_bucket, live_record = here(), bucket(), record()
-            if readiness is not None and live_bucket is not None and live_record is not None:
-                readiness.on_delayed_wgrad(live_bucket, live_record)
+            live, live_bucket, live_record = here(), weak_bucket(), weak_record()
+            if live is not None and live_bucket is not None and live_record is not None:
+                live.on_delayed_wgrad(live_bucket, live_record)
 
-        wired.record.on_delayed_wgrad = computed
-        listen_to_foreign_delays(wired.owned.param, wired.record, [module for module, _ in wired.owned.owners])
+        record.on_delayed_wgrad = computed
 
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """In the hook: a parameter's gradient of one backward is in ``.grad``, in ``main_grad``, or in a queue."""

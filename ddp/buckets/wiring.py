@@ -27,7 +27,7 @@ class WiredParam(NamedTuple):
 
     def check(self) -> None:
         """Raise ``RuntimeError`` if the module has another parameter now, or this one was moved, cast or frozen."""
-        name, param, owners = self.owned
+        name, param, owners, _ = self.owned
         module, local = owners[0]
         found = registered_params(module).get(local)
         if found is not param and found is not None and is_sharded_by_torch(found):
@@ -59,7 +59,7 @@ class WiredParam(NamedTuple):
 
 def allocate_buckets(
     plan: GradPlan, trainable: Sequence[OwnedParam], device: torch.device
-) -> tuple[list[Bucket], list[WiredParam]]:
+) -> tuple[tuple[Bucket, ...], list[WiredParam]]:
     """Allocate the plan's buffers; returns the buckets, in launch order, and the parameters, in the buffers' order."""
     by_name = {owned.name: owned for owned in trainable}
     buckets, wired = [], []
@@ -83,4 +83,4 @@ def allocate_buckets(
                 WiredParam(owned, record, bucket, owned.param.dtype, device)
                 for owned, record in zip(owned_here, records, strict=True)
             ]
-    return sorted(buckets, key=lambda bucket: bucket.index), wired
+    return tuple(sorted(buckets, key=lambda bucket: bucket.index)), wired

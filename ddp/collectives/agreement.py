@@ -4,17 +4,15 @@ A check may fail on some ranks only: a damaged file, a parameter that differs. W
 enter the next collective and wait there for the ranks that raised.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from itertools import zip_longest
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from .failure_report import CollectiveError, FailureReporter
 
-__all__ = ["alike", "alike_telling", "compare_between_ranks", "gather", "saying"]
+__all__ = ["alike", "alike_telling", "gather", "saying"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -85,29 +83,6 @@ def alike_telling(
             text += f" (on rank {rank})"
         raise _KINDS[kind](text) from cause
     return result, [each for _, each in answers]
-
-
-def compare_between_ranks(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:
-    """Raise ``ValueError`` on all ranks unless all have the same lines; the error shows the first line that differs.
-
-    mine  title -> lines of this rank
-    """
-    fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
-    fingerprints: list[str] = [""] * group.size()
-    dist.all_gather_object(fingerprints, fingerprint, group=group)
-    if len(set(fingerprints)) == 1:
-        return
-    all_lines: list[Mapping[str, list[str]]] = [mine] * group.size()
-    dist.all_gather_object(all_lines, mine, group=group)
-    other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
-    first_name, other_name = (f"rank {dist.get_global_rank(group, rank)}" for rank in (0, other))
-    for title, ours in all_lines[0].items():
-        for first, second in zip_longest(ours, all_lines[other][title], fillvalue="nothing"):
-            if first != second:
-                raise ValueError(
-                    f"the {title} differs between ranks (this is rank {dist.get_rank()}): {first_name} has {first} "
-                    f"where {other_name} has {second}"
-                )
 
 
 def _kind_of(error: BaseException) -> int:

@@ -3,7 +3,7 @@
 A process group of None means a world of one: every collective is the identity.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,12 @@ from .world import WorldOfOne, check_not_launched
 __all__ = [
     "InFlight",
     "all_gather_shards",
-    "backend_of",
+    "backends_of",
     "device_types_of",
     "group_or_default",
     "group_rank",
     "group_size",
     "in_stages",
-    "sum_over_group",
 ]
 
 
@@ -95,11 +94,14 @@ def device_types_of(group: dist.ProcessGroup) -> list[str]:
     return [entry.split(":")[0] for entry in config.split(",") if ":" in entry]
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the group's backend for this type of device."""
-    config = str(dist.get_backend_config(group))
-    by_device = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
-    return by_device.get(device.type, config)
+def backends_of(groups: Iterable[dist.ProcessGroup], device: torch.device) -> set[str]:
+    """Names of the groups' backends for this type of device."""
+    backends = set()
+    for group in groups:
+        config = str(dist.get_backend_config(group))
+        by_device = dict(entry.split(":") for entry in config.split(",") if ":" in entry)
+        backends.add(by_device.get(device.type, config))
+    return backends
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
@@ -117,11 +119,3 @@ def all_gather_shards(flat: Tensor, group: dist.ProcessGroup | None, *, on_strea
         return InFlight(None, (flat,))
     shard = flat.view(size, -1)[group_rank(group)]
     return InFlight(start_all_gather(flat, shard, group, on_stream=on_stream), (flat, shard))
-
-
-def sum_over_group(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """All-reduce ``value`` in place, ordered with the current stream; returns ``value``."""
-    if group is not None and group.size() > 1:
-        with torch.no_grad():
-            dist.all_reduce(value, group=group)
-    return value

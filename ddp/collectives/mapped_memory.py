@@ -4,15 +4,13 @@ NCCL's documentation: user buffer registration, symmetric windows.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from ..torch_internals import backend_on, zero_cta_options
-from .in_flight import backend_of
-from .rank_grid import RankGrid
 
 __all__ = ["MappedPool", "check_copy_engines"]
 
@@ -51,9 +49,12 @@ class MappedPool:
         dist.barrier(group=self._group)
 
 
-def check_copy_engines(grids: Iterable[RankGrid], device: torch.device, option: str) -> None:
-    """Raise ``ValueError`` where all-gathers cannot run on copy engines."""
-    backends = {backend_of(group, device) for grid in grids for group in grid.axes}
+def check_copy_engines(backends: Collection[str], device: torch.device, option: str) -> None:
+    """Raise ``ValueError`` where all-gathers cannot run on copy engines.
+
+    backends  of the groups on ``device``; none in a world of one
+    option    that asks for copy engines, for the error
+    """
     on_nccl = device.type == "cuda" and all("nccl" in backend for backend in backends)
     if not (on_nccl and zero_cta_options() is not None):
         raise ValueError(

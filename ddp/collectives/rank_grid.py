@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_internals import timeout_on, zero_cta_options
-from .in_flight import device_types_of, group_or_default, group_rank, group_size, sum_over_group
+from .in_flight import device_types_of, group_or_default, group_rank, group_size
 from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
 
 __all__ = ["RankGrid", "all_groups", "check_member", "make_grid", "make_grids", "with_separate_gather"]
@@ -71,10 +71,11 @@ class RankGrid(NamedTuple):
         if self.assumed:
             check_no_late_group(what, option)
 
+    @torch.no_grad()
     def sum(self, value: Tensor) -> Tensor:
         """All-reduce a small tensor over all ranks, in place: inside instances, then across."""
         for group in self.axes:
-            sum_over_group(value, group)
+            dist.all_reduce(value, group=group)
         return value
 
     @torch.no_grad()

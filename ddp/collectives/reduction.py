@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..config import DistributedDataParallelConfig
 from ..torch_internals import premultiplied_sum, start_reduce_scatter
-from .in_flight import InFlight, backend_of, in_stages
+from .in_flight import InFlight, backends_of, in_stages
 from .placements import Placements, placements_of
 from .rank_grid import RankGrid
 
@@ -57,10 +57,8 @@ class GradReduction:
         self.factor = factor
         self.wire_dtype = wire_dtype
         if in_collective is None:
-            groups = list(grid.axes)
-            in_collective = (
-                wire_dtype is None and bool(groups) and all("nccl" in backend_of(group, device) for group in groups)
-            )
+            backends = backends_of(grid.axes, device)
+            in_collective = wire_dtype is None and bool(backends) and all("nccl" in each for each in backends)
         self.in_collective = in_collective
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .in_flight import InFlight, backend_of
+from .in_flight import InFlight, backends_of
 from .observer import UNOBSERVED, Observer
 from .rank_grid import RankGrid
 
@@ -242,7 +242,7 @@ class _Observed(Protocol):
 @contextmanager
 def recorded_on(observed: _Observed, device: torch.device, grids: Iterable[RankGrid]) -> Iterator[Timeline]:
     """Make a ``Timeline`` the observer of ``observed`` inside the block; read the timeline after the block."""
-    on_gloo = any(backend_of(group, device) == "gloo" for grid in grids for group in grid.axes)
+    on_gloo = "gloo" in backends_of((group for grid in grids for group in grid.axes), device)
     timeline = Timeline(device, collectives_have_threads=on_gloo)
     observed.observer = timeline
     try:

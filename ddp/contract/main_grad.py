@@ -71,7 +71,11 @@ def check_unattached(param: Tensor, name: str) -> None:
 
 
 def attach(param: Tensor, record: GradRecord) -> None:
-    """Give ``param`` its accumulator. Call ``check_unattached`` for all of a model's parameters before the first."""
+    """Give ``param`` its accumulator. Raises ``ValueError`` where it has one, of this or another provider.
+
+    Call ``check_unattached`` for all of a model's parameters before the first is attached.
+    """
+    check_unattached(param, record.name)
     param.main_grad = record.view  # type: ignore[attr-defined]
     param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     setattr(param, _RECORD, record)
@@ -94,10 +98,10 @@ def attach_lazily(param: Tensor, record: GradRecord) -> None:
             record.view.zero_()
         return record.view
 
-    param.__fsdp_param__ = True  # type: ignore[attr-defined]
-    param.get_main_grad = get_main_grad  # type: ignore[attr-defined]
     attach(param, record)
     del param.main_grad  # type: ignore[attr-defined]  # every write goes through get_main_grad or the record
+    param.__fsdp_param__ = True  # type: ignore[attr-defined]
+    param.get_main_grad = get_main_grad  # type: ignore[attr-defined]
 
 
 def detach(param: Tensor, gone: str | None = None) -> None:
@@ -175,13 +179,14 @@ def take_grad_of_backward(param: Tensor, record: GradRecord) -> None:
     tell, by looking at ``.grad``; so ``.grad`` stays until then. Two things are absorbed at once: ``.grad`` of a tied
     weight, because ``backward_dw`` would assign over the other owner's part, and a placeholder.
     """
-    if record.foreign_delayer is None:
+    delayer = record.foreign_delayer
+    if delayer is None or record.shared or getattr(param, "grad_added_to_main_grad", False):
         absorb_grad(param, record)
-        return
-    at_once = record.shared or getattr(param, "grad_added_to_main_grad", False)
-    if at_once:
-        absorb_grad(param, record)
-    record.pending.append(PendingWgrad(record.foreign_delayer, part_in_grad=not at_once and param.grad is not None))
+        part_in_grad = False
+    else:
+        part_in_grad = param.grad is not None
+    if delayer is not None:
+        record.pending.append(PendingWgrad(delayer, part_in_grad=part_in_grad))
 
 
 def take_grad_of_backward_dw(param: Tensor, record: GradRecord, owner: str) -> None:

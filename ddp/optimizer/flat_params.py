@@ -156,7 +156,7 @@ def check_flattenable(model: DistributedDataParallel) -> None:
     """Raise ``ValueError`` for parameters that flat buffers cannot hold as they are."""
     names: dict[int, str] = {}
     for wired in model.wired:
-        name, param, _ = wired.owned
+        name, param = wired.owned.name, wired.owned.param
         if param.is_complex():
             raise ValueError(
                 f"parameter '{name}' is {wired.dtype}: DistributedOptimizer updates real parameters; use a stock "

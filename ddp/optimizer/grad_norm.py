@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buckets.checks import check_scalable
-from ..collectives.in_flight import sum_over_group
 from ..wrapper.data_parallel import DistributedDataParallel
 
 __all__ = ["clip_coefficient", "clip_grad_norm", "global_grad_norm"]
@@ -75,9 +74,9 @@ def clip_grad_norm(
     norm = norms[0]
     if len(norms) > 1 or pipeline_group is not None:
         total = torch.stack([each.double() for each in norms]).square().sum()
-        if pipeline_group is not None:
+        if pipeline_group is not None and pipeline_group.size() > 1:
             with models[0].failures.watch("the sum of the stages' squares"):
-                total = sum_over_group(total, pipeline_group)
+                dist.all_reduce(total, group=pipeline_group)
         norm = total.sqrt().to(max((each.dtype for each in norms), key=lambda dtype: dtype.itemsize))
     coefficient = clip_coefficient(norm, max_norm)
     for each in models:

@@ -6,7 +6,7 @@ import torch
 
 from ..config import DistributedDataParallelConfig
 from .layout import GradPlan, ParamSpec, plan_gradients
-from .owned_params import OwnedParam, grid_name_of
+from .owned_params import OwnedParam
 
 __all__ = ["grad_dtype_of", "plan_model"]
 
@@ -41,7 +41,7 @@ def plan_model(
             grad_dtype=grad_dtype_of(
                 by_name[name].param.dtype, torch.float32 if config.grad_reduce_in_fp32 else by_name[name].param.dtype
             ),
-            grid_name=grid_name_of(by_name[name].param),
+            grid_name=by_name[name].grid_name,
             delayed=by_name[name].delayed,
             own_bucket=getattr(by_name[name].param, "shared_embedding", False),  # Megatron's mark: tied across stages
         )

@@ -1,15 +1,14 @@
-"""A model's parameters, each once: with the modules that register it, and the ranks that reduce its gradient."""
+"""A model's parameters and buffers, each once, with the ranks that hold the same values."""
 
 from collections import defaultdict
 from typing import NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..contract.main_grad import is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
 
-__all__ = ["OwnedParam", "find_owned_params", "grid_name_of"]
+__all__ = ["ModelTensor", "OwnedParam", "find_owned_params", "find_tensors", "grid_name_of"]
 
 
 class OwnedParam(NamedTuple):
@@ -18,6 +17,8 @@ class OwnedParam(NamedTuple):
     name: str
     param: nn.Parameter
     owners: tuple[tuple[nn.Module, str], ...]
+    grid_name: str
+    """Which ranks the gradient is reduced over: see ``grid_name_of``."""
 
     @property
     def ours_alone(self) -> bool:
@@ -32,7 +33,22 @@ class OwnedParam(NamedTuple):
         )
 
 
-def grid_name_of(tensor: torch.Tensor) -> str:
+class ModelTensor(NamedTuple):
+    """A parameter or a buffer."""
+
+    name: str
+    tensor: Tensor
+    grid_name: str
+    """Which ranks hold the same values: see ``grid_name_of``."""
+    is_buffer: bool
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is a parameter that requires a gradient."""
+        return self.tensor.requires_grad and not self.is_buffer
+
+
+def grid_name_of(tensor: Tensor) -> str:
     """Which ranks a parameter's gradient is reduced over, or a buffer is copied to: "dense" or "expert".
 
     "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
@@ -49,4 +65,11 @@ def find_owned_params(module: nn.Module) -> list[OwnedParam]:
             if param is not None:
                 owners[param].append((owner, local))
                 names.setdefault(param, f"{prefix}.{local}" if prefix else local)
-    return [OwnedParam(name, param, tuple(owners[param])) for param, name in names.items()]
+    return [OwnedParam(name, param, tuple(owners[param]), grid_name_of(param)) for param, name in names.items()]
+
+
+def find_tensors(module: nn.Module) -> list[ModelTensor]:
+    """Every parameter of the model once, frozen ones too, then every buffer, each in registration order."""
+    params = [ModelTensor(name, each, grid_name_of(each), is_buffer=False) for name, each in module.named_parameters()]
+    buffers = [ModelTensor(name, each, grid_name_of(each), is_buffer=True) for name, each in module.named_buffers()]
+    return params + buffers

@@ -8,10 +8,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ..buckets.readiness import Readiness
 from ..buckets.wiring import WiredParam
 from ..collectives.rank_grid import RankGrid
-from ..contract.main_grad import attach, check_unattached, detach, forget_failed_backward
+from ..contract.main_grad import attach, detach, forget_failed_backward
+from ..contract.module import listen_to_foreign_delays
 from ..contract.record import GradRecord
 from ..stock.clipping import guard_stock_clipping
 from ..stock.optimizer import clear_exposed_grad, guard_stock_optimizers
@@ -27,36 +27,31 @@ class _Attached(NamedTuple):
 
     param: TensorWeakRef
     record: GradRecord
-    hook: RemovableHandle
     owners: "tuple[weakref.ref[nn.Module], ...]"
 
 
 def attach_params(
-    wrapper: object, wired: Sequence[WiredParam], readiness: Readiness, grids: Mapping[str, RankGrid]
+    wrapper: object, wired: Sequence[WiredParam], hooks: Sequence[RemovableHandle], grids: Mapping[str, RankGrid]
 ) -> "weakref.finalize[Any, Any]":
-    """Give every parameter its accumulator and its hook, while ``wrapper`` lives.
+    """Give every parameter its accumulator, while ``wrapper`` lives.
 
+    hooks  the parameters' hooks, which are removed when the accumulators are
     grids  the ranks: among several ranks a model whose wrapper was freed refuses to train
 
-    Returns the finalizer of ``wrapper``, which takes everything back; ``detach_params`` runs it earlier. Raises
-    ``ValueError`` for a parameter of another provider, before it changes any parameter.
+    Returns the finalizer of ``wrapper``, which takes everything back; ``detach_params`` runs it earlier.
     """
-    # References from hooks back to the wrapper are weak: a dropped model frees its memory without the collector.
     attached: list[_Attached] = []
     for entry in wired:
-        check_unattached(entry.owned.param, entry.record.name)
-    for entry in wired:
-        (_, param, owners), record = entry.owned, entry.record
-        forget_dropped(param, [module for module, _ in owners])
-        attach(param, record)
-        hook = param.register_post_accumulate_grad_hook(readiness.grad_hook(entry.bucket, record))
-        readiness.expect_delayed(entry)
-        references = tuple(weakref.ref(module) for module, _ in owners)
-        attached.append(_Attached(TensorWeakRef(param), record, hook, references))
+        owners = [module for module, _ in entry.owned.owners]
+        listen_to_foreign_delays(entry.owned.param, entry.record, owners)
+        attach(entry.owned.param, entry.record)
+        forget_dropped(entry.owned.param, owners)
+        references = tuple(weakref.ref(module) for module in owners)
+        attached.append(_Attached(TensorWeakRef(entry.owned.param), entry.record, references))
     note_own_ranks(wired, grids)
     guard_stock_optimizers(wrapper)
     guard_stock_clipping(wrapper)
-    end = weakref.finalize(wrapper, _take_back, attached, dropped=any(grid.size > 1 for grid in grids.values()))
+    end = weakref.finalize(wrapper, _take_back, attached, hooks, dropped=any(grid.size > 1 for grid in grids.values()))
     end.atexit = False
     return end
 
@@ -77,9 +72,10 @@ def discard_grads(wired: Iterable[WiredParam]) -> None:
             entry.owned.param.grad = None
 
 
-def _take_back(attached: list[_Attached], *, dropped: bool) -> None:
+def _take_back(attached: Sequence[_Attached], hooks: Sequence[RemovableHandle], *, dropped: bool) -> None:
+    for hook in hooks:
+        hook.remove()
     for entry in attached:
-        entry.hook.remove()
         param = entry.param()
         if param is None:
             continue

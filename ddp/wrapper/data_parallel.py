@@ -39,15 +39,17 @@ from ..contract.record import GradRecord
 from ..contract.torch_ddp import check_not_collected, check_not_inside
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import BucketLayout
-from ..plan.owned_params import find_owned_params
+from ..plan.owned_params import find_owned_params, find_tensors
 from ..stock.master_param import WatchedMasters
 from ..stock.optimizer import expose_grad
 from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
-from .init_sync import broadcast_model, check_whose_experts, has_experts
+from .comparison import check_same_config, check_same_model
+from .init_sync import broadcast_tensors
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
-from .setup_checks import check_same_config, check_same_on_all_ranks, plan_on_each_rank
+from .setup_checks import plan_on_each_rank
+from .whose_experts import check_whose_experts
 
 __all__ = ["DistributedDataParallel"]
 _OURS = "a model in maingrad.ddp.DistributedDataParallel"
@@ -100,46 +102,42 @@ class DistributedDataParallel(AroundModule):
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
+        tensors = find_tensors(module)
         trainable = [entry for entry in find_owned_params(module) if entry.param.requires_grad]
-        self.failures = FailureReporter()
-        with self.failures.watch("the comparison of configs between ranks"):
+        self.failures = failures = FailureReporter()
+        with failures.watch("the comparison of configs between ranks"):
             check_same_config(config, process_group)
-        with self.failures.watch("the making of process groups"):
+        with failures.watch("the making of process groups"):
             self.grids: dict[str, RankGrid] = make_grids(
                 process_group,
                 expert_process_group,
-                has_experts=has_experts(module),
+                has_experts=any(each.grid_name == "expert" for each in tensors),
                 num_instances=config.num_distributed_optimizer_instances,
                 separate_gather=config.overlap_param_gather,
                 copy_engines=config.copy_engine_param_gather,
             )
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
-        self.failures.groups = all_groups(self.grids.values())
+        failures.groups = all_groups(self.grids.values())
 
         # The plan: which gradients there are, and where each will lie.
-        planned = plan_on_each_rank(module, trainable, config, self.grids, backward_order, self.failures)
-        self.device, self.plan = planned
-        with self.failures.watch("the comparison of models between ranks"):
-            check_same_on_all_ranks(self.plan, self.grids, module if init_sync else None)
-            check_whose_experts(module, trainable, self.grids["dense"], expert_process_group, init_sync=init_sync)
-            self.failures.remember_rank_0()
+        self.device, self.plan = plan_on_each_rank(module, trainable, config, self.grids, backward_order, failures)
+        with failures.watch("the comparison of models between ranks"):
+            overwritten = tensors if init_sync else [each for each in tensors if each.trained]
+            check_same_model(self.plan, overwritten, self.grids)
+            check_whose_experts(overwritten, self.grids["dense"], expert_process_group)
+            failures.remember_rank_0()
 
         # Storage, and the collectives over it.
-        buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
-        self.buckets: tuple[Bucket, ...] = tuple(buckets)
+        self.buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
-        self._zeroed_views = [record.view for record in self.records if not record.first_write_overwrites]
-        # Padding must be zeroed too: clipping multiplies whole buckets, and a NaN would stay in the padding forever.
-        self._zeroed_views += [view for bucket in self.buckets for view in bucket.padding_views()]
+        self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
         dense = self.reductions["dense"]
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
-        self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, self.failures, device=self.device)
+        self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, failures, device=self.device)
         self._gathers: Sequence[ParamGather] = ()
         self._masters: weakref.ref[WatchedMasters] | None = None
-
-        self.readiness = Readiness(self._wired, self._launcher, config, self.device)
 
         # State of the iteration.
         self.iteration = 0
@@ -148,11 +146,14 @@ class DistributedDataParallel(AroundModule):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        self._attachment = attach_params(self, self._wired, self.readiness, self.grids)
+        # Hooks and accumulators on the parameters, and the first rank's values in them.
+        self.readiness = Readiness(self._wired, self._launcher, config, self.device)
+        hooks = self.readiness.listen()
+        self._attachment = attach_params(self, self._wired, hooks, self.grids)
         self.grad_parts = BucketParts(self)
         self._end_making()
         if init_sync:
-            self.broadcast_params()
+            broadcast_tensors(tensors, self.grids, failures)
 
     # ---- Methods of one iteration, in the order in which a program calls them. ----
 
@@ -279,8 +280,7 @@ class DistributedDataParallel(AroundModule):
 
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
-        with self.failures.watch("the broadcast of parameters and buffers"):
-            broadcast_model(self.module, self.grids)
+        broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Set ``.grad`` to the reduced gradients, for stock optimizers and ``clip_grad_norm_``.

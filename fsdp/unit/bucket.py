@@ -30,7 +30,7 @@ from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord
 from ...ddp.gathers.param_gather import ParamGather
 from ...ddp.plan.layout import BucketLayout, ParamSlot
-from ...ddp.plan.owned_params import OwnedParam
+from ...ddp.plan.owned_params import OwnedParam, grid_name_of
 from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.parameter import ShardedParameter, ShardInfo, make_sharded
@@ -69,7 +69,7 @@ class ShardedPair(NamedTuple):
         """The parameter before sharding, with those modules that are alive."""
         found = [(reference(), local) for reference, local in self.places]
         owners = tuple((module, local) for module, local in found if module is not None)
-        return OwnedParam(self.name, self.before, owners)
+        return OwnedParam(self.name, self.before, owners, grid_name_of(self.before))
 
 
 class ShardedBucket:

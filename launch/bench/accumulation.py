@@ -8,11 +8,8 @@ autograd fp32 plain PyTorch over fp32 parameters under bf16 autocast, gradients 
 All rows train the same GPT on the same tokens; the first two with ``DistributedOptimizer`` on fp32 masters.
 """
 
-import gc
 import statistics
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +20,9 @@ from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, Distr
 from ..config.run import ModelConfig
 from ..model.gpt import build_model
 from ..report.table import Column, machine, write_table
+from .steps import accumulate, free_memory, peak_gib, random_tokens, reset_peak, time_steps
 
-__all__ = ["AccumulationBench", "AccumulationRow", "bench_accumulation", "time_steps", "write_accumulation_report"]
+__all__ = ["AccumulationBench", "AccumulationRow", "bench_accumulation", "write_accumulation_report"]
 
 _VARIANTS = ("fused", "hook", "autograd", "autograd fp32")
 
@@ -97,17 +95,14 @@ def bench_accumulation(
             first = step().item()
             for _ in range(bench.num_warmup_steps - 1):
                 step()
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
+            reset_peak(device)
             milliseconds, last = time_steps(step, bench.num_steps, device)
             times[variant].append(milliseconds)
             losses[variant] = (first, last)
-            peaks[variant] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            peaks[variant] = peak_gib(device)
             log(f"round {round_index + 1}: {variant:14s} {milliseconds:8.1f} ms  peak {peaks[variant]:5.1f} GiB")
             del step
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(device)
     fused = statistics.median(times["fused"])
     return [
         AccumulationRow(
@@ -152,9 +147,7 @@ def write_accumulation_report(rows: list[AccumulationRow], bench: AccumulationBe
 
 def _training_step(bench: AccumulationBench, variant: str, device: torch.device) -> tuple[Callable[[], Tensor], int]:
     model = build_model(bench.model_config(variant), seed=0, device=device)
-    generator = torch.Generator(device=device).manual_seed(0)
-    shape = (bench.num_microbatches, 1, bench.num_tokens + 1)
-    tokens = torch.randint(0, bench.vocab_size, shape, device=device, generator=generator)
+    tokens = random_tokens(bench, 0, device)
     step = _wrapped_step(model, tokens) if variant in ("fused", "hook") else _plain_step(model, tokens, variant)
     return step, sum(parameter.numel() for parameter in model.parameters())
 
@@ -165,14 +158,10 @@ def _wrapped_step(model: nn.Module, tokens: Tensor) -> Callable[[], Tensor]:
 
     def step() -> Tensor:
         ddp.zero_grad_buffer()
-        with ddp.no_sync():
-            for microbatch in tokens[:-1]:
-                (ddp(microbatch[:, :-1], microbatch[:, 1:]) / len(tokens)).backward()
-        loss: Tensor = ddp(tokens[-1, :, :-1], tokens[-1, :, 1:])
-        (loss / len(tokens)).backward()
+        loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
         ddp.finish_grad_sync()
         optimizer.step()
-        return loss.detach()
+        return loss
 
     return step
 
@@ -181,35 +170,15 @@ def _plain_step(model: nn.Module, tokens: Tensor, variant: str) -> Callable[[], 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     device_type = tokens.device.type
 
-    def cast() -> AbstractContextManager[object]:
-        return torch.autocast(device_type, torch.bfloat16) if variant == "autograd fp32" else nullcontext()
+    def forward(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device_type, torch.bfloat16, enabled=variant == "autograd fp32"):
+            loss: Tensor = model(tokens, targets)
+        return loss
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        for microbatch in tokens:
-            with cast():
-                loss: Tensor = model(microbatch[:, :-1], microbatch[:, 1:])
-            (loss / len(tokens)).backward()
+        loss = accumulate(forward, tokens)
         optimizer.step()
-        return loss.detach()
+        return loss
 
     return step
-
-
-def time_steps(step: Callable[[], Tensor], num_steps: int, device: torch.device) -> tuple[float, float]:
-    """Mean milliseconds of consecutive steps, and the last loss. The device is idle at the start and at the end."""
-    loss = torch.zeros(())
-    if device.type != "cuda":
-        began = time.perf_counter()
-        for _ in range(num_steps):
-            loss = step()
-        return (time.perf_counter() - began) * 1e3 / num_steps, loss.item()
-    torch.cuda.synchronize(device)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(num_steps):
-        loss = step()
-    torch.cuda.synchronize(device)  # work that other streams still have belongs to these steps
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / num_steps, loss.item()

@@ -11,7 +11,6 @@ as matrix products.
 """
 
 import dataclasses
-import gc
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +27,8 @@ from ...te_integration.wgrad_queue import drain_modules
 from ..model.gpt import build_model
 from ..report.intervals import Interval, clip, length, union
 from ..report.table import Column, machine, write_table
-from .accumulation import AccumulationBench, time_steps
+from .accumulation import AccumulationBench
+from .steps import free_memory, peak_gib, random_tokens, reset_peak, time_steps
 
 __all__ = ["DelayedRow", "bench_delayed", "covered", "write_delayed_report"]
 
@@ -67,18 +67,17 @@ def bench_delayed(
             step = _training_step(bench, layers, device)
             for _ in range(bench.num_warmup_steps):
                 step()
-            torch.cuda.reset_peak_memory_stats(device)
+            reset_peak(device)
             dist.barrier()
             milliseconds, _ = time_steps(step, bench.num_steps, device)
             times[variant].append(milliseconds)
-            peaks[variant] = torch.cuda.max_memory_allocated(device) / 2**30
+            peaks[variant] = peak_gib(device)
             if round_index == 0:
                 shares[variant] = _profile_shares(step, device)
             share = f"{shares[variant][0]:.1%} of reductions under products"
             log(f"round {round_index + 1}: {variant:10s} {milliseconds:8.1f} ms, {share}")
             del step
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory(device)
     first = statistics.median(times["overlapped"])
     return [
         DelayedRow(
@@ -128,9 +127,7 @@ def _training_step(bench: AccumulationBench, delay_wgrad_layers: int, device: to
         ),
     )
     optimizer = DistributedOptimizer(ddp, lr=1e-4)
-    generator = torch.Generator(device=device).manual_seed(dist.get_rank())
-    shape = (bench.num_microbatches, 1, bench.num_tokens + 1)
-    tokens = torch.randint(0, bench.vocab_size, shape, device=device, generator=generator)
+    tokens = random_tokens(bench, dist.get_rank(), device)
 
     def step() -> Tensor:
         ddp.zero_grad_buffer()

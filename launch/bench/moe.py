@@ -13,11 +13,11 @@ Rows with fp32 main_grad step with ``DistributedOptimizer`` on fp32 masters, oth
 In the rows named autograd the other linear layers accumulate by autograd as well: 5 of 100 parameters at default sizes.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from ..config.run import ModelConfig
 from ..model.gpt import GPT, build_model
 from ..model.moe import MixtureOfExperts
 from ..report.table import Column, machine, write_table
+from .steps import accumulate, free_memory, peak_gib, random_tokens, reset_peak
 
 __all__ = ["GroupedMMExperts", "MoEBench", "MoERow", "bench_moe", "write_moe_report"]
 
@@ -181,19 +182,16 @@ def bench_moe(bench: MoEBench, device: torch.device, log: Callable[[str], None] 
             step.update()
             if bench.num_warmup_steps:
                 _time_steps(step, bench.num_warmup_steps, device)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
+            reset_peak(device)
             measured = _time_steps(step, bench.num_steps, device)
             times[name].append(measured)
-            peaks[name] = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+            peaks[name] = peak_gib(device)
             log(
                 f"round {round_index + 1}: {name:25s} {measured.step_ms:7.1f} ms, microbatches "
                 f"{measured.microbatches_ms:7.1f}, experts {measured.experts_ms:7.1f}, peak {peaks[name]:5.1f} GiB"
             )
             del step
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(device)
     medians = {name: statistics.median(each.step_ms for each in rounds) for name, rounds in times.items()}
     return [
         MoERow(
@@ -244,11 +242,8 @@ def _training_step(bench: MoEBench, variant: _Variant, device: torch.device) -> 
     if variant.experts != "ours":
         for ffn in _mixtures(model):
             ffn.experts = GroupedMMExperts(ffn.experts, ScaledSwiGLU() if variant.experts == "kernel" else None)
-    generator = torch.Generator(device=device).manual_seed(0)
-    shape = (bench.num_microbatches, 1, bench.num_tokens + 1)
-    tokens = torch.randint(0, bench.vocab_size, shape, device=device, generator=generator)
     make = {"fp32": _fp32_step, "bf16": _bf16_step, "grad": _plain_step}[variant.sums]
-    return make(model, tokens)
+    return make(model, random_tokens(bench, 0, device))
 
 
 def _fp32_step(model: GPT, tokens: Tensor) -> _Step:
@@ -259,7 +254,7 @@ def _fp32_step(model: GPT, tokens: Tensor) -> _Step:
         optimizer.step()
         ddp.zero_grad_buffer()
 
-    return _Step(_wrapped(ddp, tokens), update, model)
+    return _Step(partial(_accumulate_in_buckets, ddp, tokens), update, model)
 
 
 def _bf16_step(model: GPT, tokens: Tensor) -> _Step:
@@ -271,36 +266,23 @@ def _bf16_step(model: GPT, tokens: Tensor) -> _Step:
         optimizer.step()
         ddp.zero_grad_buffer()
 
-    return _Step(_wrapped(ddp, tokens), update, model)
+    return _Step(partial(_accumulate_in_buckets, ddp, tokens), update, model)
 
 
-def _wrapped(ddp: DistributedDataParallel, tokens: Tensor) -> Callable[[], Tensor]:
-    def accumulate() -> Tensor:
-        with ddp.no_sync():
-            for microbatch in tokens[:-1]:
-                (ddp(microbatch[:, :-1], microbatch[:, 1:]) / len(tokens)).backward()
-        loss: Tensor = ddp(tokens[-1, :, :-1], tokens[-1, :, 1:])
-        (loss / len(tokens)).backward()
-        ddp.finish_grad_sync()
-        return loss.detach()
-
-    return accumulate
+def _accumulate_in_buckets(ddp: DistributedDataParallel, tokens: Tensor) -> Tensor:
+    loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
+    ddp.finish_grad_sync()
+    return loss
 
 
 def _plain_step(model: GPT, tokens: Tensor) -> _Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def accumulate() -> Tensor:
-        for microbatch in tokens:
-            loss: Tensor = model(microbatch[:, :-1], microbatch[:, 1:])
-            (loss / len(tokens)).backward()
-        return loss.detach()
-
     def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    return _Step(accumulate, update, model)
+    return _Step(partial(accumulate, model, tokens), update, model)
 
 
 def _mixtures(model: GPT) -> list[MixtureOfExperts]:

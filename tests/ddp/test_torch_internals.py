@@ -1,6 +1,7 @@
 """torch's private names that the wrappers use: where a torch version lacks one, the test says which one."""
 
 import re
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -78,12 +79,18 @@ def test_a_profiler_and_a_compiler_are_seen() -> None:
 
     seen: list[bool] = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def look() -> None:
         seen.append(internals.is_tracing())
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        look()
+        reader = threading.Thread(target=look)
+        reader.start()
+        reader.join()
         return graph.forward
 
     torch.compile(torch.sin, backend=backend)(torch.ones(2))
-    assert seen == [True], f"{TORCH}: CompileContext"
+    assert seen == [True, False], f"{TORCH}: CompileContext, of this thread alone"
 
 
 class Marked(Tensor):

@@ -42,7 +42,7 @@ def test_the_sum_is_rounded_once():
 
 
 @given(st.integers(0, 9), st.integers(1, 5), st.integers(1, 40), st.sampled_from([torch.float32, torch.float16]))
-def test_triton_is_the_oracle_bit_for_bit(tokens: int, top_k: int, features: int, dtype: torch.dtype):
+def test_triton_is_the_reference_bit_for_bit(tokens: int, top_k: int, features: int, dtype: torch.dtype):
     triton_kernels = pytest.importorskip(
         "maingrad.kernels.permutation.triton_kernels", reason="Triton is not installed"
     )
@@ -50,12 +50,12 @@ def test_triton_is_the_oracle_bit_for_bit(tokens: int, top_k: int, features: int
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # Slices of wider tensors: the row stride is larger than the row.
     x, rows = (torch.randn(n, features + 3).to(dtype)[:, :features] for n in (tokens, tokens * top_k))
-    for launch, oracle, source, length in (
+    for launch, reference, source, length in (
         (triton_kernels.permute_rows_triton, permute_rows_reference, x, tokens * top_k),
         (triton_kernels.unpermute_rows_triton, unpermute_rows_reference, rows, tokens),
     ):
         expected, out = poisoned(length, features, dtype=dtype), poisoned(length, features, dtype=dtype).to(device)
-        oracle(source, ids, expected)
+        reference(source, ids, expected)
         launch(source.to(device), ids.to(device), out)
         assert torch.equal(out.cpu(), expected)
 
@@ -63,7 +63,7 @@ def test_triton_is_the_oracle_bit_for_bit(tokens: int, top_k: int, features: int
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("features", [1, 100, 2048, 7168])
-def test_on_the_gpu_it_is_the_oracle_bit_for_bit(dtype: torch.dtype, features: int):
+def test_on_the_gpu_it_is_the_reference_bit_for_bit(dtype: torch.dtype, features: int):
     ids = row_ids(300, 8).cuda()
     x, rows = torch.randn(300, features, device="cuda").to(dtype), torch.randn(2400, features, device="cuda").to(dtype)
     expected = poisoned(2400, features, dtype=dtype).cuda()

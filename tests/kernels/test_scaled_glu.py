@@ -176,7 +176,7 @@ def test_the_same_again(run: Callable[..., Any], device: str) -> None:
 @given(
     st.integers(0, 40), st.integers(0, 70), st.sampled_from(sorted(GLU_ACTIVATIONS)), st.booleans(), st.integers(0, 99)
 )
-def test_the_kernel_is_the_oracle(rows: int, features: int, activation: str, scaled: bool, seed: int) -> None:
+def test_the_kernel_is_the_reference(rows: int, features: int, activation: str, scaled: bool, seed: int) -> None:
     da, h, probs = operands(rows, features, torch.float32, "cpu", seed)
     given_probs = probs if scaled else None
     for actual, expected in zip(
@@ -190,7 +190,7 @@ def test_the_kernel_is_the_oracle(rows: int, features: int, activation: str, sca
             torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_second_derivatives_of_the_oracle() -> None:
+def test_second_derivatives_of_the_reference() -> None:
     da, h, probs = operands(3, 4, torch.float64, "cpu")
     da, h, probs = da.requires_grad_(), h.requires_grad_(), probs.double().requires_grad_()
     for activation in GLU_ACTIVATIONS:
@@ -215,7 +215,7 @@ def test_rows_beyond_32_bits_of_address() -> None:
 
 
 @pytest.mark.gpu
-def test_fp64_on_a_gpu_is_the_oracle() -> None:
+def test_fp64_on_a_gpu_is_the_reference() -> None:
     da, h, probs = operands(6, 10, torch.float64, "cuda")
     for actual, expected in zip(called(da, h, probs, "swiglu"), exact(da, h, probs, "swiglu"), strict=True):
         torch.testing.assert_close(actual, expected)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ....fsdp import MixedPrecisionPolicy, fully_shard
-from .model import GPT, accumulate, fused_linear, make_model, plain_linear
+from ..steps import accumulate
+from .model import GPT, fused_linear, make_model, plain_linear
 from .ranks import make_mesh
 from .rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_instances, reset_compiler
 

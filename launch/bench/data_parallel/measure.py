@@ -10,7 +10,6 @@ all-gather and reduction is on the clock. Clipping is off. A row that cannot be 
 reason.
 """
 
-import gc
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from ...config.run import ConfigError
 from ...report.trace_digest import digest_trace, record_trace
-from ..accumulation import time_steps
+from ..steps import free_memory, peak_gib, reset_peak, time_steps
 from .fsdp_rows import FSDP
 from .model import SETTINGS, Setting
 from .peers import PEERS
@@ -172,12 +171,6 @@ class _Trace:
     keep: bool
 
 
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def _measure(
     bench: DataParallelBench,
     case: Case,
@@ -205,11 +198,11 @@ def _measure(
         try:
             with ranks.attempt(with_groups=row.with_groups):
                 mine = _time_row(bench, case, row, trace)
-                _release(case.device)  # memory that a process group has mapped is freed before the group ends
+                free_memory(case.device)  # memory that a process group has mapped is freed before the group ends
         except AnyRankFailed as failure:
             problem = str(failure)
             log(failure.details)
-    _release(case.device)  # a failure's traceback holds frames, and the frames hold a model
+    free_memory(case.device)  # a failure's traceback holds frames, and the frames hold a model
     # One rank's refusal or failure counts for all ranks.
     told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
     problem = next((each for each, _ in told if each), None)
@@ -241,13 +234,13 @@ def _time_row(bench: DataParallelBench, case: Case, row: Row, trace: _Trace | No
             step()
         if on_cuda:
             torch.cuda.synchronize(case.device)
-            torch.cuda.reset_peak_memory_stats(case.device)
+        reset_peak(case.device)
         times, last_loss = [], first_loss
         for _ in range(bench.num_rounds):
             _barrier()
             milliseconds, last_loss = time_steps(step, bench.num_steps, case.device)
             times.append(milliseconds)
-        peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if on_cuda else 0.0
+        peak = peak_gib(case.device)
         _barrier()
         if trace is not None:
             _write_digest(step, case, trace)

@@ -1,10 +1,9 @@
-"""The GPT that every row of ``bench data-parallel`` trains, its microbatches, and its choice of linear layers.
+"""The GPT that every row of ``bench data-parallel`` trains, and its choice of linear layers.
 
 Legend: B sequences, T tokens, H width of the model, F width of the feed-forward, V vocabulary, M microbatches.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +22,9 @@ __all__ = [
     "Block",
     "LinearFactory",
     "Setting",
-    "accumulate",
     "fused_linear",
     "make_model",
     "plain_linear",
-    "random_tokens",
 ]
 
 LinearFactory = Callable[[int, int], nn.Module]
@@ -220,37 +217,3 @@ def make_model(setting: Setting, linear: LinearFactory, dtype: torch.dtype, devi
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
     return model.to(dtype)
-
-
-# ---- Its data. ----
-
-
-def random_tokens(setting: Setting, rank: int, device: torch.device) -> Tensor:
-    """[M, 1, T + 1] int64, the same for every row and step, different on each rank."""
-    generator = torch.Generator(device=device).manual_seed(rank)
-    shape = (setting.num_microbatches, 1, setting.num_tokens + 1)
-    return torch.randint(0, setting.vocab_size, shape, device=device, generator=generator)
-
-
-def accumulate(
-    forward: Callable[[Tensor, Tensor], Tensor],
-    tokens: Tensor,
-    *,
-    not_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    before: Callable[[bool], None] | None = None,
-) -> Tensor:
-    """Forward and backward of all microbatches; returns the last one's loss, detached.
-
-    tokens    [M, 1, T + 1]
-    not_last  the context of every microbatch but the last (``no_sync``)
-    before    called before each microbatch; its argument says whether this microbatch is the last
-    """
-    num_microbatches = len(tokens)
-    for index, row in enumerate(tokens):
-        is_last = index == num_microbatches - 1
-        if before is not None:
-            before(is_last)
-        with nullcontext() if is_last else not_last():
-            loss = forward(row[:, :-1], row[:, 1:])
-            (loss / num_microbatches).backward()
-    return loss.detach()

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from .model import AddmmLinear, Block, LinearFactory, accumulate, make_model, plain_linear
+from ..steps import accumulate
+from .model import AddmmLinear, Block, LinearFactory, make_model, plain_linear
 from .ranks import make_mesh
 from .rows import LEARNING_RATE, Case, Row, Step, reset_compiler
 

@@ -14,7 +14,8 @@ from ....ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParall
 from ....ddp.contract.main_grad import absorb_grad, attach
 from ....ddp.contract.record import GradRecord
 from ....ddp.torch_internals import zero_cta_options
-from .model import GPT, AddmmLinear, Setting, accumulate, fused_linear, make_model, plain_linear, random_tokens
+from ..steps import accumulate, random_tokens
+from .model import GPT, AddmmLinear, Setting, fused_linear, make_model, plain_linear
 
 __all__ = [
     "FLOOR",

@@ -43,6 +43,12 @@ def test_wrapping_twice_is_refused_and_harms_nothing() -> None:
     assert all(parameter.main_grad.any() for parameter in ddp.parameters())
 
 
+def test_one_module_for_all_simulated_ranks_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(RuntimeError, match=r"parameter '.*' already has a main_grad.*wrap a model once"):
+        simulate(lambda: wrap(model), 2)
+
+
 def test_recording_the_order_of_a_wrapped_model_is_refused_and_harms_nothing() -> None:
     ddp = wrap(make_model())
     with pytest.raises(ValueError, match=r"parameter '0.weight' already has a main_grad"):

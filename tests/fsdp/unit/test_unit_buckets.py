@@ -47,7 +47,7 @@ def owned(shapes: dict[str, tuple[int, ...]], **options: Any) -> list[OwnedParam
     made = []
     for name, shape in shapes.items():
         param = nn.Parameter(torch.empty(shape, device="meta", **options))
-        made.append(OwnedParam(name, param, ((nn.Module(), name),)))
+        made.append(OwnedParam(name, param, ((nn.Module(), name),), "dense"))
     return made
 
 

@@ -62,7 +62,7 @@ def padded(splits: Sequence[int], columns: int, dtype: torch.dtype, device: str,
     return rows
 
 
-def tolerance(exact_terms: Tensor, contracted: int, dtype: torch.dtype) -> Tensor:
+def tolerance(exact_terms: Tensor, contracted: int) -> Tensor:
     """Error bound of fp32 sums in any order, from ``exact_terms``: the sums of the terms' absolute values."""
     return (contracted + 4) * 2.0**-24 * exact_terms
 
@@ -72,7 +72,7 @@ def assert_rows_close(actual: Tensor, a: Tensor, b: Tensor, splits: Sequence[int
     for rows, matrix in zip(rows_of(splits), matrices.double(), strict=True):
         exact = a[rows].double() @ matrix
         terms = a[rows].double().abs() @ matrix.abs()
-        bound = tolerance(terms, a.shape[1], actual.dtype) + torch.finfo(actual.dtype).eps * exact.abs() + 1e-7
+        bound = tolerance(terms, a.shape[1]) + torch.finfo(actual.dtype).eps * exact.abs() + 1e-7
         assert ((actual[rows].double() - exact).abs() <= bound).all()
     assert (actual[sum(splits) :] == 0).all(), "rows behind the last expert"
 
@@ -157,7 +157,7 @@ def check_wgrad(
         start = torch.zeros(n, k, dtype=torch.double, device=device) if bits[e] else before[e].double()
         exact = start + dy[rows].double().t() @ x[rows].double()
         terms = start.abs() + dy[rows].double().abs().t() @ x[rows].double().abs()
-        bound = tolerance(terms, splits[e] + 1, grad_dtype) + torch.finfo(grad_dtype).eps * exact.abs()
+        bound = tolerance(terms, splits[e] + 1) + torch.finfo(grad_dtype).eps * exact.abs()
         assert ((grads[e].double() - exact).abs() <= bound).all()
     if form == "wide rows":
         assert (wide[:, :, k:] == -7).all(), "written outside"

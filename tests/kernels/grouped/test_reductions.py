@@ -189,7 +189,7 @@ def test_many_experts_are_found(device: str) -> None:
     st.integers(1, 20),
     st.integers(0, 99),
 )
-def test_the_kernels_are_the_oracle(splits: list[int], padding: int, features: int, seed: int) -> None:
+def test_the_kernels_are_the_reference(splits: list[int], padding: int, features: int, seed: int) -> None:
     dy, scale, bias = operands(splits, padding, features, torch.float32, "cpu", seed)
     offsets = offsets_of(splits, "cpu")
     torch.testing.assert_close(
@@ -241,7 +241,7 @@ def test_nothing_waits_for_the_device_and_a_graph_takes_other_splits() -> None:
 
 
 @pytest.mark.gpu
-def test_fp64_on_a_gpu_is_the_oracle() -> None:
+def test_fp64_on_a_gpu_is_the_reference() -> None:
     splits = [3, 0, 4]
     dy, scale, bias = operands(splits, 2, 6, torch.float64, "cuda")
     offsets = offsets_of(splits, "cuda")

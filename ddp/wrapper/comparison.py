@@ -1,0 +1,93 @@
+"""What all ranks must have alike: configuration, model and plan. Each check raises ``ValueError`` on all ranks."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..collectives.in_flight import group_or_default
+from ..collectives.rank_grid import RankGrid, check_member
+from ..collectives.world import Ranks
+from ..config import DistributedDataParallelConfig
+from ..plan.layout import GradPlan
+from ..plan.owned_params import ModelTensor
+
+__all__ = ["check_same_config", "check_same_model", "compare_between_ranks"]
+
+
+def check_same_config(config: DistributedDataParallelConfig, ranks: Ranks) -> None:
+    """Compare configs between ranks. The error shows the first field that differs."""
+    check_member(ranks, "process_group")
+    if isinstance(ranks, DeviceMesh):
+        groups = [ranks.get_group(axis) for axis in range(ranks.ndim)]
+    else:
+        default = group_or_default(ranks)
+        groups = [] if default is None else [default]
+    lines = [f"{field.name} = {getattr(config, field.name)}" for field in dataclasses.fields(config)]
+    for group in groups:
+        if group.size() > 1:
+            compare_between_ranks(group, {"config": lines})
+
+
+def check_same_model(plan: GradPlan, overwritten: Iterable[ModelTensor], grids: Mapping[str, RankGrid]) -> None:
+    """Compare models and plans between ranks. The error shows the first parameter, buffer or bucket that differs.
+
+    overwritten  tensors that training or ``init_sync`` will overwrite
+
+    Dense parameters and experts are compared over their own ranks each: inside the instances, then across.
+    """
+    rest = [each for each in overwritten if not each.trained]
+    grid_names = [("dense", "expert")] if grids["expert"] is grids["dense"] else [("dense",), ("expert",)]
+    for own in grid_names:
+        model = [line for grid_name in own for line in _describe_params(plan, grid_name)]
+        model += [line for grid_name in own for line in _describe_rest(rest, grid_name)]
+        buckets = [line for grid_name in own for line in _describe_buckets(plan, grid_name)]
+        for group in grids[own[0]].axes:
+            compare_between_ranks(group, {"model": model, "gradient plan": buckets})
+
+
+def compare_between_ranks(group: dist.ProcessGroup, mine: Mapping[str, list[str]]) -> None:
+    """Raise ``ValueError`` on all ranks unless all have the same lines; the error shows the first line that differs.
+
+    mine  title -> lines of this rank
+    """
+    fingerprint = hashlib.sha256(repr(mine).encode()).hexdigest()
+    fingerprints: list[str] = [""] * group.size()
+    dist.all_gather_object(fingerprints, fingerprint, group=group)
+    if len(set(fingerprints)) == 1:
+        return
+    all_lines: list[Mapping[str, list[str]]] = [mine] * group.size()
+    dist.all_gather_object(all_lines, mine, group=group)
+    other = next(rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0])
+    first_name, other_name = (f"rank {dist.get_global_rank(group, rank)}" for rank in (0, other))
+    for title, ours in all_lines[0].items():
+        for first, second in zip_longest(ours, all_lines[other][title], fillvalue="nothing"):
+            if first != second:
+                raise ValueError(
+                    f"the {title} differs between ranks (this is rank {dist.get_rank()}): {first_name} has {first} "
+                    f"where {other_name} has {second}"
+                )
+
+
+def _describe_params(plan: GradPlan, grid_name: str) -> Iterator[str]:
+    for bucket in plan.buckets:
+        for slot in bucket.slots if bucket.grid_name == grid_name else ():
+            spec = slot.spec
+            yield f"'{spec.name}' {spec.param_dtype} {list(spec.shape)} in bucket {bucket.index}"
+
+
+def _describe_buckets(plan: GradPlan, grid_name: str) -> Iterator[str]:
+    for bucket in plan.buckets:
+        if bucket.grid_name == grid_name:
+            grad_dtype = bucket.slots[0].spec.grad_dtype
+            yield f"bucket {bucket.index} of {bucket.numel} elements {grad_dtype} in {bucket.shard_degree} shards"
+
+
+def _describe_rest(rest: Iterable[ModelTensor], grid_name: str) -> Iterator[str]:
+    """Frozen parameters and buffers, which are in no plan."""
+    for name, tensor, own_grid, is_buffer in rest:
+        if own_grid == grid_name:
+            yield f"{'buffer' if is_buffer else 'frozen'} '{name}' {tensor.dtype} {list(tensor.shape)}"
