@@ -67,10 +67,21 @@ class WgradHandle(Opaque):
 
     @property
     def hooked(self) -> bool:
-        """Whether a weight of the module has a hook (``register_hook``). Compiled code is guarded by the answer."""
+        """Whether a weight of the module has a hook (``register_hook``). Traced code reads this."""
+        return any(map(has_tensor_hooks, self._params()))
+
+    def guarded(self) -> list[bool]:
+        """What compiled code depends on: other values compile the code again.
+
+        Compilers do not look at hooks. torch 2.11 does not look whether a parameter was thawed, and would go on
+        without a gradient.
+        """
+        return [self.hooked, *(param.requires_grad for param in self._params())]
+
+    def _params(self) -> list[Tensor]:
         module: Any = self._module()
-        params: dict[str, Tensor | None] = {} if module is None else module.__dict__["_parameters"]
-        return any(param is not None and has_tensor_hooks(param) for param in params.values())
+        params = () if module is None else module.__dict__["_parameters"].values()
+        return [param for param in params if param is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
@@ -100,7 +111,12 @@ def _deliver(operands: Sequence[Tensor], handle: WgradHandle, product: int) -> N
 
 
 wgrad = make_effectful_op(
-    "wgrad", "Tensor[] operands, {handle} handle, int product", WgradHandle, _deliver, read_in_traces=("hooked",)
+    "wgrad",
+    "Tensor[] operands, {handle} handle, int product",
+    WgradHandle,
+    _deliver,
+    read_in_traces=("hooked",),
+    guarded=WgradHandle.guarded,
 )
 """``wgrad(operands, handle, product)``: the operator. None where this torch cannot compile it: see ``can_compile``."""
 

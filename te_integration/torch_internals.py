@@ -43,14 +43,21 @@ _library: Any = None
 
 
 def make_effectful_op(
-    name: str, arguments: str, handle: type, run: Callable[..., None], *, read_in_traces: tuple[str, ...] = ()
+    name: str,
+    arguments: str,
+    handle: type,
+    run: Callable[..., None],
+    *,
+    read_in_traces: tuple[str, ...],
+    guarded: Callable[[Any], list[Any]],
 ) -> Callable[..., Any] | None:
     """Define the operator ``maingrad::name``, which a compiler must run once for each call, in the order of the calls.
 
     arguments       of the schema; ``{handle}`` stands for the type of the opaque argument
     handle          class of the opaque argument: a graph input that the compiler passes on
     run             called with the operator's arguments
-    read_in_traces  properties of ``handle`` that traced code may read; another value compiles the code again
+    read_in_traces  properties of ``handle`` that traced code may read
+    guarded         called with a ``handle`` before compiled code runs; another result compiles the code again
 
     Returns the operator, which returns an empty tensor: an operator with an effect must return something. None where
     this torch lacks the names. ``torch.library.custom_op`` has no effects on opaque objects, and takes twice the host
@@ -65,7 +72,7 @@ def make_effectful_op(
         handle,
         typ="reference",
         members=dict.fromkeys(read_in_traces, MemberType.USE_REAL),
-        guard_fn=lambda found: [getattr(found, each) for each in read_in_traces],
+        guard_fn=guarded,
     )
     _library.define(f"{name}({arguments.format(handle=get_opaque_type_name(handle))}) -> Tensor")
 

@@ -112,10 +112,10 @@ class LinearModule(DelayedWgradModule):
             if queue is not None:
                 note_without_grad(self)
             return None
+        if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
+            return None
         needing = [weight for weight in weights if weight.requires_grad]
         if not needing:
-            return None
-        if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
             return None
         if torch.compiler.is_compiling() and not self.fits_in_graph(needing, queue, product):
             arguments = (input, weights, bias, queue, product, only_save)

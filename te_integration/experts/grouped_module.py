@@ -158,10 +158,10 @@ class GroupedModule(LinearModule, nn.Module):
         """Whether this forward's weight gradients go into ``main_grad``, and the queue that they wait in."""
         fused = self.fuse_wgrad_accumulation
         if fused or queue is not None:
+            if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
+                return False, None
             needing = [weight for weight in weights if weight.requires_grad]
             if not needing or not torch.is_grad_enabled() or not all(map(is_fusable, needing)):
-                return False, None
-            if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
                 return False, None
             if queue is not None and queue is not self.wgrad_queue:
                 check_delayable(needing, self.describe())
