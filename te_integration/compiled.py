@@ -41,7 +41,7 @@ class CompilableModule(Protocol):
         """The module's name in error messages."""
 
 
-class WgradHandle(Opaque):
+class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
     """A module as compiled code sees it: an argument of ``wgrad``, opaque to the compiler. It holds the module weakly.
 
     Each module makes its own handle. A copy of a module makes a new one.

@@ -13,12 +13,12 @@ from torch import Tensor
 
 try:
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-    from torch._library.opaque_object import OpaqueBase as Opaque
-    from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
+    from torch._library import opaque_object
 
+    Opaque: Any = opaque_object.OpaqueBase  # type: ignore[attr-defined]  # public in the file, not in its __all__
     _HAS_EFFECTS = True
 except ImportError:  # a later torch may move them: its canary is tests/te_integration/test_torch_internals.py
-    Opaque: Any = object  # type: ignore[no-redef]
+    Opaque = object
     _HAS_EFFECTS = False
 
 __all__ = [
@@ -68,13 +68,13 @@ def make_effectful_op(
         return None
     if _library is None:
         _library = torch.library.Library("maingrad", "FRAGMENT")
-    register_opaque_type(
+    opaque_object.register_opaque_type(
         handle,
         typ="reference",
-        members=dict.fromkeys(read_in_traces, MemberType.USE_REAL),
+        members=dict.fromkeys(read_in_traces, opaque_object.MemberType.USE_REAL),
         guard_fn=guarded,
     )
-    _library.define(f"{name}({arguments.format(handle=get_opaque_type_name(handle))}) -> Tensor")
+    _library.define(f"{name}({arguments.format(handle=opaque_object.get_opaque_type_name(handle))}) -> Tensor")
 
     def call(operands: list[Tensor], *rest: Any) -> Tensor:
         run(operands, *rest)

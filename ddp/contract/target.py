@@ -167,10 +167,10 @@ class WgradTarget:
         weight = self._alive_weight()
         hooked = has_tensor_hooks(weight)
         if hooked or is_foreign(weight):
+            what = "a hook (register_hook)" if hooked else "a main_grad of others"
             raise RuntimeError(
-                f"{self._owner}: the weight got {'a hook (register_hook)' if hooked else 'a main_grad of others'} after "
-                f"the layer was compiled, and the compiled backward has no gradient to hand over; call "
-                f"torch.compiler.reset() then, so that the layer is compiled again"
+                f"{self._owner}: the weight got {what} after the layer was compiled, and the compiled backward has no "
+                f"gradient to hand over; call torch.compiler.reset() then, so that the layer is compiled again"
             )
         return weight
 

@@ -18,7 +18,16 @@ from ...ddp.torch_internals import current_backward
 from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue
 
-__all__ = ["LinearUse", "cast", "fused_linear", "input_grad", "linear_product", "refuse_split_backward", "rows_of", "run_outside_graph"]
+__all__ = [
+    "LinearUse",
+    "cast",
+    "fused_linear",
+    "input_grad",
+    "linear_product",
+    "refuse_split_backward",
+    "rows_of",
+    "run_outside_graph",
+]
 
 
 class LinearUse:
@@ -103,10 +112,8 @@ def _run(forward: Forward, module: nn.Module, *args: Any) -> Any:
     return forward(module, *args)
 
 
-# A graph break and an autograd function instead of a custom op, for two reasons. Functionalisation may drop, reorder or
-# repeat side effects that it cannot see, such as the write to main_grad. A compiled backward runs no Python between the
-# GEMM and the hook that launches the bucket. The break costs one guard check per layer; all other code is compiled.
-# The caller passes its forward, because type(module).forward may belong to a subclass.
+# A graph break, for what a compiled graph cannot hold: see ``LinearModule.fits_in_graph``. The caller passes its
+# forward, because type(module).forward may belong to a subclass.
 run_outside_graph: Callable[..., Any] = torch.compiler.disable(_run)
 
 

@@ -43,7 +43,7 @@ class Linear(SplitLinear, nn.Linear):
 
     Parameter names and state dict are those of ``nn.Linear`` and Transformer Engine. Other arguments of Transformer
     Engine are accepted if their value has no effect, and refused by name otherwise. The fused backward is Megatron-LM's
-    ``gradient_accumulation_fusion``. Under ``torch.compile`` a fused layer is a graph break: see ``run_outside_graph``.
+    ``gradient_accumulation_fusion``. ``torch.compile`` takes the layer into its graph: see ``compiled_linear``.
     """
 
     def __init__(

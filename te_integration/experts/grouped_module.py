@@ -177,10 +177,11 @@ class GroupedModule(LinearModule, nn.Module):
         given = isinstance(m_splits, Tensor) and all(buffer is None for buffer in buffers)
         if not given or not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
             return given
-        return all(
-            self.fits_in_graph([each for each in self.parameters_named(self.weights_of(product)) if each.requires_grad], queue, product)
-            for product in range(len(self.expert_layers))
-        )
+        for product, layer in enumerate(self.expert_layers):
+            needing = [weight for weight in self.parameters_named(layer.weight_names) if weight.requires_grad]
+            if not self.fits_in_graph(needing, queue, product):
+                return False
+        return True
 
     def weights_of(self, product: int) -> tuple[str, ...]:
         """Names of the weights of one of the module's products."""

@@ -296,7 +296,7 @@ def test_a_gradient_that_is_returned_is_refused() -> None:
 
 def test_without_a_provider_the_error_is_eagers() -> None:
     layer = Linear(FEATURES, FEATURES, fuse_wgrad_accumulation=True)
-    with pytest.raises(RuntimeError, match="needs weight.main_grad, and nobody provided it"):
+    with pytest.raises(RuntimeError, match=r"needs weight\.main_grad, and nobody provided it"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(batch()).sum().backward()
 
 
@@ -307,7 +307,7 @@ def test_a_module_freed_before_backward_is_an_error() -> None:
     torch.compiler.reset()
     del layer, ddp
     gc.collect()
-    with pytest.raises(RuntimeError, match="freed|nobody provided|is gone"):
+    with pytest.raises(RuntimeError, match=r"freed|nobody provided|is gone"):
         loss.backward()
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from ...config.error import ConfigError
-from ..accumulation import time_steps
 from ..data_parallel.ranks import AnyRankFailed, Ranks
+from ..steps import time_steps
 from .architectures import ARCHITECTURES, Architecture, Shape
 from .rows import ROWS, Case, Row
 

@@ -161,5 +161,3 @@ def test_checks_after_wrapping_still_speak_in_a_compiled_model() -> None:
     ddp.module[2].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"parameter '2.weight' was frozen"):
         compiled(batch)
-
-
