@@ -138,6 +138,12 @@ class TrainConfig:
     """Allow ``resume`` although ``data`` or the contents of its files have changed since the checkpoint."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
+    compile: bool = False
+    """Compile each block of the model with ``torch.compile``. A dense block compiles whole; a block with experts may
+    have graph breaks. Losses change by rounding, and with ``model.dropout`` by other random masks."""
+    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """Backend of ``compile``. ``inductor`` makes fast code, and needs Triton on a GPU and a C++ compiler on a CPU. The
+    other two are for tests and for the search of errors."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA if there is a GPU."""
     out_dir: str = "runs/default"

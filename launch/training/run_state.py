@@ -34,6 +34,8 @@ _MAY_DIFFER = frozenset(
         "train.save_every",
         "train.resume",
         "train.resume_with_other_data",
+        "train.compile",
+        "train.compile_backend",
         "train.device",
         "train.out_dir",
     }

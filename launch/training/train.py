@@ -104,6 +104,8 @@ class _Trainer:
         # Model: weights from the seed alone.
         resume_from = where_to_resume(config)
         self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
+        if settings.compile:
+            self.module.compile_blocks(settings.compile_backend)
         self.wrapped = wrap(self.module, config, runtime.device)
         self.model = self.wrapped.model
         self.router_sums: Tensor | None = None
