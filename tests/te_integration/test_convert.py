@@ -564,6 +564,7 @@ def test_a_compiled_model_has_eagers_gradients(order: str, backend: str) -> None
     assert_close_to_exact({name: param.main_grad for name, param in model.named_parameters()}, plain, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_each_fused_layer_is_one_graph_break() -> None:
     model = Waves()
