@@ -1,9 +1,12 @@
 """What every test shares: hypothesis profiles, the ``gpu`` marker, and the rule that a run must prove something."""
 
+import functools
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 # Ranks, pytest workers and gloo processes share few cores: one thread each, set before torch reads it.
@@ -69,10 +72,20 @@ def made_on(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@functools.cache
+def noticers() -> frozenset[str]:
+    """Combinations that alone notice a known fault, as the heads of the patches in tests/faults say."""
+    patches = (Path(__file__).parent / "faults").glob("*.patch")
+    return frozenset(
+        found for path in patches for found in re.findall(r"^Quick: (.*)$", path.read_text(), re.MULTILINE)
+    )
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     """Of each matrix without GPUs, ``make test`` runs ``MOST`` combinations, or ``sampled(n)``; the others are slow.
 
+    Combinations without which a known fault would go unnoticed come on top.
     Slow combinations are not even collected where ``-m`` leaves slow tests out: there are ten thousand.
     """
     yield
@@ -89,6 +102,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     most = sampled.args[0] if sampled else MOST
     if len(quick) > most:
         kept = sample([dict(each.indices) for each in quick], most)
+        name = metafunc.definition.nodeid
+        kept |= {index for index, each in enumerate(quick) if f"{name}[{each.id}]" in noticers()}
         for index in set(range(len(quick))) - kept:
             quick[index].marks.append(pytest.mark.slow.mark)
     if "not slow" in metafunc.config.option.markexpr:
