@@ -1,9 +1,12 @@
 """What every test shares: hypothesis profiles, the ``gpu`` marker, and the rule that a run must prove something."""
 
+import functools
 import gc
 import os
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 # Ranks, pytest workers and gloo processes share few cores: one thread each, set before torch reads it.
@@ -12,13 +15,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from gloo import fork_server_here
 from sampling import sample
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+# Imports and collection make objects that stay: looking for garbage among them takes seconds of each worker.
+gc.disable()
+
 # Triton decides when a kernel is defined: without a GPU its interpreter runs them, on CPU tensors.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    fork_server_here()
 
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`
 # (make test-all) takes more of them, freshly drawn.
@@ -33,7 +41,7 @@ hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, p
 hypothesis.settings.load_profile("quick")
 
 
-MOST = 6
+MOST = 3
 """Combinations of one matrix in ``make test``; ``sampled`` says fewer where one takes long."""
 
 
@@ -64,27 +72,55 @@ def made_on(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each matrix without GPUs, ``make test`` runs ``MOST`` combinations, or ``sampled(n)``; the others are slow."""
-    matrices: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("gpu") is None and item.get_closest_marker("slow") is None:
-            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for matrix in matrices.values():
-        marker = matrix[0].get_closest_marker("sampled")
-        most = marker.args[0] if marker else MOST
-        if len(matrix) > most:
-            kept = sample([dict(item.callspec.indices) for item in matrix], most)
-            for index in set(range(len(matrix))) - kept:
-                matrix[index].add_marker(pytest.mark.slow)
+@functools.cache
+def noticers() -> frozenset[str]:
+    """Combinations that alone notice a known fault, as the heads of the patches in tests/faults say."""
+    patches = (Path(__file__).parent / "faults").glob("*.patch")
+    return frozenset(
+        found for path in patches for found in re.findall(r"^Quick: (.*)$", path.read_text(), re.MULTILINE)
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Of each matrix without GPUs, ``make test`` runs ``MOST`` combinations, or ``sampled(n)``; the others are slow.
+
+    Combinations without which a known fault would go unnoticed come on top.
+    Slow combinations are not even collected where ``-m`` leaves slow tests out: there are ten thousand.
+    """
+    yield
+    own = {marker.name for marker in metafunc.definition.iter_markers()}
+    combinations = metafunc._calls
+    if not combinations or "gpu" in own or "slow" in own:
+        return
+
+    def has(combination: Any, *names: str) -> bool:
+        return any(marker.name in names for marker in combination.marks)
+
+    quick = [each for each in combinations if not has(each, "gpu", "slow")]
+    sampled = metafunc.definition.get_closest_marker("sampled")
+    most = sampled.args[0] if sampled else MOST
+    if len(quick) > most:
+        kept = sample([dict(each.indices) for each in quick], most)
+        name = metafunc.definition.nodeid
+        kept |= {index for index, each in enumerate(quick) if f"{name}[{each.id}]" in noticers()}
+        for index in set(range(len(quick))) - kept:
+            quick[index].marks.append(pytest.mark.slow.mark)
+    if "not slow" in metafunc.config.option.markexpr:
+        # pytest takes an empty list for a test without parameters.
+        combinations[:] = [each for each in combinations if not has(each, "slow")] or combinations[:1]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Tests that collect garbage look at what they made, and not at thousands of collected tests and all of torch."""
+    """Tests that collect garbage look at what they made, and not at thousands of collected tests and all of torch.
+
+    Python looks every 700 objects, and after ``freeze`` often at all of them: a quarter of the time of all tests.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

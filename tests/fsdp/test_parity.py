@@ -137,6 +137,7 @@ def test_the_samples_have_every_value_of_every_axis(name: str, axes: Sequence[Se
 
 @pytest.mark.parametrize("placements", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("delay", ["none", pytest.param("modules, lagging", marks=pytest.mark.slow)])
+@pytest.mark.sampled(1)
 def test_one_unit_of_everything(placements: str, delay: str) -> None:
     """Both dtypes, frozen, tied, unused and delayed parameters in the buckets of one unit."""
     check(Job(placements=placements, inner=2, delay=delay, microbatches=2, steps=QUICK))
@@ -146,6 +147,7 @@ def test_one_unit_of_everything(placements: str, delay: str) -> None:
     ("ranks", "placements"), [(3, "zero3"), *(pytest.param(8, p, marks=pytest.mark.slow) for p in ("zero1", "zero3"))]
 )
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16 over fp32 masters"])
+@pytest.mark.sampled(1)
 def test_a_width_of_2880(ranks: int, placements: str, low: bool) -> None:
     check(Job("wide", ("up", "down"), placements, inner=ranks, microbatches=2, low=low, steps=QUICK))
 
@@ -161,6 +163,7 @@ def test_bf16_over_fp32_masters(placements: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("placements", ["zero2", "zero3"])
+@pytest.mark.sampled(1)
 def test_experts_on_a_mesh_of_their_own(placements: str) -> None:
     """Ranks 0 and 2 share experts, ranks 1 and 3 others. All experts have seen the tokens of all four ranks."""
     job = Job(placements=placements, inner=4, microbatches=2, variants=2, steps=QUICK)

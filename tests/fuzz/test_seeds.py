@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = 22
-SHARES = 4
+PROGRAMS = 21
+SHARES = 7
 
 
 @pytest.mark.timeout(600)
@@ -19,7 +19,9 @@ def test_programs_agree_with_plain_pytorch(share: int) -> None:
     """Few are refused: what is refused proves nothing."""
     size = PROGRAMS // SHARES
     command = [sys.executable, str(HERE), "--seeds", f"{share * size}:{(share + 1) * size}", "--workers", "1"]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"\n{size} programs: " in done.stdout
-    assert done.stdout.count("  refused ") <= size // 5, done.stdout
+    assert done.stdout.count("  refused ") <= max(1, size // 5), done.stdout

@@ -74,7 +74,7 @@ def assert_same(run: Callable[..., Any], actual: Tensor, expected: Tensor) -> No
 @pytest.mark.parametrize("run", [called, launched])
 @pytest.mark.parametrize(("device", "dtype"), LAUNCHER_DTYPES)
 @pytest.mark.parametrize("activation", GLU_ACTIVATIONS)
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(7)
 def test_against_fp64(run: Callable[..., Any], device: str, dtype: torch.dtype, activation: str) -> None:
     numbers = NUMBERS if activation == "clamped_swiglu" else {}
     for rows, features in SIZES:

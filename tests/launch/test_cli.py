@@ -70,9 +70,9 @@ def test_torchrun_and_simulated_ranks_end_with_the_same_weights(tmp_path: Path):
 
 
 def test_a_checkpoint_of_a_run_becomes_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    settings = ["--train.save-every", "6", "--model.param-dtype", "bfloat16"]
+    settings = ["--train.save-every", "3", "--train.steps", "3", "--model.param-dtype", "bfloat16"]
     assert main(["simulate", str(tiny_toml(tmp_path)), "--ranks", "2", *settings]) == 0
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
     capsys.readouterr()
     for name, arguments, dtype in (("own", [], torch.bfloat16), ("masters", ["--dtype", "float32"], torch.float32)):
         target = tmp_path / f"{name}.safetensors"

@@ -6,10 +6,14 @@ ended, and the next job gets fresh ones.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pickle
 import shutil
@@ -19,7 +23,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -29,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-__all__ = ["forkserver", "load_module", "run_ranks"]
+__all__ = ["fork_server_here", "forkserver", "load_module", "run_ranks"]
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 START_TIMEOUT = 60.0
@@ -43,10 +47,47 @@ PRELOADED = (
 )
 
 
+def fork_server_here() -> None:
+    """Let ``forkserver`` begin as a fork of this process, with all that this process has imported by now.
+
+    Otherwise the server is a new Python that imports torch and the library for seconds. No other thread may hold a
+    lock here, so this is called before tests begin, and before the first backward or simulation has started threads.
+    """
+
+    def fork(path: Any, arguments: Sequence[Any], inherited: Sequence[int]) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if pid := os.fork():
+            return pid
+        # What ``exec`` would have done: pytest's captured streams and an open end of a pipe go.
+        sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number not in inherited:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        gc.freeze()
+        gc.enable()
+        try:
+            exec(arguments[-1])  # python -c, which raises SystemExit when this process has ended
+        finally:
+            os._exit(0)
+
+    if not Path("/proc/self/fd").exists():
+        return
+    for name in PRELOADED:
+        importlib.import_module(name)
+    executed, multiprocessing.util.spawnv_passfds = multiprocessing.util.spawnv_passfds, fork
+    try:
+        multiprocessing.forkserver.set_forkserver_preload([])
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        multiprocessing.util.spawnv_passfds = executed
+
+
 def forkserver() -> ForkServerContext:
     """Makes processes that have imported what takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(list(PRELOADED))  # where ``fork_server_here`` has not started it
     return context
 
 

@@ -564,6 +564,7 @@ def test_a_compiled_model_has_eagers_gradients(order: str, backend: str) -> None
     assert_close_to_exact({name: param.main_grad for name, param in model.named_parameters()}, plain, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_a_converted_model_is_one_graph() -> None:
     model = Waves()

@@ -136,10 +136,11 @@ def test_collectives_run_inside_the_backward_from_the_first_iteration(sharded: b
 @COLLECTIVES
 @pytest.mark.sampled(1)
 def test_the_number_of_microbatches_may_change_between_iterations(sharded: bool) -> None:
-    check_overlap(Case(sharded=sharded, num_microbatches=(2, 1, 3, 2)))
+    check_overlap(Case(sharded=sharded, num_microbatches=(2, 1, 3)))
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_gradients_from_autograd_overlap_like_fused_ones(sharded: bool) -> None:
     check_overlap(Case(sharded=sharded, fused=False))
 
@@ -166,7 +167,7 @@ def test_unused_parameters_hold_nothing_back(sharded: bool, unused: dict[str, An
 @pytest.mark.sampled(1)
 def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_iteration_is_finished(sharded: bool) -> None:
     """The bucket without its gradient, and the buckets behind it, are reduced in finish_grad_sync."""
-    for unused_layer in (7, 3, 0):
+    for unused_layer in (7, 3):
         case = Case(sharded=sharded, unused_spares=(unused_layer,), num_microbatches=(1, 2))
         for iterations in run_ranks(measure, 2, case):
             for measured in iterations:
@@ -175,6 +176,7 @@ def test_unfound_unused_parameters_are_reduced_as_zeros_when_the_iteration_is_fi
 
 
 @COLLECTIVES
+@pytest.mark.sampled(1)
 def test_layers_registered_in_another_order_than_they_run(sharded: bool) -> None:
     shuffled = (5, 2, 7, 0, 3, 6, 1, 4)
     check_overlap(Case(sharded=sharded, registered=shuffled, record_order=True))

@@ -132,7 +132,7 @@ def run(seed: int) -> bool:
 
 
 def test_readiness_in_random_order() -> None:
-    assert sum(run(seed) for seed in range(8)) >= 5
+    assert sum(run(seed) for seed in range(4)) >= 3
 
 
 @pytest.mark.slow

@@ -326,6 +326,7 @@ def test_torchs_tools_read_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks, config", [(4, ZERO1), (3, ALL_REDUCE), (4, HYBRID)], ids=["zero1", "ddp", "hybrid"])
+@pytest.mark.sampled(1)
 def test_every_element_is_written_once_and_work_is_shared(tmp_path: Path, ranks: int, config: dict[str, Any]) -> None:
     simulate(train_and_save, ranks, tmp_path / "c", torch.bfloat16, config)
     tensors = Manifest.read(tmp_path / "c").index.tensors.values()  # this checks that chunks tile each tensor

@@ -220,13 +220,13 @@ def test_a_rank_that_dies_before_it_wraps_its_model_is_named() -> None:
 @pytest.mark.parametrize("config", ["hybrid", pytest.param("all-reduce", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named_within_the_timeout(config: str) -> None:
     """The timeout also holds in groups that the wrapper makes."""
-    all_ended = run_to_the_end(one_ends, 4, CONFIGS[config], 1, "in backward", "6.5", collective_timeout=2.0)
+    all_ended = run_to_the_end(one_ends, 4, CONFIGS[config], 1, "in backward", "5.0", collective_timeout=1.0)
     assert all_ended[1].exit_code == 0
     for rank in (0, 2, 3):
         report = the_report(rank, all_ended[rank])
         assert_names_a_bucket(report["what"])
-        assert "Timed out waiting 2000ms" in report["why"] or "onnection" in report["why"]
-        assert 1.5 < float(report["seconds"]) < 4.0
+        assert "Timed out waiting 1000ms" in report["why"] or "onnection" in report["why"]
+        assert 0.7 < float(report["seconds"]) < 3.0
         silent, *told = report["fates"].splitlines()
         pid = all_ended[1].pid
         assert re.fullmatch(rf"  silent for 3 s: rank 1 \(process {pid} on \S+ runs: it waits elsewhere, .*\)", silent)

@@ -287,7 +287,7 @@ def check(way: str, ranks: int, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_new_weights_are_read_in_c(way: str) -> None:
     check(way, 2, {"overlap_param_gather": True})
 

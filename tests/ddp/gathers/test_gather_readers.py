@@ -191,5 +191,6 @@ def train_irregularly(overlap: bool, seed: int) -> tuple[bool, list[Any]]:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(1)
 def test_irregular_loops(seed: int) -> None:
     same_with_and_without_overlap(train_irregularly, seed)

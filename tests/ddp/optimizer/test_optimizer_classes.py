@@ -84,7 +84,7 @@ def check(index: int, dtype: torch.dtype, ranks: int, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: str(CASES[index]))
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_a_class_over_shards_is_the_class_itself(index: int) -> None:
     """bf16 parameters with fp32 masters on three ranks, in several buckets."""
     check(index, BF16, 3, use_distributed_optimizer=True, bucket_size=300)

@@ -256,7 +256,7 @@ WHOLE: dict[str, Any] = {"use_distributed_optimizer": True, "keep_params_whole":
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_whole_parameters_step_as_all_reduce_does(ranks: int, name: str, dtype: torch.dtype) -> None:
     """Weights are bitwise those of all-reduce; one rank updates each parameter; of eight ranks some update nothing."""
     whole = simulate(step_whole, ranks, name, dtype, None, False, **WHOLE)
@@ -274,6 +274,7 @@ def test_whole_parameters_step_as_all_reduce_does(ranks: int, name: str, dtype: 
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 1e6])
+@pytest.mark.sampled(1)
 def test_the_norm_over_whole_parameters_is_the_norm(max_grad_norm: float) -> None:
     whole = simulate(step_whole, 4, "small", torch.bfloat16, max_grad_norm, False, **WHOLE)
     reference = simulate(step_whole, 4, "small", torch.bfloat16, max_grad_norm, False)
@@ -284,6 +285,7 @@ def test_the_norm_over_whole_parameters_is_the_norm(max_grad_norm: float) -> Non
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(1)
 def test_whole_parameters_are_saved_and_loaded(name: str) -> None:
     through = simulate(step_whole, 4, name, torch.bfloat16, 1.0, True, **WHOLE)
     without = simulate(step_whole, 4, name, torch.bfloat16, 1.0, False, **WHOLE)
@@ -315,7 +317,7 @@ def step_scaled(fused: bool, unscale: bool) -> tuple[list[float], Tensor, Tensor
 
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_ranks_that_update_nothing_scale_and_clip_with_the_others(fused: bool, unscale: bool) -> None:
     results = simulate(step_scaled, 8, fused, unscale)
     for scales, weight, norm in results:

@@ -91,11 +91,11 @@ PROGRAMS: list[Callable[[Any, int, int], Tensor]] = [penalised, attacked, of_the
 HOW: dict[str, dict[str, bool]] = {"": {}, "branches": {"branches": True}, "recomputed": {"recompute": True}}
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("placements", ["zero3", "zero2", "zero1"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.sampled(3)
 def test_what_asks_for_gradients_in_an_iteration_is_no_part_of_it(
     microbatches: int, how: str, placements: str, program: Callable[[Any, int, int], Tensor]
 ) -> None:

@@ -404,7 +404,7 @@ BREAKS = [
 @pytest.mark.parametrize("breaks", BREAKS)
 @pytest.mark.parametrize("first", ["nothing", "a microbatch", "an iteration"])
 @pytest.mark.parametrize("kind", ["zero3", "zero1", "hsdp_zero1", "zero3, once", "hsdp, once"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[Any, Tensor], None]) -> None:
     """After ``optimizer.zero_grad()`` no gradient of it enters the next iteration."""
 
@@ -432,6 +432,7 @@ def test_an_iteration_that_breaks_off(kind: str, first: str, breaks: Callable[[A
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "hsdp_zero1", "zero3"])
+@pytest.mark.sampled(1)
 def test_gradients_that_are_zeroed_in_place_know_nothing_of_an_iteration_that_broke_off(kind: str) -> None:
     """``.grad`` stays, and with it the sums: what one instance had summed for the iteration that failed is lost."""
 

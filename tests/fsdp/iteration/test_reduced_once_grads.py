@@ -255,6 +255,7 @@ def test_clearing_all_and_finishing_leaves_zeros() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(1)
 def test_a_step_in_the_middle_is_refused(kind: str) -> None:
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         mine, plain = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, twin))
@@ -281,6 +282,7 @@ def test_a_step_in_the_middle_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(1)
 def test_a_gradient_that_nobody_cleared_is_added_to(kind: str) -> None:
     def check(model: Any, twin: nn.Module, batches: Batches, everyones: list[Batches]) -> None:
         two(model, batches)

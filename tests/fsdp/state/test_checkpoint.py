@@ -342,7 +342,7 @@ def test_moments_stay_where_they_are(tmp_path: Path) -> None:
 def test_weights_go_into_plain_modules_and_come_back(
     tmp_path: Path, saved: Callable[[str, torch.dtype | None], Path]
 ) -> None:
-    folder = saved("hsdp_zero1", BF16)
+    folder = saved("zero3", BF16)
     tensors, _ = files_content(folder)
     plain = Everything(BF16, seed=4)
     load_checkpoint(folder, plain)

@@ -86,6 +86,7 @@ some_kinds = pytest.mark.parametrize("kind", ["zero3", "zero1", pytest.param("hs
 
 
 @some_kinds
+@pytest.mark.sampled(1)
 def test_two_optimizers_of_which_one_is_zeroed(kind: str) -> None:
     """The gradients of the other optimizer go on accumulating."""
 
@@ -109,6 +110,7 @@ def test_two_optimizers_of_which_one_is_zeroed(kind: str) -> None:
 
 
 @some_kinds
+@pytest.mark.sampled(1)
 def test_zero_grad_that_keeps_the_tensors(kind: str) -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, twin)]
@@ -127,6 +129,7 @@ def test_zero_grad_that_keeps_the_tensors(kind: str) -> None:
 
 
 @some_kinds
+@pytest.mark.sampled(1)
 def test_gradients_that_are_scaled_clipped_or_replaced_and_then_added_to(kind: str) -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         iterate(0)
@@ -176,6 +179,7 @@ def test_weights_changed_between_steps_are_gathered_anew(kind: str, change: Call
 
 
 @some_kinds
+@pytest.mark.sampled(1)
 def test_an_average_of_weights_that_is_swapped_in(kind: str) -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         averages = [[param.detach().clone() for param in each.parameters()] for each in (model, twin)]
@@ -213,6 +217,7 @@ def test_schedules_of_the_learning_rate() -> None:
 
 
 @some_kinds
+@pytest.mark.sampled(1)
 def test_a_grad_scaler_skips_on_all_ranks_alike(kind: str) -> None:
     def on_each_rank() -> None:
         rank, size = rank_and_size()
@@ -245,6 +250,7 @@ def test_a_grad_scaler_skips_on_all_ranks_alike(kind: str) -> None:
 
 
 @some_kinds
+@pytest.mark.sampled(1)
 def test_whole_parameters_are_read_and_written(kind: str) -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         for writeback in (False, True, False):
@@ -263,6 +269,7 @@ def test_whole_parameters_are_read_and_written(kind: str) -> None:
 
 
 @some_kinds
+@pytest.mark.sampled(1)
 def test_units_unsharded_by_hand_and_inside_each_other(kind: str) -> None:
     def body(model: Any, twin: Any, iterate: Callable[[int], None]) -> None:
         block = model.blocks[1]

@@ -175,6 +175,7 @@ def load_every_kind(placement: str) -> None:
         pytest.param(run_ranks, "hsdp_zero1", 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(1)
 def test_whole_tensors_and_dtensors_of_any_kind_are_loaded(run: Any, placement: str, ranks: int) -> None:
     run(load_every_kind, ranks, placement)
 
@@ -206,7 +207,7 @@ def round_trip(placement: str) -> None:
 
 
 @pytest.mark.parametrize("placement, ranks", [("zero3", 1), ("zero3", 3), ("zero2", 2), ("hsdp", 4), ("hsdp_zero1", 6)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_is_loaded_is_used(placement: str, ranks: int) -> None:
     simulate(round_trip, ranks, placement)
 

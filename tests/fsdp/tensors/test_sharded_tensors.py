@@ -495,7 +495,7 @@ def clipped(
 
 @every_layout
 @pytest.mark.parametrize("norm_type", [1, 2, 3, INF])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_clipping_is_that_of_one_process(ranks: Ranks, norm_type: float) -> None:
     for foreach, apart, max_norm in ((None, False, 0.5), (True, True, 0.5), (False, False, 1e6)):
         reference = plain_params(wholes(), wholes())
@@ -585,7 +585,7 @@ def scaled_steps(ranks: Ranks, options: dict[str, Any], bad_rank: int) -> tuple[
 
 @pytest.mark.parametrize("name", ["1", "3", "2x2", "2x2 replicas"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_every_rank_skips_the_step_of_an_inf(name: str, options: dict[str, Any]) -> None:
     reference = plain_params(wholes(), wholes())
     optimizer = torch.optim.AdamW(reference, lr=0.1, **options)

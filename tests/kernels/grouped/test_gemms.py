@@ -173,15 +173,15 @@ def test_a_frozen_expert_is_left_alone(device: str, config: WgradConfig, form: s
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-def test_an_accumulator_of_the_operands_dtype(device: str) -> None:
-    for config in WGRADS.values():
-        for overwrite in (False, True):
-            check_wgrad(
-                SPLITS["uneven"], 24, 40, torch.float16, device, config, overwrite=overwrite, grad_dtype=torch.float16
-            )
+@pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.sampled(2)
+def test_an_accumulator_of_the_operands_dtype(device: str, config: WgradConfig, overwrite: bool) -> None:
+    options = {"overwrite": overwrite, "grad_dtype": torch.float16}
+    check_wgrad(SPLITS["uneven"], 24, 40, torch.float16, device, config, **options)
 
 
-@settings(max_examples=max(6, settings.default.max_examples // 4))  # half a second each in the interpreter
+@settings(max_examples=max(3, settings.default.max_examples // 4))  # half a second each in the interpreter
 @given(
     splits=st.lists(st.integers(0, 50), min_size=1, max_size=5),
     n=st.integers(1, 50),

@@ -128,7 +128,7 @@ def one_expert_forgotten(dy: Any, x: Any, main_grads: Any, offsets: Any, *, over
         ("unpermute_rows", "unpermute_rows", lambda rows, places: rows.view(-1, 8, rows.shape[1]).sum(1)),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_wrong_kernel_has_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, op: str, name: str, broken: Any
 ) -> None:

@@ -192,13 +192,13 @@ def test_weights_of_one_module_in_several_buckets_are_bounded(
 
 
 def test_large_models_cost_nothing_to_plan(tmp_path: Path):
-    """70 billion parameters on 1,024 ranks."""
-    size = {"dim": 8192, "num_layers": 80, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
+    """9 billion parameters on 1,024 ranks: a tenth of the layers of 70 billion."""
+    size = {"dim": 8192, "num_layers": 8, "num_heads": 64, "num_kv_heads": 8, "ffn_dim": 28672, "vocab_size": 128256}
     config = tiny_config(
         tmp_path, parallel="fsdp", model=size | {"param_dtype": "bfloat16"}, train={"global_batch_size": 2048}
     )
     plan = plan_units(config, 1024)
-    assert 69e9 < plan.parameters.total < 72e9
+    assert 8.9e9 < plan.parameters.total < 9e9
     assert sum(bucket.layout.padding for bucket in plan.buckets) < 0.001 * plan.parameters.total
     assert plan.rank_bytes.total == pytest.approx(16 * plan.parameters.total / 1024, rel=1e-3)
     assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes

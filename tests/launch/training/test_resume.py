@@ -205,6 +205,7 @@ def test_a_kill_while_records_are_written_anew_loses_none(tmp_path: Path):
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_records_after_the_checkpoint_are_those_of_the_resumed_run(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=2))
     train(config_of(tmp_path, "run", save_every=2, resume=checkpoint(tmp_path, "run", 4)))
@@ -272,6 +273,7 @@ def test_other_data_are_refused_by_name(tmp_path: Path, part: str, at: int):
     assert len(train(config_of(tmp_path, "rest", **accepted)).losses) == 2
 
 
+@pytest.mark.slow
 def test_a_longer_run_may_follow(tmp_path: Path):
     train(config_of(tmp_path, "run", save_every=6))
     longer = config_of(tmp_path, "rest", resume=checkpoint(tmp_path, "run", 6), steps=8)
