@@ -12,8 +12,8 @@ this library reads or writes these attributes.
     absorb_grad() <------- flag, .grad ---------------- hand_over()            (after the GEMM: flag, return value)
                   <------- .grad ---------------------- backward_dw()          (later, where a foreign module delays)
 
-A ``GradRecord`` holds what our provider knows of a parameter beyond the shared attributes. A foreign provider has no
-records. ``target.py`` calls the consumer's functions in the right order; ``module.py`` is for modules.
+A ``GradRecord`` holds what our provider knows of a parameter beyond these. A foreign provider has no records.
+``target.py`` calls the consumer's functions in the right order; ``module.py`` is for modules.
 """
 
 from collections.abc import Iterable
@@ -54,8 +54,7 @@ __all__ = [
 
 _RECORD = "_maingrad_record"
 _OVERWRITTEN_IN = "_maingrad_overwritten_in"
-_former: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-"""Names that parameters had in wrappers that are gone, for errors. The parameters themselves keep no mark."""
+_former: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # names in wrappers that are gone, for errors
 
 
 # ---- Provider: attaching records to parameters, and the hook's truth table. ----
@@ -89,8 +88,7 @@ def attach(param: Tensor, record: GradRecord) -> None:
 def attach_lazily(param: Tensor, record: GradRecord) -> None:
     """``attach`` for an accumulator that has memory only from its first write to its reduction (``record.make_room``).
 
-    Foreign modules call ``param.get_main_grad()`` and add to the result any number of times. So the accumulator they
-    get holds zeros, or the sum of this iteration so far.
+    Foreign modules add to ``param.get_main_grad()``: it holds zeros, or the sum of this iteration so far.
     """
 
     def get_main_grad() -> Tensor:

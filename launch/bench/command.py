@@ -89,10 +89,10 @@ def _checkpoint(out_dir: Path, arguments: list[str], log: Log) -> int:
 
 
 def _host(out_dir: Path, arguments: list[str]) -> int:
-    from .gathers import bench_gathers
-    from .hooks import bench_hooks
-    from .host import bench_host, write_host_report
-    from .units import bench_units
+    from .host.gathers import bench_gathers
+    from .host.hooks import bench_hooks
+    from .host.layers import bench_host, write_host_report
+    from .host.units import bench_units
 
     if arguments:
         raise ConfigError(f"bench host takes --out-dir alone; got {' '.join(arguments)}")

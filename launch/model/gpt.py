@@ -205,13 +205,10 @@ class GPT(nn.Module):
     def compile_blocks(self, backend: str = "inductor") -> None:
         """Compile every block in place; call this before the model is wrapped or sharded. All blocks share graphs.
 
-        Dense blocks compile whole, and a graph break raises. The embedding, the last norm, the head and the loss stay
-        eager.
+        Blocks compile whole, and a graph break raises. The embedding, the last norm, the head and the loss stay eager.
         """
         for block in self.blocks:
-            assert isinstance(block, Block), "see __init__"
-            # The split sizes and the sorting of experts may break the graph.
-            block.compile(fullgraph=not block.has_experts, backend=backend)
+            block.compile(fullgraph=True, backend=backend)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.

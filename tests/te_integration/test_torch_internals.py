@@ -1,4 +1,4 @@
-"""torch's private names that pipeline stages depend on: the tests say which name a version of torch lacks."""
+"""torch's private names that pipeline stages and compiled layers depend on: the tests say what a torch lacks."""
 
 import re
 from typing import Any
@@ -10,11 +10,16 @@ from torch import nn
 from torch.distributed import pipelining
 
 from maingrad.launch import simulate
+from maingrad.te_integration import compiled
 from maingrad.te_integration import torch_internals as internals
 from maingrad.te_integration.pipeline import PipelineStage
 
 TORCH = f"torch {torch.__version__} broke maingrad.te_integration.torch_internals"
 SCHEDULES = ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]
+
+
+def test_operators_have_effects() -> None:
+    assert compiled.can_compile(), f"{TORCH}: effects of operators on opaque objects; fused layers break graphs"
 
 
 def seen_by_a_stage(kind: str) -> list[internals.PipelineStep | None]:

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...ddp.collectives.failure_report import FailureReporter
-from ...ddp.collectives.rank_grid import make_grids
-from ...ddp.gathers.guard import guard_reads
-from ...ddp.gathers.param_gather import ParamGather
-from ...ddp.gathers.reader_threads import ReaderThreads
-from ..report.table import Column
-from ..simulation.simulate import simulate
+from ....ddp.collectives.failure_report import FailureReporter
+from ....ddp.collectives.rank_grid import make_grids
+from ....ddp.gathers.guard import guard_reads
+from ....ddp.gathers.param_gather import ParamGather
+from ....ddp.gathers.reader_threads import ReaderThreads
+from ...report.table import Column
+from ...simulation.simulate import simulate
 
 __all__ = ["GATHER_COLUMNS", "GatherRow", "bench_gathers"]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...ddp import DistributedDataParallel, DistributedDataParallelConfig
-from ...te_integration import Linear
-from ..report.table import Column, machine, markdown_table, write_csv, write_table
+from ....ddp import DistributedDataParallel, DistributedDataParallelConfig
+from ....te_integration import Linear
+from ...report.table import Column, machine, markdown_table, write_csv, write_table
 from .gathers import GATHER_COLUMNS, GatherRow
 from .hooks import HOOK_COLUMNS, HookRow
 from .units import UNIT_COLUMNS, UnitRow

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ddp import DistributedDataParallel, DistributedDataParallelConfig
-from ...ddp.contract.main_grad import hand_over, has_main_grad, record_of
-from ...ddp.contract.placeholder import placeholder
-from ..report.table import Column
-from .data_parallel.peers import megatron_core_problem
-from .data_parallel.ranks import AnyRankFailed, Ranks
+from ....ddp import DistributedDataParallel, DistributedDataParallelConfig
+from ....ddp.contract.main_grad import hand_over, has_main_grad, record_of
+from ....ddp.contract.placeholder import placeholder
+from ...report.table import Column
+from ..data_parallel.peers import megatron_core_problem
+from ..data_parallel.ranks import AnyRankFailed, Ranks
 
 __all__ = ["HOOK_COLUMNS", "HookRow", "bench_hooks"]
 

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from ...fsdp import MixedPrecisionPolicy, fully_shard
-from ..report.table import Column
-from .data_parallel.ranks import AnyRankFailed, Ranks
+from ....fsdp import MixedPrecisionPolicy, fully_shard
+from ...report.table import Column
+from ..data_parallel.ranks import AnyRankFailed, Ranks
 
 __all__ = ["UNIT_COLUMNS", "UnitRow", "bench_units"]
 
