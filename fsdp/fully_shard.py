@@ -32,6 +32,7 @@ from .unit.unit import Unit
 from .unit_checks import (
     check_module,
     check_offload,
+    check_params,
     check_placements,
     compare_units,
     device_of,
@@ -180,9 +181,10 @@ def _prepare(
     wanted.check(grid, on)
     if copy_engines:
         check_copy_engines(backends_of(grid.axes, on), on, "copy_engine_gather")
-    own_params(module, ignored)  # raises before any parameter is moved
-    materialize(inside, on, init_fn, ignored)
     owned = own_params(module, ignored)
+    check_params(owned)
+    materialize(inside, on, init_fn, ignored)
+    owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
     for entry in owned:
         forget_dropped(entry.param, [owner for owner, _ in entry.owners])
     degree = shard_degree(wanted.placements, grid.inner_size, grid.outer_size)

@@ -24,6 +24,7 @@ from .tensors.parameter import ShardedParameter
 __all__ = [
     "check_module",
     "check_offload",
+    "check_params",
     "check_placements",
     "compare_units",
     "device_of",
@@ -120,16 +121,22 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
 
     ignored  ``id`` of parameters that are not sharded. Parameters that units inside have ignored are not sharded either
 
-    Raises ``ValueError`` for a parameter that cannot be sharded, or that another unit has sharded.
+    Raises ``ValueError`` for a parameter that has a ``main_grad``.
     """
     inside = {id(found) for found in own_modules(module)}
-    owned = []
-    for entry in find_owned_params(module):
-        name, param, owners, _ = entry
-        if id(param) in ignored:
-            continue
-        if not any(id(owner) in inside for owner, _ in owners):
-            continue
+    owned = [
+        entry
+        for entry in find_owned_params(module)
+        if id(entry.param) not in ignored and any(id(owner) in inside for owner, _ in entry.owners)
+    ]
+    for entry in owned:
+        check_unattached(entry.param, entry.name)
+    return owned
+
+
+def check_params(owned: Iterable[OwnedParam]) -> None:
+    """Raise ``ValueError`` for a parameter that cannot be sharded, or that another unit has sharded."""
+    for name, param, _, _ in owned:
         if isinstance(param, ShardedParameter):
             raise ValueError(
                 f"parameter '{name}' is sharded by unit '{param.shard.unit}' and registered outside it as well: "
@@ -142,12 +149,9 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
                 f"modules that share it, before any of them is sharded"
             )
         _check_param(name, param)
-        owned.append(entry)
-    return owned
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
-    check_unattached(param, name)
     if isinstance(param, UninitializedParameter):
         raise ValueError(f"parameter '{name}' has no shape yet: run a forward of the lazy module before fully_shard")
     if hasattr(param, "to_local"):

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..torch_internals import default_store
 from .rank_fates import Process, RankFates, announce, look_up
+from .rank_grid import RankGrid, all_groups
 
 __all__ = ["CollectiveError", "FailureReporter", "Watch"]
 
@@ -49,8 +50,9 @@ class FailureReporter:
     """Reports why one wrapper's collectives fail. Each rank writes one key to the default group's store."""
 
     def __init__(self) -> None:
-        self.groups: Iterable[dist.ProcessGroup] = ()
-        """The wrapper's process groups."""
+        self.grids: Iterable[RankGrid] = ()
+        """The wrapper's ranks, whose groups are closed after a failure."""
+        self.more_groups: Iterable[dist.ProcessGroup] = ()
         self._first: CollectiveError | None = None
         self._known: dict[int, Process] = {}
         self.active = dist.is_available() and dist.is_initialized() and _on_processes()
@@ -84,7 +86,7 @@ class FailureReporter:
         """
         if self._first is not None:
             return self._first
-        for group in self.groups:
+        for group in (*all_groups(self.grids), *self.more_groups):
             _close_connections(group)
         fates = RankFates(self._store, self._rank, self._world_size, waited_for, self._known)
         fates.inquire()

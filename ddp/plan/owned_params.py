@@ -20,6 +20,13 @@ class OwnedParam(NamedTuple):
     grid_name: str
     """Which ranks the gradient is reduced over: see ``grid_name_of``."""
 
+    def read_again(self) -> "OwnedParam":
+        """With the parameter that the first owner registers now."""
+        owner, local = self.owners[0]
+        param = owner._parameters[local]
+        assert param is not None, "modules keep the names of their parameters"
+        return self._replace(param=param)
+
     @property
     def ours_alone(self) -> bool:
         """Whether every owner writes the weight gradient through a ``WgradTarget``."""

@@ -30,7 +30,7 @@ from ..buckets.readiness import Readiness
 from ..buckets.wiring import WiredParam, allocate_buckets
 from ..collectives.failure_report import FailureReporter
 from ..collectives.observer import Observer
-from ..collectives.rank_grid import RankGrid, all_groups, make_grids
+from ..collectives.rank_grid import RankGrid, make_grids
 from ..collectives.reduction import GradReduction, make_reductions
 from ..collectives.timeline import Timeline, recorded_on
 from ..collectives.world import Ranks
@@ -117,7 +117,7 @@ class DistributedDataParallel(AroundModule):
                 copy_engines=config.copy_engine_param_gather,
             )
         """By name, "dense" or "expert": the ranks that such parameters are reduced over."""
-        failures.groups = all_groups(self.grids.values())
+        failures.grids = self.grids.values()
 
         # The plan: which gradients there are, and where each will lie.
         self.device, self.plan = plan_on_each_rank(module, trainable, config, self.grids, backward_order, failures)

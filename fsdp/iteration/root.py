@@ -19,7 +19,7 @@ from torch import nn
 
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.observer import Observer
-from ...ddp.collectives.rank_grid import RankGrid, all_groups, with_separate_gather
+from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.torch_internals import DisableTorchFunctionSubclass, call_when_backward_ends, current_backward
 from ..unit.bucket import BucketEvents, ShardedBucket
@@ -331,7 +331,7 @@ class Root:
                     joined = grids[id(grid.inner)] = with_separate_gather(joined, copy_engines=self._copy_engines)
                 bucket.reduction.grid = grid._replace(gather=joined.gather)
                 bucket.reduction.factor = 1.0 / size
-        self.failures.groups = all_groups([bucket.reduction.grid for bucket in self.buckets])
+        self.failures.grids = [bucket.reduction.grid for bucket in self.buckets]
 
     def _connect(self, trainable: list[ShardedBucket]) -> None:
         here = weakref.ref(self)

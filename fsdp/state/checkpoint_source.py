@@ -22,7 +22,7 @@ from ...ddp.checkpoint.ranks import CheckpointRanks
 from ...ddp.checkpoint.source import HeldOptimizer, HeldParam, Holding
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import group_or_default
-from ...ddp.collectives.rank_grid import RankGrid, all_groups
+from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
 from ...ddp.plan.ranges import Range
 from ...ddp.stock.skipped_steps import settle_first_step
@@ -234,7 +234,7 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     if not grids:
         return _Ranks(CheckpointRanks.alone(), None)
     failures = FailureReporter()
-    failures.groups = all_groups(grids)
+    failures.grids = grids
     dense = max(grids, key=lambda grid: grid.size)
     with failures.watch("the comparison of meshes for checkpoints"):
         members = {_axes(grid): _members(grid) for grid in grids}
@@ -252,7 +252,7 @@ def _find_ranks(params: Sequence[ShardedParameter]) -> _Ranks:
     with failures.watch("the making of a process group for checkpoints"):
         group = group_or_default(None) if whole_world else dist.new_group(ranks, use_local_synchronization=True)
     assert group is not None, "this rank is one of them"
-    failures.groups = [*failures.groups, group]
+    failures.more_groups = (group,)
     together = CheckpointRanks(tuple(dense.axes), group, writes=True, leads=group.rank() == 0, failures=failures)
     return _Ranks(together, fewer[0] if fewer else None)
 

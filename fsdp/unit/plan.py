@@ -56,6 +56,7 @@ def plan_unit(
         alike.setdefault((param.dtype, param.requires_grad, entry.delayed), []).append(entry)
     for (dtype, trainable, delayed), members in alike.items():
         computing = policy.param_dtype if policy.param_dtype and dtype.is_floating_point else dtype
+        with_atoms = [(entry, _atom_of_name(entry.name, atoms)) for entry in members]
         specs = [
             ParamSpec(
                 name=entry.name,
@@ -63,9 +64,9 @@ def plan_unit(
                 param_dtype=computing,
                 grad_dtype=grad_dtype_of(computing, policy.grad_dtype),
                 delayed=delayed,
-                atom=atom_of(entry.param.shape, _atom_of_name(entry.name, atoms)),
+                atom=atom_of(entry.param.shape, atom),
             )
-            for entry in members
+            for entry, atom in with_atoms
         ]
         for run in _runs(specs, size):
             plan = plan_gradients(
