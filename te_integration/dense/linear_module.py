@@ -115,13 +115,13 @@ class LinearModule(DelayedWgradModule):
         if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
             return None
         needing = [weight for weight in weights if weight.requires_grad]
-        if not needing:
+        if not needing or in_transform():
             return None
         if torch.compiler.is_compiling() and not self.fits_in_graph(needing, queue, product):
             arguments = (input, weights, bias, queue, product, only_save)
             output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
             return output
-        if in_transform() or not all(map(is_fusable, needing)):
+        if not all(map(is_fusable, needing)):
             return None
         if queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
@@ -169,10 +169,17 @@ class LinearModule(DelayedWgradModule):
     def _target(self, number: int, weight: Tensor) -> WgradTarget:
         targets = self._wgrad_handle.targets
         target: WgradTarget | None = targets.get(number)
-        if target is None or not target.serves(weight, self.fuse_wgrad_accumulation):
-            fused, queue = self.fuse_wgrad_accumulation, self.wgrad_queue
+        fused, queue = self._graph_delivery()
+        if target is None or not target.serves(weight, fused):
             target = targets[number] = WgradTarget(weight, self.describe(), fused=fused, queue=queue)
         return target
+
+    def _graph_delivery(self) -> tuple[bool, WgradQueue | None]:
+        """What a compiled backward does with weight gradients: fused or not, and the queue.
+
+        Without a queue the forward was fused, whatever the option says by now: only such a forward leads here.
+        """
+        return self.fuse_wgrad_accumulation or self.wgrad_queue is None, self.wgrad_queue
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool) -> LinearUse:
         """The object of the last forward if nothing has changed.

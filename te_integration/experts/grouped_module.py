@@ -14,6 +14,7 @@ from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompu
 from ...ddp.torch_internals import current_backward
 from ..compiled import weights_wanted
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
+from ..dense.transforms import refuse_in_transform
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
 from .fused_grouped_linear import GroupedUse, fused_grouped_linear
@@ -104,6 +105,7 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{tuple(bias_scales.shape)}"
             )
         if torch.compiler.is_compiling():
+            refuse_in_transform(self.describe())
             product = self.expert_layers.index(layer)
             delivers = self._delivery(weights, queue) != (False, None)
             handle = self._wgrad_handle if delivers else None
