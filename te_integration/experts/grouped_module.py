@@ -195,7 +195,7 @@ class GroupedModule(LinearModule, nn.Module):
         registered = [self.__dict__["_parameters"][name] for name in names]
         wanted = weights_wanted(self._wgrad_handle, registered, product * len(names))
         weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
-        use = self._use_of(self.expert_layers[product], weights, self.fuse_wgrad_accumulation, self.wgrad_queue)
+        use = self._use_of(self.expert_layers[product], weights, *self._graph_delivery())
         assert use.target is not None, "the forward was fused or delayed"
         dy, x, offsets = operands
         use.target.deliver_in_graph([weight is not None for weight in wanted], dy, x, offsets, current_backward())
