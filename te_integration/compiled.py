@@ -138,6 +138,20 @@ def _warn_of_graph_breaks() -> None:
     )
 
 
+def each_once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Arguments of an autograd function in traced code, with a view in the place of a tensor that is there already.
+
+    Compilers take no such function with one tensor twice (a tied expert, a weight as the input): torch 2.13 refuses it,
+    and torch 2.11 loses the gradients of all places but one.
+    """
+    seen: set[Tensor] = set()
+    arguments = []
+    for tensor in tensors:
+        arguments.append(tensor.view_as(tensor) if tensor in seen else tensor)
+        seen.add(tensor)
+    return arguments
+
+
 def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int = 0) -> list[Tensor | None]:
     """For each parameter of a module: the weight whose gradient the running compiled backward accumulates, or None.
 

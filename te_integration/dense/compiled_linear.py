@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiled import WgradHandle, wgrad
+from ..compiled import WgradHandle, each_once, wgrad
 from .fused_linear import cast, input_grad, linear_product, rows_of
 
 __all__ = ["compiled_linear"]
@@ -32,6 +32,7 @@ def compiled_linear(
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64:
         input = cast(input, torch.get_autocast_dtype(device_type))
+    input, *weights = each_once((input, *weights))
     output: Tensor = _CompiledLinear.apply(input, handle, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
     return output
 

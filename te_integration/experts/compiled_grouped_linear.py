@@ -17,7 +17,7 @@ from ...kernels.operators import (
     grouped_scale_grad_op,
     grouped_wgrad_op,
 )
-from ..compiled import WgradHandle, wgrad
+from ..compiled import WgradHandle, each_once, wgrad
 from ..dense.fused_linear import cast
 
 __all__ = ["compiled_grouped_linear"]
@@ -42,7 +42,8 @@ def compiled_grouped_linear(
     dtype, device_type = rows.dtype, rows.device.type
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    arguments = cast(rows, dtype), handle, product, offsets, bias_scale, len(weights), *weights, *biases
+    rows, *parameters = each_once((cast(rows, dtype), *weights, *biases))
+    arguments = rows, handle, product, offsets, bias_scale, len(weights), *parameters
     output: Tensor = _CompiledGroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
