@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..ddp.contract.module import forms_of
 from ..ddp.torch_internals import has_tensor_hooks, will_execute
-from .torch_internals import Opaque, current_autograd_node, make_effectful_op
+from .torch_internals import Opaque, current_autograd_node, is_compiled_autograd_on, make_effectful_op
 
-__all__ = ["CompilableModule", "WgradHandle", "can_compile", "weights_wanted", "wgrad"]
+__all__ = ["CompilableModule", "WgradHandle", "can_compile", "each_once", "weights_wanted", "wgrad"]
 
 
 class CompilableModule(Protocol):
@@ -122,10 +122,13 @@ wgrad = make_effectful_op(
 
 
 def can_compile() -> bool:
-    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break, with one warning."""
+    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break, with one warning.
+
+    Compiled autograd keeps no effect; a fused layer is a graph break there, without a warning.
+    """
     if wgrad is None:
         _warn_of_graph_breaks()
-    return wgrad is not None
+    return wgrad is not None and not is_compiled_autograd_on()
 
 
 @functools.cache

@@ -27,6 +27,7 @@ __all__ = [
     "are_transforms_active",
     "current_autograd_node",
     "have_inputs_require_grad",
+    "is_compiled_autograd_on",
     "make_effectful_op",
     "running_pipeline_step",
     "watch_prehooks",
@@ -38,6 +39,18 @@ are_transforms_active = torch._C._are_functorch_transforms_active
 
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 """The graph node that this thread's backward runs now, or None. Public hooks know their node; an operator does not."""
+
+
+@torch.compiler.assume_constant_result
+def is_compiled_autograd_on() -> bool:
+    """Whether backwards will be captured by compiled autograd, as ``torch._dynamo.config.compiled_autograd`` asks for.
+
+    Compiled autograd drops operators whose results nobody reads, also those with an effect. Call this in traced code.
+    """
+    import torch._dynamo.compiled_autograd as captured
+
+    return bool(torch._dynamo.config.compiled_autograd or captured.compiled_autograd_enabled)
+
 
 _library: Any = None
 
