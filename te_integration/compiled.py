@@ -7,11 +7,12 @@ The call runs ``CompilableModule.deliver_wgrad``, which writes as an eager backw
 - The operator has an *ordered effect*. A compiler may drop an operator without results that are used, merge two equal
   calls, or compute a call again to save memory. Each would lose or repeat a gradient, and none happens with an effect.
 - ``main_grad`` is no argument. Accumulators are views of one bucket, and a write to one of them would count as a write
-  to what other blocks have saved. A ``WgradHandle`` stands for the module, and the weight is found at run time.
+  to what other blocks have saved. A ``key`` stands for the module, and the weight is found at run time.
 - No flag and no first write of an iteration is part of the graph, so that microbatches need no second graph.
 """
 
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -22,9 +23,15 @@ from torch import Tensor
 
 from ..ddp.contract.module import forms_of
 from ..ddp.torch_internals import has_tensor_hooks, will_execute
-from .torch_internals import Opaque, current_autograd_node, make_effectful_op
+from .torch_internals import (
+    Opaque,
+    current_autograd_node,
+    is_compiled_autograd_on,
+    let_traces_read,
+    make_effectful_op,
+)
 
-__all__ = ["CompilableModule", "WgradHandle", "can_compile", "weights_wanted", "wgrad"]
+__all__ = ["CompilableModule", "WgradHandle", "can_compile", "each_once", "weights_wanted", "wgrad"]
 
 
 class CompilableModule(Protocol):
@@ -41,13 +48,25 @@ class CompilableModule(Protocol):
         """The module's name in error messages."""
 
 
+_handles: "weakref.WeakValueDictionary[int, WgradHandle]" = weakref.WeakValueDictionary()
+"""Handles by the number in their ``key``. Modules own them."""
+_numbers = itertools.count()
+
+
 class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
-    """A module as compiled code sees it: an argument of ``wgrad``, opaque to the compiler. It holds the module weakly.
+    """A module as compiled code sees it. The handle holds the module weakly.
+
+    Traced code reads ``hooked``, and is compiled again where ``guarded`` changes. The operator gets ``key`` instead of
+    the handle: graphs save tensors from forward to backward wherever they save anything, under recompute too.
 
     Each module makes its own handle. A copy of a module makes a new one.
     """
 
     def __init__(self, module: CompilableModule) -> None:
+        number = next(_numbers)
+        self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
+        """A 0-dim tensor with a number that no other handle has, on the CPU: reading it waits for no device."""
+        _handles[number] = self
         self._module = weakref.ref(module)
         self.targets: dict[Any, Any] = {}
         """Where the module's gradients go, for the module's own use."""
@@ -55,15 +74,9 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         """Number of a weight -> index of its node among those that the compiled backward leads to."""
 
     @property
-    def module(self) -> CompilableModule:
-        """The module; raises ``RuntimeError`` where the module was freed."""
-        module = self._module()
-        if module is None:
-            raise RuntimeError(
-                "a module was freed between its compiled forward and the backward, and its weight gradients have no "
-                "place: keep the model until the last backward"
-            )
-        return module
+    def module(self) -> CompilableModule | None:
+        """The module; None where it was freed."""
+        return self._module()
 
     @property
     def hooked(self) -> bool:
@@ -86,15 +99,21 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
         copy = object.__new__(WgradHandle)
-        copy._module, copy.targets, copy.places = self._module, {}, {}
+        copy._module, copy.key, copy.targets, copy.places = self._module, self.key, {}, {}
         return copy
 
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
-def _deliver(operands: Sequence[Tensor], handle: WgradHandle, product: int) -> None:
-    module = handle.module
+def _deliver(operands: Sequence[Tensor], key: Tensor, product: int) -> None:
+    handle = _handles.get(int(key.item()))
+    module = None if handle is None else handle.module
+    if module is None:
+        raise RuntimeError(
+            "a module was freed between its compiled forward and the backward, and its weight gradients have no place: "
+            "keep the model until the last backward"
+        )
     if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{module.describe()}: torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would "
@@ -110,32 +129,43 @@ def _deliver(operands: Sequence[Tensor], handle: WgradHandle, product: int) -> N
     module.deliver_wgrad(product, operands)
 
 
-wgrad = make_effectful_op(
-    "wgrad",
-    "Tensor[] operands, {handle} handle, int product",
-    WgradHandle,
-    _deliver,
-    read_in_traces=("hooked",),
-    guarded=WgradHandle.guarded,
-)
-"""``wgrad(operands, handle, product)``: the operator. None where this torch cannot compile it: see ``can_compile``."""
+wgrad = make_effectful_op("wgrad", "Tensor[] operands, Tensor key, int product", _deliver)
+"""``wgrad(operands, key, product)``: the operator. None where this torch cannot compile it: see ``can_compile``."""
+let_traces_read(WgradHandle, ("hooked",), guarded=WgradHandle.guarded)
 
 
 def can_compile() -> bool:
-    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break, with one warning."""
+    """Whether this torch keeps the operator's effect. If not, a fused layer is a graph break, with one warning.
+
+    Compiled autograd keeps no effect; a fused layer is a graph break there, without a warning.
+    """
     if wgrad is None:
         _warn_of_graph_breaks()
-    return wgrad is not None
+    return wgrad is not None and not is_compiled_autograd_on()
 
 
 @functools.cache
 def _warn_of_graph_breaks() -> None:
     warnings.warn(
-        f"torch {torch.__version__} has no operators with ordered effects on opaque objects: each maingrad layer under "
+        f"torch {torch.__version__} has no operators with ordered effects: each maingrad layer under "
         f"torch.compile is a graph break",
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def each_once(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Arguments of an autograd function in traced code, with a view in the place of a tensor that is there already.
+
+    Compilers take no such function with one tensor twice (a tied expert, a weight as the input): torch 2.13 refuses it,
+    and torch 2.11 loses the gradients of all places but one.
+    """
+    seen: set[Tensor] = set()
+    arguments = []
+    for tensor in tensors:
+        arguments.append(tensor.view_as(tensor) if tensor in seen else tensor)
+        seen.add(tensor)
+    return arguments
 
 
 def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int = 0) -> list[Tensor | None]:
@@ -165,16 +195,21 @@ def _wanted(handle: WgradHandle, number: int, param: Tensor, following: Sequence
                 break
         else:
             raise RuntimeError(
-                f"{handle.module.describe()}: the compiled backward does not lead to the weight that the module holds "
+                f"{_owner(handle)}: the compiled backward does not lead to the weight that the module holds "
                 f"now; leave the module's parameters in place between forward and backward"
             )
     try:
         return weight if will_execute(following[place][0]) else None
     except RuntimeError:
         raise RuntimeError(
-            f"{handle.module.describe()}: autograd.grad(loss, weight) of a compiled fused layer, whose weight gradient "
+            f"{_owner(handle)}: autograd.grad(loss, weight) of a compiled fused layer, whose weight gradient "
             f"goes into main_grad; call backward(), or run this forward outside torch.compile"
         ) from None
+
+
+def _owner(handle: WgradHandle) -> str:
+    module = handle.module
+    return "a module that was freed" if module is None else module.describe()
 
 
 def _weight_behind(following: Sequence[tuple[Any, int]], place: int, param: Tensor) -> Tensor | None:

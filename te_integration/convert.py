@@ -133,7 +133,7 @@ def _fuse(module: nn.Module) -> None:
 
 def _unfuse(module: LinearModule) -> None:
     own = vars(module)
-    for name in ("_uses", "_wgrad_handle"):  # these describe fused products
+    for name in ("_uses", "_wgrad_handle", "_wgrad_key"):  # these describe fused products
         own.pop(name, None)
     if isinstance(module, FusedConv1D):
         module.__class__ = module._unfused

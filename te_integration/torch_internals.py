@@ -27,6 +27,7 @@ __all__ = [
     "are_transforms_active",
     "current_autograd_node",
     "have_inputs_require_grad",
+    "is_compiled_autograd_on",
     "make_effectful_op",
     "running_pipeline_step",
     "watch_prehooks",
@@ -39,42 +40,37 @@ are_transforms_active = torch._C._are_functorch_transforms_active
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 """The graph node that this thread's backward runs now, or None. Public hooks know their node; an operator does not."""
 
+
+@torch.compiler.assume_constant_result
+def is_compiled_autograd_on() -> bool:
+    """Whether backwards will be captured by compiled autograd, as ``torch._dynamo.config.compiled_autograd`` asks for.
+
+    Compiled autograd drops operators whose results nobody reads, also those with an effect. Call this in traced code.
+    """
+    import torch._dynamo.compiled_autograd as captured
+
+    return bool(torch._dynamo.config.compiled_autograd or captured.compiled_autograd_enabled)
+
+
 _library: Any = None
 
 
-def make_effectful_op(
-    name: str,
-    arguments: str,
-    handle: type,
-    run: Callable[..., None],
-    *,
-    read_in_traces: tuple[str, ...],
-    guarded: Callable[[Any], list[Any]],
-) -> Callable[..., Any] | None:
+def make_effectful_op(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., Any] | None:
     """Define the operator ``maingrad::name``, which a compiler must run once for each call, in the order of the calls.
 
-    arguments       of the schema; ``{handle}`` stands for the type of the opaque argument
-    handle          class of the opaque argument: a graph input that the compiler passes on
-    run             called with the operator's arguments
-    read_in_traces  properties of ``handle`` that traced code may read
-    guarded         called with a ``handle`` before compiled code runs; another result compiles the code again
+    arguments  of the schema; the first is a list of tensors
+    run        called with the operator's arguments
 
     Returns the operator, which returns an empty tensor: an operator with an effect must return something. None where
-    this torch lacks the names. ``torch.library.custom_op`` has no effects on opaque objects, and takes twice the host
-    time of a call (36 us for 16 us on the CPU of an H200's host).
+    this torch lacks the names. ``torch.library.custom_op`` takes twice the host time of a call (36 us for 16 us on the
+    CPU of an H200's host).
     """
     global _library
     if not _HAS_EFFECTS:
         return None
     if _library is None:
         _library = torch.library.Library("maingrad", "FRAGMENT")
-    opaque_object.register_opaque_type(
-        handle,
-        typ="reference",
-        members=dict.fromkeys(read_in_traces, opaque_object.MemberType.USE_REAL),
-        guard_fn=guarded,
-    )
-    _library.define(f"{name}({arguments.format(handle=opaque_object.get_opaque_type_name(handle))}) -> Tensor")
+    _library.define(f"{name}({arguments}) -> Tensor")
 
     def call(operands: list[Tensor], *rest: Any) -> Tensor:
         run(operands, *rest)
@@ -88,6 +84,19 @@ def make_effectful_op(
     op = getattr(torch.ops.maingrad, name).default
     _register_effectful_op(op, _EffectType.ORDERED)
     return op  # type: ignore[no-any-return]
+
+
+def let_traces_read(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any], list[Any]]) -> None:
+    """Let traced code read properties of objects of ``cls``, a subclass of ``Opaque``.
+
+    names    the properties; their values become constants of the traced code
+    guarded  called with an object before compiled code runs; another result compiles the code again
+
+    torch's public guards cover attributes, and no function of an object.
+    """
+    if _HAS_EFFECTS:
+        members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
+        opaque_object.register_opaque_type(cls, typ="reference", members=members, guard_fn=guarded)
 
 
 def _register_prehook(node: Any, fn: Any) -> Any:

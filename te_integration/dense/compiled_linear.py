@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiled import WgradHandle, wgrad
+from ..compiled import each_once, wgrad
 from .fused_linear import cast, input_grad, linear_product, rows_of
 
 __all__ = ["compiled_linear"]
@@ -19,20 +19,21 @@ def compiled_linear(
     input: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None,
-    handle: WgradHandle,
+    key: Tensor,
     product: int,
     *,
     transposed: bool = False,
 ) -> Tensor:
     """``y = x W^T + b``, inside a graph; ``fused_linear`` has the shapes and dtypes.
 
-    handle   of the module
+    key      of the module: ``WgradHandle.key``
     product  the number that the module's ``deliver_wgrad`` gets
     """
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64:
         input = cast(input, torch.get_autocast_dtype(device_type))
-    output: Tensor = _CompiledLinear.apply(input, handle, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
+    input, *weights = each_once((input, *weights))
+    output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -43,25 +44,25 @@ class _CompiledLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        handle: WgradHandle,
+        key: Tensor,
         product: int,
         transposed: bool,
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        ctx.handle, ctx.product, ctx.transposed = handle, product, transposed
+        ctx.save_for_backward(key, x, *weights)
+        ctx.product, ctx.transposed = product, transposed
         ctx.bias_dtype = None if bias is None else bias.dtype
         return linear_product(x, weights, bias, transposed=transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0]
-        x, *weights = ctx.saved_tensors
+        key, x, *weights = ctx.saved_tensors
         needs_dx, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
         dx = cast(input_grad(dy, weights, transposed=ctx.transposed), x.dtype) if needs_dx else None
         db = rows_of(dy).sum(0, dtype=ctx.bias_dtype) if needs_db else None
         if True in needs_dw:
             assert wgrad is not None, "can_compile was asked"
-            wgrad([dy, x], ctx.handle, ctx.product)
+            wgrad([dy, x], key, ctx.product)
         return (dx, None, None, None, db, *[None] * len(weights))

@@ -52,6 +52,7 @@ class LinearModule(DelayedWgradModule):
     def make_handle(self) -> None:
         """Make the object by which compiled code names this module. Call it for each new or converted module."""
         self._wgrad_handle = WgradHandle(self)
+        self._wgrad_key = self._wgrad_handle.key
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -115,13 +116,13 @@ class LinearModule(DelayedWgradModule):
         if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
             return None
         needing = [weight for weight in weights if weight.requires_grad]
-        if not needing:
+        if not needing or in_transform():
             return None
         if torch.compiler.is_compiling() and not self.fits_in_graph(needing, queue, product):
             arguments = (input, weights, bias, queue, product, only_save)
             output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
             return output
-        if in_transform() or not all(map(is_fusable, needing)):
+        if not all(map(is_fusable, needing)):
             return None
         if queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
@@ -134,7 +135,7 @@ class LinearModule(DelayedWgradModule):
                 f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one or use autocast"
             )
         if torch.compiler.is_compiling():
-            return compiled_linear(input, weights, bias, self._wgrad_handle, product, transposed=self.transposed)
+            return compiled_linear(input, weights, bias, self._wgrad_key, product, transposed=self.transposed)
         return fused_linear(input, weights, bias, self._use(weights, queue, only_save))
 
     def fits_in_graph(self, needing: Sequence[Tensor], queue: WgradQueue | None, product: int) -> bool:
@@ -169,10 +170,17 @@ class LinearModule(DelayedWgradModule):
     def _target(self, number: int, weight: Tensor) -> WgradTarget:
         targets = self._wgrad_handle.targets
         target: WgradTarget | None = targets.get(number)
-        if target is None or not target.serves(weight, self.fuse_wgrad_accumulation):
-            fused, queue = self.fuse_wgrad_accumulation, self.wgrad_queue
+        fused, queue = self._graph_delivery()
+        if target is None or not target.serves(weight, fused):
             target = targets[number] = WgradTarget(weight, self.describe(), fused=fused, queue=queue)
         return target
+
+    def _graph_delivery(self) -> tuple[bool, WgradQueue | None]:
+        """What a compiled backward does with weight gradients: fused or not, and the queue.
+
+        Without a queue the forward was fused, whatever the option says by now: only such a forward leads here.
+        """
+        return self.fuse_wgrad_accumulation or self.wgrad_queue is None, self.wgrad_queue
 
     def _use(self, weights: Sequence[Tensor], queue: WgradQueue | None, only_save: bool) -> LinearUse:
         """The object of the last forward if nothing has changed.

@@ -1,6 +1,5 @@
 """Detects ``torch.func`` transforms (grad, vmap, jvp, ...) and forward-mode AD, which need ordinary autograd."""
 
-import torch
 from torch.autograd import forward_ad
 
 from ..torch_internals import are_transforms_active
@@ -10,8 +9,6 @@ __all__ = ["in_transform", "refuse_in_transform"]
 
 def in_transform() -> bool:
     """Whether a transform or forward-mode AD is active, for any tensor."""
-    if torch.compiler.is_compiling():
-        return False  # Dynamo handles transforms itself
     return are_transforms_active() or forward_ad._current_level >= 0
 
 

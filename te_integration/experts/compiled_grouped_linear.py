@@ -17,7 +17,7 @@ from ...kernels.operators import (
     grouped_scale_grad_op,
     grouped_wgrad_op,
 )
-from ..compiled import WgradHandle, wgrad
+from ..compiled import each_once, wgrad
 from ..dense.fused_linear import cast
 
 __all__ = ["compiled_grouped_linear"]
@@ -28,7 +28,7 @@ def compiled_grouped_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     offsets: Tensor,
-    handle: WgradHandle | None,
+    key: Tensor | None,
     product: int,
     *,
     bias_scale: Tensor | None = None,
@@ -36,13 +36,15 @@ def compiled_grouped_linear(
     """``y[t] = x[t] W_e^T + s[t] b_e``, inside a graph; ``fused_grouped_linear`` has the shapes and dtypes.
 
     weights, biases  E tensors each, or one packed tensor; no biases: an empty sequence
-    handle           of the module whose ``deliver_wgrad`` writes the weight gradients; None: autograd delivers them
+    key              of the module whose ``deliver_wgrad`` writes the weight gradients, ``WgradHandle.key``; None:
+                     autograd delivers them
     product          the number that ``deliver_wgrad`` gets
     """
     dtype, device_type = rows.dtype, rows.device.type
     if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    arguments = cast(rows, dtype), handle, product, offsets, bias_scale, len(weights), *weights, *biases
+    rows, *parameters = each_once((cast(rows, dtype), *weights, *biases))
+    arguments = rows, key, product, offsets, bias_scale, len(weights), *parameters
     output: Tensor = _CompiledGroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
@@ -64,7 +66,7 @@ class _CompiledGroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        handle: WgradHandle | None,
+        key: Tensor | None,
         product: int,
         offsets: Tensor,
         bias_scale: Tensor | None,
@@ -72,8 +74,8 @@ class _CompiledGroupedLinear(torch.autograd.Function):
         *weights_and_biases: Tensor,
     ) -> Tensor:
         weights, biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
-        ctx.save_for_backward(x, offsets, bias_scale, *weights_and_biases)
-        ctx.handle, ctx.product, ctx.num_weights = handle, product, num_weights
+        ctx.save_for_backward(key, x, offsets, bias_scale, *weights_and_biases)
+        ctx.product, ctx.num_weights = product, num_weights
         output: Tensor = grouped_linear_op(
             x, _cast_all(weights, x.dtype), offsets, _cast_all(biases, x.dtype), bias_scale
         )
@@ -82,7 +84,7 @@ class _CompiledGroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0]
-        x, offsets, scale, *others = ctx.saved_tensors
+        key, x, offsets, scale, *others = ctx.saved_tensors
         weights, biases = others[: ctx.num_weights], others[ctx.num_weights :]
         needs_dx, _, _, _, needs_ds, _, *needs = ctx.needs_input_grad
         needs_dw, needs_db = needs[: ctx.num_weights], needs[ctx.num_weights :]
@@ -96,9 +98,9 @@ class _CompiledGroupedLinear(torch.autograd.Function):
             db = grouped_bias_grad_op(dy, offsets, scale, biases[0].dtype)
             dbs = _parts(db, biases[0].dim() == 2, needs_db)
         dws: list[Tensor | None] = [None] * len(weights)
-        if True in needs_dw and ctx.handle is not None:
+        if True in needs_dw and key is not None:
             assert wgrad is not None, "can_compile was asked"
-            wgrad([dy, cast(x, dy.dtype), offsets], ctx.handle, ctx.product)
+            wgrad([dy, cast(x, dy.dtype), offsets], key, ctx.product)
         elif True in needs_dw:
             dtype = weights[0].dtype if weights[0].dtype in (torch.float32, dy.dtype) else dy.dtype
             dw = cast(grouped_wgrad_op(dy, cast(x, dy.dtype), offsets, dtype), weights[0].dtype)

@@ -14,6 +14,7 @@ from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompu
 from ...ddp.torch_internals import current_backward
 from ..compiled import weights_wanted
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
+from ..dense.transforms import refuse_in_transform
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
 from .fused_grouped_linear import GroupedUse, fused_grouped_linear
@@ -104,10 +105,11 @@ class GroupedModule(LinearModule, nn.Module):
                 f"{tuple(bias_scales.shape)}"
             )
         if torch.compiler.is_compiling():
+            refuse_in_transform(self.describe())
             product = self.expert_layers.index(layer)
             delivers = self._delivery(weights, queue) != (False, None)
-            handle = self._wgrad_handle if delivers else None
-            return compiled_grouped_linear(rows, weights, biases, offsets, handle, product, bias_scale=bias_scales)
+            key = self._wgrad_key if delivers else None
+            return compiled_grouped_linear(rows, weights, biases, offsets, key, product, bias_scale=bias_scales)
         return fused_grouped_linear(
             rows,
             weights[0] if layer.packed_weight else weights,
@@ -193,7 +195,7 @@ class GroupedModule(LinearModule, nn.Module):
         registered = [self.__dict__["_parameters"][name] for name in names]
         wanted = weights_wanted(self._wgrad_handle, registered, product * len(names))
         weights = [param if weight is None else weight for param, weight in zip(registered, wanted, strict=True)]
-        use = self._use_of(self.expert_layers[product], weights, self.fuse_wgrad_accumulation, self.wgrad_queue)
+        use = self._use_of(self.expert_layers[product], weights, *self._graph_delivery())
         assert use.target is not None, "the forward was fused or delayed"
         dy, x, offsets = operands
         use.target.deliver_in_graph([weight is not None for weight in wanted], dy, x, offsets, current_backward())

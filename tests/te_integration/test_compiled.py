@@ -22,7 +22,15 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
-from maingrad.te_integration import Linear, WgradQueue, compiled, convert_linears, delayed_wgrad, unconvert
+from maingrad.te_integration import (
+    GroupedLinear,
+    Linear,
+    WgradQueue,
+    compiled,
+    convert_linears,
+    delayed_wgrad,
+    unconvert,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +242,31 @@ def in_autocast(model: Pair, compile: Compile) -> None:
     loss.backward()
 
 
+def a_transform_inside(model: Pair, compile: Compile) -> None:
+    """A gradient of the input, by torch.func, whose result meets the weight again."""
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = model.second(torch.func.grad(lambda x: model.first(x).sin().sum())(x))
+        return y
+
+    compile(run)(batch()).sum().backward()
+
+
+def vectorised_inside(model: Pair, compile: Compile) -> None:
+    compile(lambda x: torch.func.vmap(lambda row: model.second(model.first(row).sin()))(x))(batch()).sum().backward()
+
+
+def the_weight_is_an_input(model: Pair, compile: Compile) -> None:
+    compile(lambda: model.second(model.first(model.first.weight).sin()))().sum().backward()
+
+
+def fused_no_more_in_backward(model: Pair, compile: Compile) -> None:
+    """Like eager, compiled code keeps to what the forward has announced."""
+    loss = compile(lambda x: model.second(model.first(x)))(batch()).sum()
+    model.first.fuse_wgrad_accumulation = False
+    loss.backward()
+
+
 def under_inference_between(model: Pair, compile: Compile) -> None:
     run = compile(lambda x: model.second(model.first(x)))
     with torch.inference_mode():
@@ -257,6 +290,10 @@ PROGRAMS = [
     other_shapes,
     in_autocast,
     under_inference_between,
+    a_transform_inside,
+    vectorised_inside,
+    the_weight_is_an_input,
+    fused_no_more_in_backward,
 ]
 
 
@@ -306,6 +343,35 @@ def test_two_products_write_two_weights() -> None:
     iteration(ddp, torch.compile(model, backend="aot_eager", fullgraph=True), microbatches=1)
     iteration(eager, eager, microbatches=1)
     assert_alike(ddp, eager, exactly=False)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "plain"])
+def test_experts_share_weights_and_biases(fuse: bool) -> None:
+    results = []
+    for compile in (lambda run: run, lambda run: torch.compile(run, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(0)
+        layer = GroupedLinear(3, FEATURES, FEATURES, fuse_wgrad_accumulation=fuse)
+        layer.weight2, layer.bias1 = layer.weight0, layer.bias0
+        ddp = wrap(layer)
+        run = compile(lambda x, splits, layer=layer: layer(x, splits).sin())
+        with ddp.no_sync():
+            for splits in ([2, 2, 2], [0, 1, 5]):
+                run(batch(), torch.tensor(splits)).sum().backward()
+        ddp.finish_grad_sync()
+        results.append(grads(ddp))
+    eager, compiled_ = results
+    for name, grad in eager.items():
+        torch.testing.assert_close(compiled_[name], grad, msg=name)
+
+
+def test_an_expert_layer_in_a_transform_is_refused() -> None:
+    layer = GroupedLinear(3, FEATURES, FEATURES, fuse_wgrad_accumulation=True)
+    wrap(layer)
+    run = torch.compile(
+        lambda x, splits: torch.func.grad(lambda x: layer(x, splits).sum())(x), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(RuntimeError, match=r"no rules for torch\.func"):
+        run(batch(), torch.tensor([2, 2, 2]))
 
 
 # ---- What is refused, by name. ----
@@ -440,6 +506,27 @@ def test_a_foreign_provider_gets_its_placeholder() -> None:
     provider = ForeignProvider(model)
     torch.compile(lambda x: model.second(model.first(x)), backend="aot_eager")(batch()).sum().backward()
     assert {name for name, _ in provider.placeholders} == {"first.weight", "second.weight"}
+
+
+@pytest.mark.parametrize("kind", ["Linear", "GroupedMLP"])
+def test_compiled_autograd_makes_a_layer_a_break(kind: str) -> None:
+    """Compiled autograd would drop the operator in silence."""
+    model = Stack(kind, fuse=True)
+    ddp = wrap(model)
+    model(batch()).square().sum().backward()
+    ddp.finish_grad_sync()
+    expected, expected_writes = grads(ddp), writes(ddp)
+    ddp.zero_grad_buffer()
+
+    def step(x: Tensor) -> None:
+        model(x).square().sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(batch())
+    ddp.finish_grad_sync()
+    for name, grad in grads(ddp).items():
+        torch.testing.assert_close(grad, expected[name], msg=name)
+    assert writes(ddp) == {name: 2 * count for name, count in expected_writes.items()}
 
 
 def test_without_effects_of_operators_a_layer_is_a_break_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
