@@ -156,6 +156,17 @@ def recompute_inside(model: Pair, compile: Compile) -> None:
     compile(run)(batch()).sum().backward()
 
 
+def recompute_of_random_numbers_inside(model: Pair, compile: Compile) -> None:
+    def block(x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(model.second(model.first(x).sin()), 0.0, training=True)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(block, x, use_reentrant=False)
+        return y
+
+    compile(run)(batch().requires_grad_()).sum().backward()
+
+
 def recompute_outside(model: Pair, compile: Compile) -> None:
     run = compile(lambda x: model.second(model.first(x).sin()).cos())
     checkpoint(run, batch(), use_reentrant=False).sum().backward()
@@ -276,6 +287,7 @@ def under_inference_between(model: Pair, compile: Compile) -> None:
 
 PROGRAMS = [
     recompute_inside,
+    recompute_of_random_numbers_inside,
     recompute_outside,
     recompute_reentrant,
     saved_tensors_copied,
@@ -508,6 +520,7 @@ def test_a_foreign_provider_gets_its_placeholder() -> None:
     assert {name for name, _ in provider.placeholders} == {"first.weight", "second.weight"}
 
 
+@pytest.mark.slow  # half a minute: compiled autograd traces the wrapper's hooks as well
 @pytest.mark.parametrize("kind", ["Linear", "GroupedMLP"])
 def test_compiled_autograd_makes_a_layer_a_break(kind: str) -> None:
     """Compiled autograd would drop the operator in silence."""

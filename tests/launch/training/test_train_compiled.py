@@ -28,6 +28,8 @@ def losses_of(config: Config) -> list[float]:
 
 def run(folder: Path, ranks: int, sections: dict[str, Any], train: dict[str, Any]) -> tuple[list[float], Any, Counter]:
     """Losses, rank 0's record of what was observed, and what the compiler counted: graphs, and breaks by reason."""
+    if ranks > 1 and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 crashes where threads take turns in compiling, with nn.Linear too")
     config = tiny_config(folder, **sections, train={"num_microbatches": 3, "eval_sequences": 16} | train)
     torch._dynamo.reset()
     counters.clear()
