@@ -1,7 +1,7 @@
 """``convert_linears``: make the linear layers of a model fused, in place; ``unconvert`` undoes it."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -133,15 +133,21 @@ def _fuse(module: nn.Module) -> None:
 
 def _unfuse(module: LinearModule) -> None:
     own = vars(module)
-    for name in ("_uses", "_wgrad_handle", "_wgrad_key"):  # these describe fused products
-        own.pop(name, None)
+    own.pop("_uses", None)  # these describe fused products
     if isinstance(module, FusedConv1D):
+        _drop_handle(own)
         module.__class__ = module._unfused
     elif type(module) is Linear and "label" not in own:  # no Linear constructor ran: the module was an nn.Linear
+        _drop_handle(own)
         del own["fuse_wgrad_accumulation"]
         cast(nn.Module, module).__class__ = nn.Linear
     else:
         module.fuse_wgrad_accumulation = False
+
+
+def _drop_handle(own: dict[str, Any]) -> None:
+    own.pop("_wgrad_handle", None)
+    own.pop("_wgrad_key", None)
 
 
 def _holds_linear_weight(module: nn.Module) -> bool:

@@ -195,6 +195,7 @@ def test_a_module_stays_the_object_it_was() -> None:
         assert isinstance(module, nn.Linear)
         after = dict(module.__dict__)
         assert after.pop("fuse_wgrad_accumulation") is True
+        del after["_wgrad_handle"], after["_wgrad_key"]  # by which compiled code names the module
         assert after.keys() == attributes.keys()
         assert all(after[name] is attributes[name] for name in after)
     assert list(model.state_dict()) == keys
