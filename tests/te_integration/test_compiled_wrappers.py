@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import pipelined
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,6 +173,37 @@ def test_fully_sharded(placements: str, each: bool, before: bool, delay: bool) -
         arguments["reduce_every_microbatch"] = each
     ranks = 4 if placements == "hsdp" else 2
     assert run_ranks(sharded_beside_eager, ranks, arguments, before, delay) == [ONE_GRAPH] * ranks
+
+
+# ---- Pipelines: a stage delays into its own queue, so that its layers are graph breaks. ----
+
+
+def pipeline_beside_eager(kind: str) -> tuple[bool, bool]:
+    """Whether a pipeline of compiled layers has eager's gradients, and computes each weight gradient in its slot."""
+    eager = pipelined.pipelined(kind, 1, 4, True, {})
+    make_plain = pipelined.Block.__init__
+
+    def make_compiled(block: pipelined.Block, *args: Any) -> None:
+        make_plain(block, *args)
+        for layer in (block.up, block.down):
+            layer.compile(backend="aot_eager")
+
+    pipelined.Block.__init__ = make_compiled  # type: ignore[method-assign]
+    try:
+        compiled = pipelined.pipelined(kind, 1, 4, True, {})
+    finally:
+        pipelined.Block.__init__ = make_plain  # type: ignore[method-assign]
+    alike = [
+        theirs.keys() == ours.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        for ours, theirs in zip(compiled.grads, eager.grads, strict=True)
+    ]
+    return all(alike), compiled.slots == eager.slots
+
+
+@pytest.mark.parametrize("kind", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.sampled(1)
+def test_pipelines(kind: str) -> None:
+    assert run_ranks(pipeline_beside_eager, 2, kind) == [(True, True)] * 2
 
 
 # ---- PyTorch's own ``fully_shard``. ----
