@@ -144,6 +144,7 @@ def bench_models(
     """
     architecture, shapes = choose_architecture(bench)
     done: list[Measurement] = []
+    _start_compiler(bench.backend, ranks.device)
     for shape in shapes:
         case = Case(
             architecture,
@@ -160,6 +161,13 @@ def bench_models(
             log(_line(done[-1]))
             save(done)
     return done
+
+
+def _start_compiler(backend: str, device: torch.device) -> None:
+    """Compile something small: a process's first compilation imports the compiler, for which no row should pay."""
+    x = torch.randn(8, 8, device=device, requires_grad=True)
+    torch.compile(lambda x: (x.sin() @ x).sum(), backend=backend)(x).backward()
+    torch._dynamo.reset()
 
 
 def _measure(
