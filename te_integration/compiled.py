@@ -107,19 +107,18 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
 
 
 def _deliver(operands: Sequence[Tensor], key: Tensor, product: int) -> None:
+    if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would replay a fused layer's "
+            "weight gradient without the provider's flags: compile without them (mode='max-autotune-no-cudagraphs'), "
+            "or add 'maingrad::wgrad' to torch._inductor.config.custom_should_partition_ops"
+        )
     handle = _handles.get(int(key.item()))
     module = None if handle is None else handle.module
     if module is None:
         raise RuntimeError(
             "a module was freed between its compiled forward and the backward, and its weight gradients have no place: "
             "keep the model until the last backward"
-        )
-    if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{module.describe()}: torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would "
-            f"replay the weight gradient without the provider's flags: compile without them "
-            f"(mode='max-autotune-no-cudagraphs'), or add 'maingrad::wgrad' to "
-            f"torch._inductor.config.custom_should_partition_ops"
         )
     if torch.is_grad_enabled():
         raise RuntimeError(
