@@ -37,19 +37,29 @@ def accumulate(
     not_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
     before: Callable[[bool], None] | None = None,
 ) -> Tensor:
+    """``accumulate_losses`` of ``forward``, which takes tokens and targets: tokens [M, 1, T + 1]."""
+    return accumulate_losses(lambda row: forward(row[:, :-1], row[:, 1:]), tokens, not_last=not_last, before=before)
+
+
+def accumulate_losses(
+    loss_of: Callable[[Tensor], Tensor],
+    microbatches: Tensor,
+    *,
+    not_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before: Callable[[bool], None] | None = None,
+) -> Tensor:
     """Forward and backward of all microbatches; returns the last one's loss, detached.
 
-    tokens    [M, 1, T + 1]
     not_last  the context of every microbatch but the last (``no_sync``)
     before    called before each microbatch; its argument says whether this microbatch is the last
     """
-    num_microbatches = len(tokens)
-    for index, row in enumerate(tokens):
+    num_microbatches = len(microbatches)
+    for index, microbatch in enumerate(microbatches):
         is_last = index == num_microbatches - 1
         if before is not None:
             before(is_last)
         with nullcontext() if is_last else not_last():
-            loss = forward(row[:, :-1], row[:, 1:])
+            loss = loss_of(microbatch)
             (loss / num_microbatches).backward()
     return loss.detach()
 

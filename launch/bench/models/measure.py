@@ -4,7 +4,6 @@ A row's time is the median over rounds of a round's mean step. A round ends with
 and reduction is on the clock. Clipping is off. A row that cannot be measured stays in the table with its reason.
 """
 
-import gc
 import math
 import statistics
 import time
@@ -18,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from ...config.error import ConfigError
 from ..data_parallel.ranks import AnyRankFailed, Ranks
-from ..steps import time_steps
+from ..steps import free_memory, peak_gib, reset_peak, time_steps
 from .architectures import ARCHITECTURES, Architecture, Shape
 from .rows import ROWS, Case, Row
 
@@ -196,11 +195,11 @@ def _measure(
         try:
             with ranks.attempt(with_groups=True):
                 mine = _time_row(bench, case, row)
-                _release(case.device)  # memory that a process group has mapped is freed before the group ends
+                free_memory(case.device)  # memory that a process group has mapped is freed before the group ends
         except AnyRankFailed as failure:
             problem = str(failure)
             log(failure.details)
-    _release(case.device)  # a failure's traceback holds frames, and the frames hold a model
+    free_memory(case.device)  # a failure's traceback holds frames, and the frames hold a model
     # One rank's refusal or failure counts for all ranks.
     told: list[tuple[str | None, dict[str, Any]]] = ranks.exchange((problem, mine))
     problem = next((each for each, _ in told if each), None)
@@ -242,13 +241,13 @@ def _time_row(bench: ModelsBench, case: Case, row: Row) -> dict[str, Any]:
             step()
         if on_cuda:
             torch.cuda.synchronize(case.device)
-            torch.cuda.reset_peak_memory_stats(case.device)
+        reset_peak(case.device)
         times, last_loss = [], first_loss
         for _ in range(bench.num_rounds):
             dist.barrier()
             milliseconds, last_loss = time_steps(step, bench.num_steps, case.device)
             times.append(milliseconds)
-        peak = torch.cuda.max_memory_allocated(case.device) / 2**30 if on_cuda else 0.0
+        peak = peak_gib(case.device)
         dist.barrier()
         num_graphs = int(counters["stats"]["unique_graphs"])
         del step
@@ -264,12 +263,6 @@ def _time_row(bench: ModelsBench, case: Case, row: Row) -> dict[str, Any]:
         "first_loss": first_loss,
         "last_loss": last_loss,
     }
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _line(measured: Measurement) -> str:

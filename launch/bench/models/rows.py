@@ -6,7 +6,6 @@ unit holds the embedding, the last norm and the head.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from ....ddp import DistributedDataParallel, DistributedDataParallelConfig, Dist
 from ....ddp.torch_internals import zero_cta_options
 from ....fsdp import MixedPrecisionPolicy, fully_shard
 from ....te_integration import convert_linears
+from ..steps import accumulate_losses
 from .architectures import Architecture, Shape, decoder_layers
 
 __all__ = ["LEARNING_RATE", "ROWS", "Case", "Row", "Step"]
@@ -50,11 +50,20 @@ class Case(NamedTuple):
         """This rank's tokens [M, B, T]."""
         return self.architecture.tokens(self.shape, self.num_microbatches, self.rank, self.device)
 
-    def make_model(self, dtype: torch.dtype) -> nn.Module:
-        """The architecture with the same weights for every row."""
-        return self.architecture.make(dtype, self.device)
+    def make_model(self, dtype: torch.dtype, *, fused: bool = False, compiled: bool = False) -> nn.Module:
+        """The architecture with the same weights for every row.
 
-    def compile(self, model: nn.Module) -> None:
+        fused     convert its linear layers
+        compiled  compile its decoder layers
+        """
+        model = self.architecture.make(dtype, self.device)
+        if fused:
+            convert_linears(model)
+        if compiled:
+            self._compile(model)
+        return model
+
+    def _compile(self, model: nn.Module) -> None:
         """Compile the decoder layers in place, each whole; the loss as well if the benchmark's options say so."""
         for layer in decoder_layers(model):
             layer.compile(fullgraph=True, backend=self.backend)
@@ -75,37 +84,21 @@ class Row(NamedTuple):
     """Why the row cannot be measured in this case; None if it can."""
 
 
-def _accumulate(
-    forward: nn.Module,
-    tokens: Tensor,
-    *,
-    not_last: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    before: Callable[[bool], None] = lambda _: None,
-) -> Tensor:
-    """Forward and backward of all microbatches; returns the last one's loss, detached.
+def _loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The loss of tokens [B, T]; the model shifts the labels itself."""
 
-    tokens    [M, B, T]; the model shifts the labels itself
-    not_last  the context of every microbatch but the last (``no_sync``)
-    before    called before each microbatch; its argument says whether this microbatch is the last
-    """
-    for index, microbatch in enumerate(tokens):
-        is_last = index == len(tokens) - 1
-        before(is_last)
-        with nullcontext() if is_last else not_last():
-            loss: Tensor = forward(input_ids=microbatch, labels=microbatch).loss
-            (loss / len(tokens)).backward()
-    return loss.detach()
+    def loss_of(tokens: Tensor) -> Tensor:
+        loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    return loss_of
 
 
 # ---- Ours. ----
 
 
 def _zero1(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:
-    model = case.make_model(torch.bfloat16)
-    if fused:
-        convert_linears(model)
-    if compiled:
-        case.compile(model)
+    model = case.make_model(torch.bfloat16, fused=fused, compiled=compiled)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
@@ -118,7 +111,7 @@ def _zero1(case: Case, *, fused: bool = True, compiled: bool = False, copy_engin
 
     def step() -> Tensor:
         ddp.zero_grad_buffer()
-        loss = _accumulate(ddp, tokens, not_last=ddp.no_sync)
+        loss = accumulate_losses(_loss_of(ddp), tokens, not_last=ddp.no_sync)
         ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
         optimizer.step()
         return loss
@@ -127,11 +120,7 @@ def _zero1(case: Case, *, fused: bool = True, compiled: bool = False, copy_engin
 
 
 def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:
-    model = case.make_model(torch.float32)
-    if fused:
-        convert_linears(model)
-    if compiled:
-        case.compile(model)
+    model = case.make_model(torch.float32, fused=fused, compiled=compiled)
     shard = partial(
         fully_shard,
         placements="zero3",
@@ -145,7 +134,7 @@ def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engin
     tokens = case.tokens()
 
     def step() -> Tensor:
-        loss = _accumulate(sharded, tokens, not_last=sharded.no_sync)
+        loss = accumulate_losses(_loss_of(sharded), tokens, not_last=sharded.no_sync)
         adamw.step()
         adamw.zero_grad()
         return loss
@@ -168,9 +157,7 @@ def _fsdp2(case: Case, *, reshard: bool, compiled: bool = False, symm_mem: bool 
     reshard   ZeRO-3; otherwise ZeRO-2: parameters stay gathered until the last microbatch's backward has used them
     symm_mem  communicate from symmetric memory, gathers on copy engines
     """
-    model = case.make_model(torch.float32)
-    if compiled:
-        case.compile(model)
+    model = case.make_model(torch.float32, compiled=compiled)
     mesh = _copy_engine_mesh(case) if symm_mem else init_device_mesh(case.device.type, (case.num_ranks,))
     policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
@@ -189,7 +176,7 @@ def _fsdp2(case: Case, *, reshard: bool, compiled: bool = False, symm_mem: bool 
             root.set_reshard_after_backward(is_last)
 
     def step() -> Tensor:
-        loss = _accumulate(root, tokens, before=before)
+        loss = accumulate_losses(_loss_of(root), tokens, before=before)
         adamw.step()
         adamw.zero_grad()
         return loss
