@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compiled import each_once, wgrad
-from .fused_linear import cast, input_grad, linear_product, rows_of
+from .fused_linear import cast, dtype_of_products, input_grad, linear_product, rows_of
 
 __all__ = ["compiled_linear"]
 
@@ -29,10 +29,7 @@ def compiled_linear(
     key      of the module: ``WgradHandle.key``
     product  the number that the module's ``deliver_wgrad`` gets
     """
-    device_type = input.device.type
-    if torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64:
-        input = cast(input, torch.get_autocast_dtype(device_type))
-    input, *weights = each_once((input, *weights))
+    input, *weights = each_once((cast(input, dtype_of_products(input)), *weights))
     output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
     return output
 

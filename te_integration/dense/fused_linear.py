@@ -21,6 +21,7 @@ from ..wgrad_queue import WgradQueue
 __all__ = [
     "LinearUse",
     "cast",
+    "dtype_of_products",
     "fused_linear",
     "input_grad",
     "linear_product",
@@ -96,9 +97,7 @@ def fused_linear(input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, 
     Backward reaches the weights through weak references: see ``WgradTarget``. ``autograd.grad`` and
     ``create_graph=True`` get ordinary gradients and write nothing.
     """
-    dtype, device_type = input.dtype, input.device.type
-    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = dtype_of_products(input)
     if not use.save_original_input:
         input = cast(input, dtype)  # not in _FusedLinear: second derivatives need the cast in the graph
     output: Tensor = _apply_directly(input, use, dtype, *weights, bias)  # type: ignore[no-untyped-call]
@@ -125,6 +124,14 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rows_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def dtype_of_products(input: Tensor) -> torch.dtype:
+    """The dtype that a product of ``input`` is computed in: autocast's under autocast, but for fp64, else its own."""
+    dtype, device_type = input.dtype, input.device.type
+    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+    return dtype
 
 
 def linear_product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, *, transposed: bool) -> Tensor:

@@ -18,7 +18,8 @@ from ...kernels.operators import (
     grouped_wgrad_op,
 )
 from ..compiled import each_once, wgrad
-from ..dense.fused_linear import cast
+from ..dense.fused_linear import cast, dtype_of_products
+from .fused_grouped_linear import parts_of
 
 __all__ = ["compiled_grouped_linear"]
 
@@ -40,10 +41,7 @@ def compiled_grouped_linear(
                      autograd delivers them
     product          the number that ``deliver_wgrad`` gets
     """
-    dtype, device_type = rows.dtype, rows.device.type
-    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
-    rows, *parameters = each_once((cast(rows, dtype), *weights, *biases))
+    rows, *parameters = each_once((cast(rows, dtype_of_products(rows)), *weights, *biases))
     arguments = rows, key, product, offsets, bias_scale, len(weights), *parameters
     output: Tensor = _CompiledGroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
@@ -51,12 +49,6 @@ def compiled_grouped_linear(
 
 def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [cast(tensor, dtype) for tensor in tensors]
-
-
-def _parts(gradient: Tensor, packed: bool, needs: Sequence[bool]) -> list[Tensor | None]:
-    """A gradient [E, ...] as the gradients of E tensors, or of one packed tensor."""
-    parts = (gradient,) if packed else gradient.unbind()
-    return [part if need else None for part, need in zip(parts, needs, strict=True)]
 
 
 class _CompiledGroupedLinear(torch.autograd.Function):
@@ -96,7 +88,7 @@ class _CompiledGroupedLinear(torch.autograd.Function):
         dbs: list[Tensor | None] = [None] * len(biases)
         if True in needs_db:
             db = grouped_bias_grad_op(dy, offsets, scale, biases[0].dtype)
-            dbs = _parts(db, biases[0].dim() == 2, needs_db)
+            dbs = parts_of(db, biases[0].dim() == 2, needs_db)
         dws: list[Tensor | None] = [None] * len(weights)
         if True in needs_dw and key is not None:
             assert wgrad is not None, "can_compile was asked"
@@ -104,5 +96,5 @@ class _CompiledGroupedLinear(torch.autograd.Function):
         elif True in needs_dw:
             dtype = weights[0].dtype if weights[0].dtype in (torch.float32, dy.dtype) else dy.dtype
             dw = cast(grouped_wgrad_op(dy, cast(x, dy.dtype), offsets, dtype), weights[0].dtype)
-            dws = _parts(dw, weights[0].dim() == 3, needs_dw)
+            dws = parts_of(dw, weights[0].dim() == 3, needs_dw)
         return (dx, None, None, None, ds, None, *dws, *dbs)

@@ -17,7 +17,7 @@ from ...ddp.contract.target import GroupedWgradTarget, Place, fresh_grouped_wgra
 from ...ddp.contract.torch_ddp import in_torch_ddp
 from ...ddp.torch_internals import current_backward
 from ...kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
-from ..dense.fused_linear import refuse_split_backward
+from ..dense.fused_linear import cast, dtype_of_products, refuse_split_backward
 from ..dense.transforms import refuse_in_transform
 from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue
@@ -28,7 +28,7 @@ from .grouped_products import (
     differentiable_wgrad,
 )
 
-__all__ = ["GroupedUse", "fused_grouped_linear"]
+__all__ = ["GroupedUse", "fused_grouped_linear", "parts_of"]
 
 
 class GroupedUse:
@@ -123,13 +123,11 @@ def fused_grouped_linear(
 
     ``autograd.grad`` and ``create_graph=True`` get ordinary gradients and write nothing.
     """
-    dtype, device_type = input.dtype, input.device.type
-    if torch.is_autocast_enabled(device_type) and dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device_type)
+    dtype = dtype_of_products(input)
     _check_buffer(use.owner, "out", out, (input.shape[0], _features(weights)), dtype, input.device)
     _check_buffer(use.owner, "grad_input", grad_input, tuple(input.shape), dtype, input.device)
     if not use.save_original_input:
-        input = _cast(input, dtype)
+        input = cast(input, dtype)
     elif grad_input is not None and input.dtype is not dtype:
         raise ValueError(f"{use.owner}: grad_input with save_original_input needs an input of {dtype}")
     experts = (weights,) if isinstance(weights, Tensor) else tuple(weights)
@@ -163,14 +161,16 @@ def _check_buffer(
         )
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+def parts_of(gradient: Tensor, packed: bool, needs: Sequence[bool]) -> list[Tensor | None]:
+    """A gradient [E, ...] as the gradients of E tensors, or of one packed tensor; None where none is needed."""
+    parts = (gradient,) if packed else gradient.unbind()
+    return [part if need else None for part, need in zip(parts, needs, strict=True)]
 
 
 def _per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> PerExpert:
     first = tensors[0]
     if packed:
-        return _cast(first, dtype)
+        return cast(first, dtype)
     if all(tensor.dtype is dtype for tensor in tensors):
         return tensors
     together = first.new_empty(len(tensors), *first.shape, dtype=dtype)  # needs no table of pointers
@@ -212,7 +212,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
         ctx.bias_dtype = biases[0].dtype if biases else None
         ctx.scale_dtype = None if scale is None else scale.dtype
-        x = _cast(input, call.dtype)
+        x = cast(input, call.dtype)
         with _without_autocast(x.device.type):
             y = grouped_linear(
                 x,
@@ -258,15 +258,14 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
     dx = None
     if needs_dx:
         dx = grouped_dgrad(dy, _per_expert(weights, use.packed, dy.dtype), offsets, out=call.grad_input)
-        dx = _cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
+        dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
     dbs: list[Tensor | None] = [None] * len(needs_db)
     if True in needs_db:
         db = grouped_bias_grad(dy, offsets, scale=scale, dtype=ctx.bias_dtype)
-        parts = (db,) if call.packed_bias else db.unbind()
-        dbs = [part if need else None for part, need in zip(parts, needs_db, strict=True)]
+        dbs = parts_of(db, call.packed_bias, needs_db)
     ds = None
     if needs_ds:
-        ds = _cast(grouped_scale_grad(dy, _per_expert(biases, call.packed_bias, dy.dtype), offsets), ctx.scale_dtype)
+        ds = cast(grouped_scale_grad(dy, _per_expert(biases, call.packed_bias, dy.dtype), offsets), ctx.scale_dtype)
     return (dx, None, None, *_weight_grads(ctx, dy, x, offsets, wanted, places), *dbs, ds)
 
 
@@ -278,7 +277,7 @@ def _weight_grads(
     results: list[Tensor | None] = [None] * len(wanted)
     if x is None:
         return results
-    x = _cast(x, dy.dtype)
+    x = cast(x, dy.dtype)
     plain = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
     if True in plain:
         results = fresh_grouped_wgrads(dy, x, offsets, plain, ctx.weight_dtype, packed=use.packed)
@@ -303,21 +302,17 @@ def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tup
     def packed(tensors: Sequence[Tensor], are_packed: bool) -> Tensor:
         return (tensors[0] if are_packed else torch.stack(tuple(tensors))).to(dy.dtype)
 
-    def each(gradient: Tensor, is_packed: bool, needed: Sequence[bool]) -> list[Tensor | None]:
-        parts = (gradient,) if is_packed else gradient.unbind()
-        return [part if need else None for part, need in zip(parts, needed, strict=True)]
-
     dx = ds = None
     if needs_dx:
         dx = differentiable_dgrad(dy, packed(weights, ctx.use.packed), offsets).to(ctx.input_dtype)
     dws: list[Tensor | None] = [None] * len(wanted)
     if x is not None:
         dw = differentiable_wgrad(dy, x.to(dy.dtype), offsets).to(ctx.weight_dtype)
-        dws = each(dw, ctx.use.packed, [want is not Demand.NOTHING for want in wanted])
+        dws = parts_of(dw, ctx.use.packed, [want is not Demand.NOTHING for want in wanted])
     dbs: list[Tensor | None] = [None] * len(needs_db)
     if True in needs_db:
         db = differentiable_bias_grad(dy, scale, offsets).to(ctx.bias_dtype)
-        dbs = each(db, call.packed_bias, needs_db)
+        dbs = parts_of(db, call.packed_bias, needs_db)
     if needs_ds:
         ds = differentiable_scale_grad(dy, packed(biases, call.packed_bias), offsets).to(ctx.scale_dtype)
     return (dx, None, None, *dws, *dbs, ds)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...kernels import scaled_glu, scaled_glu_backward
 from ..dense.activations import activation_named
+from ..dense.fused_linear import cast, dtype_of_products
 from ..dense.transforms import in_transform
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSwiGLU", "glu_options", "scaled_activation"]
@@ -99,9 +100,7 @@ def scaled_activation(input: Tensor, scales: Tensor | None, options: Mapping[str
             f"a scaled {options['activation']} needs an input [..., 2 features] and a scale for each of its rows; got "
             f"{tuple(input.shape)} and {None if scales is None else tuple(scales.shape)}"
         )
-    device_type = input.device.type
-    if torch.is_autocast_enabled(device_type) and input.dtype is not torch.float64:
-        input = input.to(torch.get_autocast_dtype(device_type))
+    input = cast(input, dtype_of_products(input))
     rows = input.reshape(input.shape[:-1].numel(), input.shape[-1])
     row_scales = None if scales is None else scales.reshape(-1)
     if torch.compiler.is_compiling() or in_transform():
