@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
+from ...ddp.graphs.recorded import RecordedLaunch, record_launch
 from ...ddp.torch_internals import current_backward
 from ..simulation import collectives as move
 from .collectives import Operation, Payload, reduce_op_name
@@ -60,8 +61,12 @@ class SimulatedWork(dist.Work):
         self._group = group
         self._pending = pending
         self._results = results
+        self.recorded: RecordedLaunch | None = None
+        """Where the operation was launched in a capture: what a replay launches."""
 
     def wait(self, timeout: Any = None) -> bool:
+        if self.recorded is not None:
+            self.recorded.note_wait()
         for pending in self._pending:
             self._group.scheduler.wait(self._group.own_rank(), pending)
         return True
@@ -164,18 +169,20 @@ class SimulatedProcessGroup(dist.ProcessGroup):
         rank = self.own_rank()
         self.scheduler.raise_if_stopped()
         self.scheduler.record(rank, f"launch {description} of {self.shared.describe()}")
+        recorded = record_launch(lambda: self._join(description, operation, payload, results))
         with self._failing(rank):
             collective = self.shared.join(self.rank(), description, operation, payload)
-        return self._launched(rank, collective, results)
+        return self._launched(rank, collective, results, recorded)
 
     def _transfer(self, tensor: Tensor, source: int | None, target: int, tag: int, *, sending: bool) -> SimulatedWork:
         rank = self.own_rank()
         self.scheduler.raise_if_stopped()
         transfer = Transfer(self.shared, "send" if sending else "recv", tensor, source, target, tag)
         self.scheduler.record(rank, f"launch {transfer.describe()}")
+        recorded = record_launch(lambda: self._transfer(tensor, source, target, tag, sending=sending))
         with self._failing(rank):
             self.shared.transfer(transfer, sending=sending)
-        return self._launched(rank, transfer, [tensor])
+        return self._launched(rank, transfer, [tensor], recorded)
 
     @contextlib.contextmanager
     def _failing(self, rank: SimulatedRank) -> Iterator[None]:
@@ -186,11 +193,15 @@ class SimulatedProcessGroup(dist.ProcessGroup):
             self.scheduler.fail(rank, error)
             raise
 
-    def _launched(self, rank: SimulatedRank, pending: Pending, results: list[Any]) -> SimulatedWork:
+    def _launched(
+        self, rank: SimulatedRank, pending: Pending, results: list[Any], recorded: RecordedLaunch | None
+    ) -> SimulatedWork:
         if self._coalescing is not None:
             self._coalescing.append(pending)
         self.scheduler.pass_baton(rank)
-        return SimulatedWork(self, [pending], results)
+        work = SimulatedWork(self, [pending], results)
+        work.recorded = recorded
+        return work
 
     # Reductions.
 

@@ -1,0 +1,146 @@
+"""``capture_into``: work on a device, captured as a CUDA graph. On CPUs a stand-in records operations.
+
+A replay runs kernels on the memory of the capture, and no Python. Several graphs may share a ``GraphPool``: then they
+must be replayed in the order in which they were captured, since memory that is free after one graph serves the next.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .recorded import RecordedGraph
+
+__all__ = ["CapturedGraph", "GraphPool", "is_capturing"]
+
+
+class _Graph(Protocol):
+    """A CUDA graph, or the CPU's stand-in."""
+
+    def replay(self) -> None:
+        """Run the captured work again, on the current stream."""
+
+    def reset(self) -> None:
+        """Free the graph."""
+
+
+class GraphPool:
+    """Memory that graphs of one device share, and the stream that captures them.
+
+    device  a CUDA device with an index, or the CPU
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """Captures run on this stream. Warm-ups should too: autograd remembers the stream of a forward."""
+        self._handle: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Run a block on ``stream``, ordered behind the current stream, which then waits for the block's work."""
+        if self.stream is None:
+            yield
+            return
+        around = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(around)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            around.wait_stream(self.stream)
+
+
+_capturing = 0
+"""Number of captures under way in this process. No thread-local: backward runs on threads of autograd's."""
+
+
+def is_capturing() -> bool:
+    """Whether a ``CapturedGraph`` captures now: its owner does the contract's Python again at each replay."""
+    return _capturing > 0
+
+
+class CapturedGraph:
+    """Work that was captured once and can be replayed.
+
+    pool  the memory, device and stream
+    """
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._graph: _Graph | None = None
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture the work of this block. On CUDA nothing runs; on the CPU the work runs, and is recorded.
+
+        If the block raises, the capture ends, its memory returns to the pool, and the error goes on. Errors of the
+        device about operations that cannot be captured get a note that says what they mean.
+        """
+        global _capturing
+        _capturing += 1
+        try:
+            if self._pool.stream is None:
+                recorded = RecordedGraph()
+                with recorded.recording():
+                    yield
+                self._graph = recorded
+            else:
+                with self._capture_cuda(self._pool.stream):
+                    yield
+        finally:
+            _capturing -= 1
+
+    @contextmanager
+    def _capture_cuda(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._pool.device)
+        gc.collect()  # a finalizer that frees device memory during the capture would break it
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(stream):
+            # Other threads go on (NCCL's watchdog asks events), so their calls are no errors.
+            graph.capture_begin(pool=self._pool._handle, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException as error:
+                _end_broken(graph)
+                if isinstance(error, RuntimeError) and "captur" in str(error):
+                    error.add_note(_NOT_CAPTURABLE)
+                raise
+            graph.capture_end()
+        self._graph = graph
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is something to replay."""
+        return self._graph is not None
+
+    def replay(self) -> None:
+        """Run the captured work on the current stream, behind what is queued there."""
+        assert self._graph is not None, "captured before"
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Free the graph. Its memory is free when the last graph of the pool is."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.reset()
+
+
+_NOT_CAPTURABLE = (
+    "This work was being captured into a CUDA graph, where the host can neither read a value of the device "
+    "(.item(), float(tensor), a mask that selects rows, printing) nor wait for it, nor copy from memory that is not "
+    "pinned: keep such work outside of the captured function."
+)
+
+
+def _end_broken(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture that has failed: torch raises again, and the first error is the one that tells something."""
+    ends: tuple[Callable[[], None], ...] = (graph.capture_end, graph.reset)
+    for end in ends:
+        try:
+            end()
+        except RuntimeError:
+            continue

@@ -1,0 +1,132 @@
+"""``RecordedGraph``: the CPU's stand-in of a CUDA graph, so that tests without a GPU see every effect that is lost.
+
+It records each operation of a block with its tensors, and a replay runs the operations again on the same memory. No
+Python around them runs again, no version counter rises, and no hook is called: what a CUDA graph does not replay, this
+does not either. Different from a CUDA graph in two ways. The recorded block has run once. And memory that the block has
+freed is kept, where a CUDA graph gives it to a later graph of its pool.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_internals import tree_leaves, tree_map
+
+__all__ = ["RecordedGraph", "RecordedLaunch", "record_launch"]
+
+_HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_consecutive", "_unique2", "unique_dim"}
+_MAKE_NO_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_local = threading.local()
+
+
+class RecordedGraph:
+    """The operations of one block."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run a block of this thread and record it. A thread records one block at a time."""
+        if getattr(_local, "graph", None) is not None:
+            raise RuntimeError("a capture within a capture")
+        _local.graph = self
+        try:
+            with _Recorder(self):
+                yield
+        except BaseException:
+            self.calls.clear()
+            raise
+        finally:
+            _local.graph = None
+
+    def replay(self) -> None:
+        """Run the operations again."""
+        with torch.no_grad():
+            for call in self.calls:
+                call()
+
+    def reset(self) -> None:
+        """Forget the operations, and with them the memory."""
+        self.calls.clear()
+
+
+class RecordedLaunch:
+    """An operation of a process group that a replay launches again."""
+
+    def __init__(self, graph: RecordedGraph, start: Callable[[], Any]) -> None:
+        self._graph = graph
+        self._start = start
+        self._work: Any = None
+        graph.calls.append(self._launch)
+
+    def note_wait(self) -> None:
+        """The program waits for the operation now: replays do too."""
+        if getattr(_local, "graph", None) is self._graph:
+            self._graph.calls.append(lambda: self._work.wait())
+
+    def _launch(self) -> None:
+        self._work = self._start()
+
+
+def record_launch(start: Callable[[], Any]) -> RecordedLaunch | None:
+    """Have replays call ``start``, which returns a ``Work``; None where this thread does not record.
+
+    For process groups whose collectives are no operations of torch (simulated ranks).
+    """
+    graph: RecordedGraph | None = getattr(_local, "graph", None)
+    return None if graph is None else RecordedLaunch(graph, start)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _HOST_READS:
+            raise RuntimeError(f"operation not permitted when capturing: {func} reads a value on the host")
+        result = func(*args, **kwargs)
+        if not func.is_view and name not in _MAKE_NO_VALUES:
+            self._record(func, *tree_map(_plain, (args, kwargs, result)))
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = {_memory(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        made = [
+            (place, tensor)
+            for place, tensor in enumerate(tree_leaves(result))
+            if isinstance(tensor, Tensor) and tensor.numel() and _memory(tensor) not in inputs
+        ]
+        collective = func.namespace == "c10d"
+
+        def call() -> None:
+            again = tree_leaves(func(*args, **kwargs))
+            for place, tensor in made:
+                tensor.copy_(again[place])
+            if collective:
+                _wait(again)
+
+        self._graph.calls.append(call)
+
+
+def _plain(value: Any) -> Any:
+    """A tensor's memory without its graph and version counter."""
+    return value.data if isinstance(value, Tensor) else value
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _wait(results: Sequence[Any]) -> None:
+    for result in results:
+        if isinstance(result, torch.ScriptObject):
+            result.wait()
