@@ -85,7 +85,7 @@ def record_launch(start: Callable[[], Any]) -> RecordedLaunch | None:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, graph: RecordedGraph) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._graph = graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,5 +128,5 @@ def _memory(tensor: Tensor) -> int:
 
 def _wait(results: Sequence[Any]) -> None:
     for result in results:
-        if isinstance(result, torch.ScriptObject):
-            result.wait()
+        if isinstance(result, torch.ScriptObject):  # a Work
+            result.wait()  # type: ignore[attr-defined]
