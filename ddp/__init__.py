@@ -6,6 +6,7 @@ from .collectives.failure_report import CollectiveError as CollectiveError
 from .collectives.world import WORLD_OF_ONE as WORLD_OF_ONE
 from .config import DistributedDataParallelConfig as DistributedDataParallelConfig
 from .contract.main_grad import add_grad as add_grad
+from .graphs.training_step import GraphedTrainingStep as GraphedTrainingStep
 from .optimizer.distributed_optimizer import DistributedOptimizer as DistributedOptimizer
 from .optimizer.grad_norm import clip_grad_norm as clip_grad_norm
 from .optimizer.grad_scaler import GradScaler as GradScaler
@@ -19,6 +20,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "GradScaler",
+    "GraphedTrainingStep",
     "add_grad",
     "clip_grad_norm",
     "load_checkpoint",

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..ddp.collectives.captures import is_capturing
 from ..ddp.contract.module import forms_of
 from ..ddp.torch_internals import has_tensor_hooks, will_execute
 from .torch_internals import (
@@ -107,7 +108,7 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
 
 
 def _deliver(operands: Sequence[Tensor], key: Tensor, product: int) -> None:
-    if operands[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if operands[0].is_cuda and torch.cuda.is_current_stream_capturing() and not is_capturing():
         raise RuntimeError(
             "torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would replay a fused layer's "
             "weight gradient without the provider's flags: compile without them (mode='max-autotune-no-cudagraphs'), "

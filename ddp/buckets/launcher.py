@@ -95,6 +95,15 @@ class BucketLauncher:
         """Start a new iteration."""
         self._next = 0
 
+    def forget(self) -> None:
+        """A capture has failed: what was launched in it has not run. On CPUs it has, and is waited for."""
+        for bucket in self._buckets:
+            flight = self._in_flight.pop(bucket.index, None)
+            if flight is not None and not self._streams:
+                flight.wait()
+            if bucket.phase is Phase.REDUCING:
+                bucket.phase = Phase.REDUCED
+
     def launch(self, bucket: Bucket, start: Callable[[Tensor], InFlight] | None = None) -> None:
         """Launch this bucket now. The caller makes sure that all ranks launch in one order.
 

@@ -104,7 +104,8 @@ class ParamGather:
             collective = self._launch(observer)
             collective.wait()
             if self._event is None:
-                self._event = torch.cuda.Event()
+                # External: where a wait for it is captured, each replay waits for the gather that was started last.
+                self._event = torch.cuda.Event(external=True)
             self._event.record(stream)
         self._streams = set()
         self._flight = _Flight(collective, home, observer)
@@ -163,6 +164,17 @@ class ParamGather:
         self.arrive()
         if self.guards:
             self._take_off(at_once=True)
+
+    def wait_in_graph(self) -> None:
+        """At the start of a capture: wait here where no read of a parameter will (see ``arrive``)."""
+        if self._event is not None and not (self.under_way and self.guards):
+            current_stream(self.flat.device).wait_event(self._event)
+
+    def leave_graph(self) -> None:
+        """A capture is over: order the current stream behind the gather, since waits in the capture ordered nothing."""
+        self._streams = set()
+        if self._event is not None:
+            self._order_stream(self._event)
 
     def _have_wait(self, params: Iterable[Tensor]) -> None:
         self.guards = self._has_guarded = True

@@ -1,4 +1,4 @@
-"""``capture_into``: work on a device, captured as a CUDA graph. On CPUs a stand-in records operations.
+"""``CapturedGraph``: work on a device, captured as a CUDA graph. On CPUs a stand-in records operations.
 
 A replay runs kernels on the memory of the capture, and no Python. Several graphs may share a ``GraphPool``: then they
 must be replayed in the order in which they were captured, since memory that is free after one graph serves the next.
@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..collectives.captures import capturing
 from .recorded import RecordedGraph
 
-__all__ = ["CapturedGraph", "GraphPool", "is_capturing"]
+__all__ = ["CapturedGraph", "GraphPool"]
 
 
 class _Graph(Protocol):
@@ -53,15 +54,6 @@ class GraphPool:
             around.wait_stream(self.stream)
 
 
-_capturing = 0
-"""Number of captures under way in this process. No thread-local: backward runs on threads of autograd's."""
-
-
-def is_capturing() -> bool:
-    """Whether a ``CapturedGraph`` captures now: its owner does the contract's Python again at each replay."""
-    return _capturing > 0
-
-
 class CapturedGraph:
     """Work that was captured once and can be replayed.
 
@@ -79,9 +71,7 @@ class CapturedGraph:
         If the block raises, the capture ends, its memory returns to the pool, and the error goes on. Errors of the
         device about operations that cannot be captured get a note that says what they mean.
         """
-        global _capturing
-        _capturing += 1
-        try:
+        with capturing():
             if self._pool.stream is None:
                 recorded = RecordedGraph()
                 with recorded.recording():
@@ -90,8 +80,6 @@ class CapturedGraph:
             else:
                 with self._capture_cuda(self._pool.stream):
                     yield
-        finally:
-            _capturing -= 1
 
     @contextmanager
     def _capture_cuda(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -111,6 +99,11 @@ class CapturedGraph:
                 raise
             graph.capture_end()
         self._graph = graph
+
+    @property
+    def ran(self) -> bool:
+        """Whether the captured work has run in the capture, as on CPUs."""
+        return self._pool.stream is None
 
     @property
     def is_captured(self) -> bool:

@@ -14,11 +14,6 @@ from torch import Tensor
 
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
-from ..collectives.placements import placements_of
-from ..gathers.compiled_modules import wait_before_compiled_code
-from ..gathers.guard import find_keepers, guard_reads
-from ..gathers.param_gather import ParamGather
-from ..gathers.reader_threads import ReaderThreads
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -27,6 +22,7 @@ from .fit import check_fits, layout_key, shard_of_how_many
 from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
+from .param_sync import ParamSync
 from .step_order import step_order
 
 __all__ = ["DistributedOptimizer"]
@@ -104,26 +100,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """What this rank updates of each parameter: for checkpoints and exports."""
         self._versions = [held.wired.owned.param._version for held in self.slices]
 
-        # Gathers, in the order in which the forward reads parameters.
-        self._threads = ReaderThreads()
-        self._gathers = [
-            ParamGather(
-                flat.bucket.name,
-                flat.params,
-                [wired.owned.param for wired in flat.wired],
-                model.grids[flat.bucket.layout.grid_name],
-                model.failures,
-                self._threads,
-            )
-            for flat in reversed(self._flats)
-            if placements_of(model.ddp_config).inner.gathers and model.grids[flat.bucket.layout.grid_name].size > 1
-        ]
-        self._stream = torch.cuda.Stream(model.device) if self._gathers and model.device.type == "cuda" else None
-        self._keepers = find_keepers(model.module, self._gathers)
-        self._masters.follow_late = bool(self._gathers) or any(
+        self.param_sync = ParamSync(model, self._flats)
+        """The gathers of updated parameters."""
+        self._masters.follow_late = bool(self.param_sync.gathers) or any(
             flat.master is not flat.owned_params for flat in self._flats
         )
-        model.follow(self._gathers, self._masters)
+        model.follow(self.param_sync.gathers, self._masters)
         self._in_charge = object()
         for wired in model.wired:
             wired.record.updater = self._in_charge
@@ -138,17 +120,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "with use_distributed_optimizer=False; its closure ends with model.finish_grad_sync() and "
                 "model.expose_grads()"
             )
-        self._check_in_charge()
+        self._check_steppable()
         self.model.check_started("optimizer.step()")
-        self._adopt_assigned()
-        self._masters.check_gradless()
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
             raise RuntimeError(
                 "torch.amp.GradScaler over DistributedOptimizer: each rank would look for Inf in its own shard only, "
                 "and ranks would skip different steps; use maingrad.ddp.GradScaler"
             )
-        self._threads.come_home()
         if not self.model.is_reduced and (
             self.max_grad_norm is not None or not self.model.ddp_config.can_wait_by_bucket
         ):
@@ -156,24 +135,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish_param_sync()
         self.refresh_masters()
         divisor = self._grad_divisor()
-        early = [gather for gather in self._gathers if gather.flat is self._flats[-1].params]
         for flats in self._passes(at_once=scaled):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
             self._update(flats, divisor)
             self._round(flats)
-            if flats[-1] is self._flats[-1]:  # the next forward reads this bucket first
-                self._start_gathers(early)
-        self._start_gathers([gather for gather in self._gathers if gather not in early])
+            if flats[-1] is self._flats[-1]:
+                self.param_sync.start_first(flats[-1])
         self._masters.note()
-        self._let_parameters_wait()
+        self.param_sync.publish()
 
     def finish_param_sync(self) -> None:
         """Wait for the gathers under way.
 
         Reading a parameter waits by itself. Call this before something reads memory by its address (a CUDA graph).
         """
-        for gather in self._gathers:
-            gather.arrive()
+        self.param_sync.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a new iteration: ``model.zero_grad_buffer()``."""
@@ -198,6 +174,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 same = held.master.to(held.param.dtype) == held.param
                 held.master.copy_(torch.where(same, held.master, held.param))
 
+    def prepare_replay(self) -> None:
+        """Before a replay of a captured step: a step's checks, and what changed parameters bring to the masters."""
+        self._check_steppable()
+        self._masters.check()
+        self.refresh_masters()
+
+    def forget_step(self) -> None:
+        """After a capture that failed: nothing of the step has run."""
+        for segment in self._segments:
+            segment.master.grad = None
+        vars(self).pop("grad_scale", None)
+        vars(self).pop("found_inf", None)
+
     def settle(self) -> None:
         """Prepare masters and state for reading or writing: wait for gathers, and for values that only the device has.
 
@@ -219,12 +208,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._check_in_charge()
         self._adopt_assigned()
-        self._threads.come_home()
+        self.param_sync.begin_step()
         self.finish_param_sync()
         if not whole:
             self._round(self._flats)
-            self._start_gathers(self._gathers)
-            self.finish_param_sync()
+            self.param_sync.start_and_finish()
         self._versions = [held.wired.owned.param._version for held in self.slices]
         self._masters.note()
 
@@ -311,10 +299,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Classes that are not torch's get one pass: such a class may count steps for all parameters together.
         """
         at_once = at_once or not is_of_torch(self.optimizer_class)
-        overlaps = self.model.ddp_config.overlap_param_gather and bool(self._gathers)
-        if at_once or (self.model.is_reduced and not overlaps):
+        if at_once or (self.model.is_reduced and not self.param_sync.overlaps):
             return [self._flats]
-        return step_order(self._flats, reduced=self.model.is_reduced, gathers=overlaps)
+        return step_order(self._flats, reduced=self.model.is_reduced, gathers=self.param_sync.overlaps)
 
     def _update(self, flats: Sequence[FlatBucket], divisor: Tensor | None) -> None:
         """One pass of the inner optimizer over these buckets: the other masters have no gradient in this pass."""
@@ -358,19 +345,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if rounded:
             torch._foreach_copy_([flat.owned_params for flat in rounded], [flat.master for flat in rounded])
 
-    def _start_gathers(self, gathers: Sequence[ParamGather]) -> None:
-        for gather in gathers:
-            gather.start(self._stream, self.model.observer)
-
-    def _let_parameters_wait(self) -> None:
-        """Make every read of a parameter wait for its gather; without overlap, wait for all gathers now."""
-        if not self.model.ddp_config.overlap_param_gather:
-            self.finish_param_sync()
-            return
-        modules = list(self.model.module.modules())
-        wait_before_compiled_code(modules, self._gathers)
-        guard_reads(modules, self._gathers, self._keepers, self._threads)
-
     def _layout_key(self) -> str:
         return layout_key(self.optimizer_class, self.model.plan, self._segments)
 
@@ -378,6 +352,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.settle()
         lengths = {"state": None, "param_groups": len(self.param_groups), "masters": len(self._flats)}
         check_fits(state_dict, self._layout_key(), shard_of_how_many(self.model), lengths)
+
+    def _check_steppable(self) -> None:
+        """The checks of a step, before anything else of it."""
+        self._check_in_charge()
+        self._adopt_assigned()
+        self._masters.check_gradless()
+        self.param_sync.begin_step()
 
     def _check_in_charge(self) -> None:
         if self.model.wired[0].record.updater is not self._in_charge:

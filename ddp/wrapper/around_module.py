@@ -1,5 +1,6 @@
 """A wrapper module that passes attributes which it lacks through to the wrapped module."""
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,10 @@ class AroundModule(nn.Module):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A plain, unwrapped copy of the model: what the wrapper adds stays with the original."""
+        return copy.deepcopy(self.module, memo)
 
     def _has(self, name: str) -> bool:
         own = self.__dict__

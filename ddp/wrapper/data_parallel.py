@@ -6,7 +6,6 @@ parameter ready (``buckets/bucket.py``). A ready bucket is launched in its turn 
 ``collectives/reduction.py``). ``finish_grad_sync`` waits for all buckets. docs/architecture.md tells all of it.
 """
 
-import copy
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -146,7 +145,7 @@ class DistributedDataParallel(AroundModule):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        # Hooks and accumulators on the parameters, and the first rank's values in them.
+        # Hooks and accumulators, and the first rank's values.
         self.readiness = Readiness(self._wired, self._launcher, config, self.device)
         hooks = self.readiness.listen()
         self._attachment = attach_params(self, self._wired, hooks, self.grids)
@@ -159,12 +158,11 @@ class DistributedDataParallel(AroundModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        observer = self.observer
-        observer.forward_started()
+        self.observer.forward_started()
         try:
             return self._forward(*args, **kwargs)
         finally:
-            observer.forward_ended()
+            self.observer.forward_ended()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -200,8 +198,7 @@ class DistributedDataParallel(AroundModule):
         """``start_grad_sync``, and wait: then ``main_grad`` holds the reduced gradients.
 
         num_tokens  with ``calculate_per_token_loss``: this rank's tokens in this iteration, a number or a tensor of one
-                    element on the model's device, which the host does not read. Ranks may have different numbers of
-                    tokens and of microbatches
+                    element, which the host does not read. Ranks may differ in tokens and in microbatches
 
         Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
         ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds NaN or Inf.
@@ -267,6 +264,16 @@ class DistributedDataParallel(AroundModule):
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
         self._launcher.wait()
+        self.zero_grad_buffer()
+
+    def note_replay(self) -> None:
+        """A captured iteration was replayed: what its Python would have left."""
+        self.iteration += 1
+        self._checked = False
+
+    def forget_iteration(self) -> None:
+        """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
+        self._launcher.forget()
         self.zero_grad_buffer()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -338,7 +345,7 @@ class DistributedDataParallel(AroundModule):
 
     @property
     def wired(self) -> Sequence[WiredParam]:
-        """Every trainable parameter with its bucket and record, in the order of the buffers."""
+        """Trainable parameters with their buckets and records, in the order of the buffers."""
         return self._wired
 
     def unwrap(self) -> nn.Module:
@@ -356,12 +363,6 @@ class DistributedDataParallel(AroundModule):
         """``nn.Module.named_parameters``. Raises ``ValueError`` where torch's own wrapper is the caller."""
         check_not_collected((wired.owned.param for wired in self._wired), _OURS)
         return super().named_parameters(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A plain, unwrapped copy of the model: buckets and hooks stay with the original."""
-        return copy.deepcopy(self.module, memo)
-
-    # ---- Wiring. ----
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

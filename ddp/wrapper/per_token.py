@@ -3,17 +3,24 @@
 import torch
 from torch import Tensor
 
+from ..collectives.captures import is_capturing
 from ..collectives.rank_grid import RankGrid
 
 __all__ = ["check_num_tokens", "divide_by_tokens"]
 
 
 def check_num_tokens(num_tokens: Tensor | int | None, *, wanted: bool) -> None:
-    """Raise ``TypeError`` where ``num_tokens`` is missing or not ``wanted``, ``ValueError`` for several elements."""
+    """Raise ``TypeError`` where ``num_tokens`` is missing or not ``wanted``, ``ValueError`` for several elements, and
+    ``RuntimeError`` for a number in a capture."""
     if (num_tokens is not None) != wanted:
         raise TypeError(
             "finish_grad_sync(num_tokens) goes with DistributedDataParallelConfig(calculate_per_token_loss=True), "
             "and only with it"
+        )
+    if isinstance(num_tokens, int) and is_capturing():
+        raise RuntimeError(
+            "finish_grad_sync(num_tokens) got a number in a function that is captured, and every replay would divide "
+            "by this number: give it a tensor on the device, computed from the microbatches"
         )
     if isinstance(num_tokens, Tensor) and num_tokens.numel() != 1:
         raise ValueError(

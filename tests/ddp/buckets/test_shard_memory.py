@@ -253,7 +253,7 @@ def after_steps(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, d
 def in_flight(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, dtype: torch.dtype) -> None:
     backward(ddp, 0, dtype)
     optimizer.step()
-    assert all(gather.under_way is ddp.ddp_config.overlap_param_gather for gather in optimizer._gathers)
+    assert all(gather.under_way is ddp.ddp_config.overlap_param_gather for gather in optimizer.param_sync.gathers)
 
 
 def after_a_forward_that_raised(

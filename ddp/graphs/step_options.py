@@ -1,0 +1,101 @@
+"""What an optimizer's step reads on the host, and where a captured step reads it.
+
+Learning rates lie in device memory, so that schedulers work. Moments and counters stay in the memory of the capture,
+also where ``load_state_dict`` has brought others. All other options are numbers in the kernels' arguments: a step with
+other values is another graph.
+"""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..optimizer.distributed_optimizer import DistributedOptimizer
+
+__all__ = ["StepOptions"]
+
+
+class StepOptions:
+    """The options and the state of ``optimizer`` under graphs."""
+
+    def __init__(self, optimizer: DistributedOptimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
+        self._loaded: list[Any] = [None] * len(self._rates)
+        self._state: list[tuple[Tensor, str, Tensor]] = []
+
+    def key(self) -> tuple[Hashable, ...]:
+        """What is part of the kernels' arguments."""
+        groups = [
+            tuple(
+                (name, _identity(value)) for name, value in group.items() if name not in ("params", "initial_lr", "lr")
+            )
+            for group in self._optimizer.param_groups
+        ]
+        return (self._optimizer.max_grad_norm, *groups)
+
+    def load(self) -> None:
+        """Before a replay: bring learning rates and moments to where the captured kernels read them."""
+        for place, group in enumerate(self._optimizer.param_groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):
+                self._rates[place].copy_(rate, non_blocking=True)
+                self._loaded[place] = None
+            elif rate != self._loaded[place]:
+                self._rates[place].fill_(rate)
+                self._loaded[place] = rate
+        state = self._optimizer.state
+        for master, name, tensor in self._state:
+            now = state[master].get(name)
+            if now is not tensor:
+                if not isinstance(now, Tensor) or now.shape != tensor.shape:
+                    raise RuntimeError(
+                        f"the optimizer's state '{name}' was replaced by {_describe(now)} since its step was captured: "
+                        f"call reset() of the graphed step, which captures anew"
+                    )
+                tensor.copy_(now)
+                state[master][name] = tensor
+
+    def note_state(self) -> None:
+        """After an eager step: these tensors are the state that captured kernels read and write."""
+        self._state = [
+            (master, name, value)
+            for master, values in self._optimizer.state.items()
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        ]
+
+    @contextmanager
+    def in_device_memory(self) -> Iterator[None]:
+        """A capture: groups hold learning rates as tensors, and torch is told that the step is captured.
+
+        Raises ``RuntimeError`` where the block has changed a learning rate.
+        """
+        groups = self._optimizer.param_groups
+        before = [dict(group) for group in groups]
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        versions = [rate._version for rate in self._rates]
+        try:
+            yield
+            for group, rate, version in zip(groups, self._rates, versions, strict=True):
+                if group["lr"] is not rate or rate._version != version:
+                    raise RuntimeError(
+                        "the captured function has changed a learning rate, which replays would not: call "
+                        "scheduler.step() after the graphed step"
+                    )
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group.update(values)
+
+
+def _identity(value: Any) -> Hashable:
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

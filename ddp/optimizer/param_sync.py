@@ -1,0 +1,126 @@
+"""``ParamSync``: the gathers of a model's updated parameters, and every reader's wait for them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..collectives.placements import placements_of
+from ..gathers.compiled_modules import wait_before_compiled_code
+from ..gathers.guard import find_keepers, guard_reads
+from ..gathers.param_gather import ParamGather
+from ..gathers.reader_threads import ReaderThreads
+from ..wrapper.data_parallel import DistributedDataParallel
+from .flat_params import FlatBucket
+
+__all__ = ["ParamSync"]
+
+
+class ParamSync:
+    """What a step calls after it has updated parameters, bucket by bucket.
+
+    model  its parameters lie in ``flats``
+    flats  in launch order; each bucket whose ranks hold shards gets a gather
+    """
+
+    def __init__(self, model: DistributedDataParallel, flats: Sequence[FlatBucket]) -> None:
+        self._model = model
+        self._threads = ReaderThreads()
+        self.gathers = [
+            ParamGather(
+                flat.bucket.name,
+                flat.params,
+                [wired.owned.param for wired in flat.wired],
+                model.grids[flat.bucket.layout.grid_name],
+                model.failures,
+                self._threads,
+            )
+            for flat in reversed(flats)
+            if placements_of(model.ddp_config).inner.gathers and model.grids[flat.bucket.layout.grid_name].size > 1
+        ]
+        """In the order in which the forward reads parameters."""
+        self._stream = torch.cuda.Stream(model.device) if self.gathers and model.device.type == "cuda" else None
+        self._keepers = find_keepers(model.module, self.gathers)
+        self._overlaps = model.ddp_config.overlap_param_gather
+        self._started: list[ParamGather] = []  # of this step, so far
+        self._held = False
+        self.num_published = 0
+        """Steps so far whose Python ran."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gathers run under what follows the step."""
+        return self._overlaps and bool(self.gathers)
+
+    def begin_step(self) -> None:
+        """This thread calls ``step``: it is the home thread (see ``ReaderThreads``)."""
+        self._threads.come_home()
+        self._started = []
+
+    def start_first(self, flat: FlatBucket) -> None:
+        """The bucket that the next forward reads first is up to date: start its gather."""
+        self._start([gather for gather in self.gathers if gather.flat is flat.params])
+
+    def publish(self) -> None:
+        """All parameters of this rank are up to date: start the other gathers, and have readers wait for them."""
+        self.num_published += 1
+        if not self._held:
+            self._publish(guarded=False)
+
+    def _publish(self, *, guarded: bool) -> None:
+        self._start([gather for gather in self.gathers if gather not in self._started])
+        self._started = []
+        if not self._overlaps:
+            self.finish()
+        elif not guarded:
+            modules = list(self._model.module.modules())
+            wait_before_compiled_code(modules, self.gathers)
+            guard_reads(modules, self.gathers, self._keepers, self._threads)
+
+    def start_and_finish(self) -> None:
+        """Gather all parameters now."""
+        self._start(self.gathers)
+        self.finish()
+
+    def start_again(self) -> None:
+        """Before a capture: gather parameters that are up to date already, so that the captured reads wait for it.
+
+        Collective, as the capture is: all ranks capture in the same call.
+        """
+        self.finish()
+        self._publish(guarded=False)
+
+    def finish(self) -> None:
+        """Wait for the gathers under way."""
+        for gather in self.gathers:
+            gather.arrive()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Steps of this block are captured, and their gathers are not: ``publish_replayed`` comes after each replay."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            for gather in self.gathers:
+                gather.leave_graph()
+
+    def wait_in_graph(self) -> None:
+        """At the start of a capture under ``held``.
+
+        In the graph, a parameter's first read waits for the gather that was started last before a replay.
+        """
+        for gather in self.gathers:
+            gather.wait_in_graph()
+
+    def publish_replayed(self) -> None:
+        """A captured step was replayed. Readers that wait since an earlier replay go on to."""
+        self._publish(guarded=bool(self.gathers) and all(gather.guards for gather in self.gathers))
+
+    def _start(self, gathers: Sequence[ParamGather]) -> None:
+        if self._held:
+            return
+        self._started += gathers
+        for gather in gathers:
+            gather.start(self._stream, self._model.observer)
