@@ -37,7 +37,7 @@ class RecordedGraph:
             raise RuntimeError("a capture within a capture")
         _local.graph = self
         try:
-            with _Recorder(self):
+            with _compiled_code_runs_eagerly(), _Recorder(self):
                 yield
         except BaseException:
             self.calls.clear()
@@ -54,6 +54,29 @@ class RecordedGraph:
     def reset(self) -> None:
         """Forget the operations, and with them the memory."""
         self.calls.clear()
+
+
+_stances: list[Any] = []
+_stance_lock = threading.Lock()
+_num_eager = 0
+
+
+@contextmanager
+def _compiled_code_runs_eagerly() -> Iterator[None]:
+    """torch.compile does not run under a ``TorchDispatchMode``. Its stance is one for all threads of the process."""
+    global _num_eager
+    with _stance_lock:
+        _num_eager += 1
+        if _num_eager == 1:
+            _stances.append(torch.compiler.set_stance("force_eager"))
+            _stances[-1].__enter__()
+    try:
+        yield
+    finally:
+        with _stance_lock:
+            _num_eager -= 1
+            if _num_eager == 0:
+                _stances.pop().__exit__(None, None, None)
 
 
 class RecordedLaunch:

@@ -5,14 +5,22 @@ A row's ``build`` makes a training step and all that the step needs. ``close`` f
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ....ddp import WORLD_OF_ONE, DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ....ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
 from ....ddp.contract.main_grad import absorb_grad, attach
 from ....ddp.contract.record import GradRecord
+from ....ddp.graphs.capture import CapturedGraph, GraphPool
 from ....ddp.torch_internals import zero_cta_options
 from ..steps import accumulate, random_tokens
 from .model import GPT, AddmmLinear, Setting, fused_linear, make_model, plain_linear
@@ -71,19 +79,21 @@ class Row(NamedTuple):
 # ---- Floors: the same work without a collective. ----
 
 
-def _build_floor(case: Case) -> Step:
+def _build_floor(case: Case, *, compiled: bool = False, graphed: bool = False) -> Step:
     """Our wrapper and modules in a world of one.
 
     AdamW updates a rank's shard of each bucket; then the shard is rounded to bf16.
     """
     model = make_model(case.setting, fused_linear, torch.bfloat16, case.device)
+    if compiled:
+        model.compile_parts()
     ddp = DistributedDataParallel(model, process_group=WORLD_OF_ONE)
     shards = [bucket.grad_data[: bucket.grad_data.numel() // case.num_ranks] for bucket in ddp.buckets]
     masters = [nn.Parameter(torch.zeros_like(shard)) for shard in shards]
     rounded = [torch.empty_like(shard, dtype=torch.bfloat16) for shard in shards]  # in place of the parameters
     for master, shard in zip(masters, shards, strict=True):
         master.grad = shard
-    adamw = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
+    adamw = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True, capturable=graphed)
     tokens = case.tokens()
 
     def step() -> Tensor:
@@ -95,7 +105,27 @@ def _build_floor(case: Case) -> Step:
             place.copy_(master.detach())
         return loss
 
-    return step
+    return _replayed(step, case.device) if graphed else step
+
+
+def _replayed(step: Step, device: torch.device) -> Step:
+    """The step as one graph: captured in its third call, and nothing but kernels afterwards."""
+    pool = GraphPool(device)
+    graph = CapturedGraph(pool)
+    losses: list[Tensor] = []  # of the eager calls, then of the capture
+
+    def run() -> Tensor:
+        with pool.on_stream():
+            if len(losses) < 2:
+                losses.append(step())
+                return losses[-1]
+            if not graph.is_captured:
+                with graph.capture():
+                    losses.append(step())
+            graph.replay()
+        return losses[-1]
+
+    return run
 
 
 def _build_peer_floor(case: Case) -> Step:
@@ -127,7 +157,12 @@ def _build_peer_floor(case: Case) -> Step:
 
 
 def _build_ours(
-    case: Case, config: DistributedDataParallelConfig, *, fused: bool = True, compiled: bool = False
+    case: Case,
+    config: DistributedDataParallelConfig,
+    *,
+    fused: bool = True,
+    compiled: bool = False,
+    graphed: bool = False,
 ) -> Step:
     model: GPT = make_model(case.setting, fused_linear if fused else plain_linear, torch.bfloat16, case.device)
     if compiled:
@@ -136,14 +171,14 @@ def _build_ours(
     optimizer = DistributedOptimizer(ddp, lr=LEARNING_RATE)
     tokens = case.tokens()
 
-    def step() -> Tensor:
-        ddp.zero_grad_buffer()
+    def train_step(tokens: Tensor) -> Tensor:
         loss = accumulate(ddp, tokens, not_last=ddp.no_sync)
         ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
         optimizer.step()
+        ddp.zero_grad_buffer()
         return loss
 
-    return step
+    return partial(GraphedTrainingStep(train_step, ddp, optimizer) if graphed else train_step, tokens)
 
 
 def _ddp(case: Case) -> Step:
@@ -210,6 +245,18 @@ def _zero1_compiled(case: Case) -> Step:
     return _build_ours(case, _zero1_config(), compiled=True)
 
 
+def _zero1_graphed(case: Case) -> Step:
+    return _build_ours(case, _zero1_config(), graphed=True)
+
+
+def _zero1_compiled_graphed(case: Case) -> Step:
+    return _build_ours(case, _zero1_config(), compiled=True, graphed=True)
+
+
+def _refuse_graphs(case: Case) -> str | None:
+    return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
+
+
 def reset_compiler() -> None:
     """Drop compiled graphs, which hold the model that they were compiled for."""
     torch._dynamo.reset()
@@ -219,6 +266,18 @@ OURS: Mapping[str, Row] = {
     FLOOR: Row("our floor: no collectives", _build_floor, with_groups=False, trains=False),
     PEER_FLOOR: Row("peers' floor: no collectives", _build_peer_floor, with_groups=False, trains=False),
     "zero1": Row("maingrad ZeRO-1", _zero1),
+    **{
+        f"floor{name}_graphed": Row(
+            f"our floor{label}, one CUDA graph",
+            partial(_build_floor, compiled=bool(name), graphed=True),
+            with_groups=False,
+            trains=False,
+            close=reset_compiler,
+            refuse=_refuse_graphs,
+        )
+        for name, label in (("", ""), ("_compiled", " under torch.compile"))
+    },
+    "zero1_graphed": Row("maingrad ZeRO-1, one CUDA graph", _zero1_graphed, refuse=_refuse_graphs),
     "zero1_copy_engines": Row(
         "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=refuse_copy_engines
     ),
@@ -226,6 +285,12 @@ OURS: Mapping[str, Row] = {
     "zero1_no_overlap": Row("maingrad ZeRO-1, no overlap", _zero1_no_overlap),
     "zero1_unfused": Row("maingrad ZeRO-1, nn.Linear", _zero1_unfused),
     "zero1_compiled": Row("maingrad ZeRO-1, blocks under torch.compile", _zero1_compiled, close=reset_compiler),
+    "zero1_compiled_graphed": Row(
+        "maingrad ZeRO-1, blocks under torch.compile, one CUDA graph",
+        _zero1_compiled_graphed,
+        close=reset_compiler,
+        refuse=_refuse_graphs,
+    ),
     "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=refuse_instances),
     "ddp": Row("maingrad DDP", _ddp),
 }

@@ -17,7 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from ....ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ....ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
 from ....ddp.torch_internals import zero_cta_options
 from ....fsdp import MixedPrecisionPolicy, fully_shard
 from ....te_integration import convert_linears
@@ -97,7 +102,9 @@ def _loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 # ---- Ours. ----
 
 
-def _zero1(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:
+def _zero1(
+    case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False, graphed: bool = False
+) -> Step:
     model = case.make_model(torch.bfloat16, fused=fused, compiled=compiled)
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -109,14 +116,14 @@ def _zero1(case: Case, *, fused: bool = True, compiled: bool = False, copy_engin
     optimizer = DistributedOptimizer(ddp, lr=LEARNING_RATE)
     tokens = case.tokens()
 
-    def step() -> Tensor:
-        ddp.zero_grad_buffer()
+    def train_step(tokens: Tensor) -> Tensor:
         loss = accumulate_losses(_loss_of(ddp), tokens, not_last=ddp.no_sync)
         ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
         optimizer.step()
+        ddp.zero_grad_buffer()
         return loss
 
-    return step
+    return partial(GraphedTrainingStep(train_step, ddp, optimizer) if graphed else train_step, tokens)
 
 
 def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False) -> Step:
@@ -140,6 +147,10 @@ def _zero3(case: Case, *, fused: bool = True, compiled: bool = False, copy_engin
         return loss
 
     return step
+
+
+def _refuse_graphs(case: Case) -> str | None:
+    return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
 
 
 def _refuse_copy_engines(case: Case) -> str | None:
@@ -246,6 +257,8 @@ def _variants() -> Mapping[str, Row]:
         )
 
     add("zero1", "maingrad ZeRO-1", _zero1, _ZERO1)
+    graphed = {"graphed": True, "refuse": _refuse_graphs}
+    add("zero1_graphed", "maingrad ZeRO-1, one CUDA graph", _zero1, f"{_ZERO1}; GraphedTrainingStep", **graphed)
     add("zero1_linear", "maingrad ZeRO-1, nn.Linear", _zero1, f"{_ZERO1}; not converted", fused=False)
     add("zero3", "maingrad ZeRO-3", _zero3, _ZERO3)
     add("zero3_linear", "maingrad ZeRO-3, nn.Linear", _zero3, f"{_ZERO3}; not converted", fused=False)

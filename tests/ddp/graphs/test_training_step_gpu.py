@@ -1,0 +1,151 @@
+"""``GraphedTrainingStep`` on GPUs: CUDA graphs and NCCL give the numbers of eager training, bit for bit."""
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+from graphed_training import CONFIGS, EVENTS, FORMS, Program, differences, train
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
+from maingrad.ddp.gathers import param_gather as gathering
+
+pytestmark = pytest.mark.gpu
+
+PROGRAMS = {
+    **{f"{config}, {form}": Program(config=config, form=form) for config, form in itertools.product(CONFIGS, FORMS)},
+    **{event: Program(events=(event,)) for event in EVENTS},
+    "all events": Program(events=tuple(event for event in EVENTS if event != "mode")),
+    "copy engines": Program(config="ZeRO-1, copy engines", events=("evaluate",)),
+    "per token": Program(per_token=True),
+    "loss scale": Program(dtype=torch.float16, scaler=True),
+    "SGD": Program(optimizer="SGD"),
+    "fp32, Adam": Program(dtype=torch.float32, optimizer="Adam"),
+    "four microbatches, no clipping": Program(microbatches=4, clip=None),
+}
+
+
+def compare(names: list[str], size: int) -> dict[str, Any]:
+    """On each of a job's gloo processes, with an NCCL group beside it."""
+    torch.cuda.set_device(dist.get_rank())
+    group = dist.new_group(backend="nccl") if size > 1 else None
+    found = {}
+    for name in names:
+        program = Program(**{**vars(PROGRAMS[name]), "device": f"cuda:{dist.get_rank()}"})
+        try:
+            found[name] = differences(
+                train(program, graphed=False, group=group), train(program, graphed=True, group=group)
+            )
+        except Exception as error:
+            found[name] = [f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_equals_eager(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    for found in run_ranks(compare, size, list(PROGRAMS), size, timeout=300.0):
+        assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+def compare_delayed() -> dict[str, list[str]]:
+    """Gathers that sleep on one rank, while the host is far ahead."""
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    program = Program(device=f"cuda:{rank}", steps=12)
+    eager = train(program, graphed=False, group=group)
+    gather, count = gathering.all_gather_shards, 0
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count % 5 == rank:
+            torch.cuda._sleep(50_000_000)
+        return gather(*args, **kwargs)
+
+    gathering.all_gather_shards = slow
+    try:
+        return {"differences": differences(eager, train(program, graphed=True, group=group))}
+    finally:
+        gathering.all_gather_shards = gather
+
+
+def test_replays_wait_for_gathers() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert run_ranks(compare_delayed, 2, timeout=120.0) == [{"differences": []}] * 2
+
+
+def test_a_failed_capture_leaves_the_model_usable() -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 8).cuda())
+    optimizer = DistributedOptimizer(model)
+    losses = []
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        model.zero_grad_buffer()
+        losses.append(loss.item())
+        return loss
+
+    step = GraphedTrainingStep(train_step, model, optimizer)
+    x = torch.randn(4, 8, device="cuda")
+    step(x)
+    step(x)
+    with pytest.raises(RuntimeError) as caught:
+        step(x)
+    assert any(".item()" in note for note in caught.value.__notes__)
+    assert model.is_clear
+    for _ in range(3):
+        train_step(x)
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_memory_is_given_back_and_the_host_is_free() -> None:
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(24))).cuda().bfloat16())
+    optimizer = DistributedOptimizer(model)
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        model.zero_grad_buffer()
+        return loss
+
+    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+    train_step(x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    train_step(x)
+    torch.cuda.synchronize()
+    eager_peak = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    step = GraphedTrainingStep(train_step, model, optimizer)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(5):
+        step(x)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() <= 1.1 * eager_peak
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step(x)
+        times.append(time.perf_counter() - began)
+    assert sorted(times)[10] < 1e-3, times
+    assert torch.cuda.memory_reserved() > before
+    step.reset()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 2**21
