@@ -42,6 +42,7 @@ __all__ = [
     "default_store",
     "delivers_to_all",
     "disabled_torch_function",
+    "end_allocations",
     "gathered_by_fsdp2",
     "grad_of_tensor",
     "has_tensor_hooks",
@@ -202,6 +203,18 @@ def accumulated_by_fsdp2(param: Any) -> Tensor | None:
 
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """The address of a CUDA device's current stream. ``torch.cuda.current_stream()`` makes an object."""
+
+_end_allocations: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+
+
+def end_allocations(device: torch.device, pool: Any) -> None:
+    """After a failed capture: allocations of other captures on this device no longer look for this pool.
+
+    ``CUDAGraph.capture_end`` does so where the capture succeeds, and raises before it where not.
+    """
+    if _end_allocations is not None:
+        _end_allocations(device.index, pool)
+
 
 # ---- Process groups. ----
 

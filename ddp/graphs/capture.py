@@ -5,13 +5,14 @@ must be replayed in the order in which they were captured, since memory that is 
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from ..collectives.captures import capturing
+from ..torch_internals import end_allocations
 from .recorded import RecordedGraph
 
 __all__ = ["CapturedGraph", "GraphPool"]
@@ -87,15 +88,18 @@ class CapturedGraph:
         torch.cuda.synchronize(self._pool.device)
         gc.collect()  # a finalizer that frees device memory during the capture would break it
         torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved(self._pool.device)
         with torch.cuda.stream(stream):
             # Other threads go on (NCCL's watchdog asks events), so their calls are no errors.
             graph.capture_begin(pool=self._pool._handle, capture_error_mode="thread_local")
             try:
                 yield
             except BaseException as error:
-                _end_broken(graph)
+                _end_broken(graph, self._pool.device, self._pool._handle)
                 if isinstance(error, RuntimeError) and "captur" in str(error):
                     error.add_note(_NOT_CAPTURABLE)
+                kept = (torch.cuda.memory_reserved(self._pool.device) - reserved) >> 20
+                error.add_note(f"The failed capture keeps {kept} MiB of the device's memory.")
                 raise
             graph.capture_end()
         self._graph = graph
@@ -129,11 +133,18 @@ _NOT_CAPTURABLE = (
 )
 
 
-def _end_broken(graph: torch.cuda.CUDAGraph) -> None:
+def _end_broken(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     """End a capture that has failed: torch raises again, and the first error is the one that tells something."""
-    ends: tuple[Callable[[], None], ...] = (graph.capture_end, graph.reset)
-    for end in ends:
-        try:
-            end()
-        except RuntimeError:
-            continue
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        end_allocations(device, pool)
+        _recover_generator()
+
+
+def _recover_generator() -> None:
+    """torch's generator believes that it is captured still, and refuses to draw; a capture that ends sets it right."""
+    sound = torch.cuda.CUDAGraph()
+    sound.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device="cuda")
+    sound.capture_end()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
+from ..optimizer.param_sync import CapturedUpdates
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, detached_copies, signature
@@ -43,6 +44,7 @@ class _Variant:
         self.outputs: Any = None
         """What the captured function returned: memory that each replay overwrites."""
         self.grad_norm: Tensor | None = None
+        self.updates = CapturedUpdates()
 
 
 class GraphedTrainingStep(Generic[P, T]):
@@ -200,10 +202,9 @@ class GraphedTrainingStep(Generic[P, T]):
         torch.clear_autocast_cache()  # casts made before would be read at replays, after their parameters have changed
         sync.start_again()
         try:
-            with sync.held():
-                with variant.graph.capture(), self._options.in_device_memory():
-                    sync.wait_in_graph()
-                    variant.outputs = self._run(variant)
+            with sync.captured() as variant.updates, self._options.in_device_memory(), variant.graph.capture():
+                sync.wait_in_graph()
+                variant.outputs = self._run(variant)
         except BaseException:
             variant.graph.reset()
             self._optimizer.forget_step()
@@ -229,7 +230,7 @@ class GraphedTrainingStep(Generic[P, T]):
         """What Python does after the device's work of a step."""
         if variant.grad_norm is not None:
             self._optimizer.grad_norm = variant.grad_norm.clone()
-        self._optimizer.param_sync.publish_replayed()
+        self._optimizer.param_sync.publish_replayed(variant.updates)
 
 
 def check_graphable(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:

@@ -139,8 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.model.wait_for_buckets(flat.bucket for flat in flats)
             self._update(flats, divisor)
             self._round(flats)
-            if flats[-1] is self._flats[-1]:
-                self.param_sync.start_first(flats[-1])
+            self.param_sync.note_updated(flats)
         self._masters.note()
         self.param_sync.publish()
 

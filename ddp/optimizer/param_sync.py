@@ -13,7 +13,7 @@ from ..gathers.reader_threads import ReaderThreads
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket
 
-__all__ = ["ParamSync"]
+__all__ = ["CapturedUpdates", "ParamSync"]
 
 
 class ParamSync:
@@ -43,7 +43,7 @@ class ParamSync:
         self._keepers = find_keepers(model.module, self.gathers)
         self._overlaps = model.ddp_config.overlap_param_gather
         self._started: list[ParamGather] = []  # of this step, so far
-        self._held = False
+        self._captured: CapturedUpdates | None = None
         self.num_published = 0
         """Steps so far whose Python ran."""
 
@@ -57,14 +57,18 @@ class ParamSync:
         self._threads.come_home()
         self._started = []
 
-    def start_first(self, flat: FlatBucket) -> None:
-        """The bucket that the next forward reads first is up to date: start its gather."""
-        self._start([gather for gather in self.gathers if gather.flat is flat.params])
+    def note_updated(self, flats: Sequence[FlatBucket]) -> None:
+        """These buckets are up to date on this rank. If the next forward reads one first, start its gather."""
+        mine = [gather for gather in self.gathers if any(gather.flat is flat.params for flat in flats)]
+        if self._captured is not None:
+            self._captured.note(mine)
+        elif self.gathers and mine[:1] == self.gathers[:1]:
+            self._start(mine[:1])
 
     def publish(self) -> None:
         """All parameters of this rank are up to date: start the other gathers, and have readers wait for them."""
         self.num_published += 1
-        if not self._held:
+        if self._captured is None:
             self._publish(guarded=False)
 
     def _publish(self, *, guarded: bool) -> None:
@@ -95,32 +99,53 @@ class ParamSync:
         for gather in self.gathers:
             gather.arrive()
 
+    # ---- Captured steps: all but the gathers is in the graph. ----
+
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Steps of this block are captured, and their gathers are not: ``publish_replayed`` comes after each replay."""
-        self._held = True
+    def captured(self) -> Iterator["CapturedUpdates"]:
+        """A step of this block is captured, and its gathers are not: ``publish_replayed`` comes after each replay."""
+        self._captured = CapturedUpdates()
         try:
-            yield
+            yield self._captured
         finally:
-            self._held = False
+            self._captured = None
             for gather in self.gathers:
                 gather.leave_graph()
 
     def wait_in_graph(self) -> None:
-        """At the start of a capture under ``held``.
+        """At the start of a capture under ``captured``.
 
         In the graph, a parameter's first read waits for the gather that was started last before a replay.
         """
         for gather in self.gathers:
             gather.wait_in_graph()
 
-    def publish_replayed(self) -> None:
-        """A captured step was replayed. Readers that wait since an earlier replay go on to."""
-        self._publish(guarded=bool(self.gathers) and all(gather.guards for gather in self.gathers))
+    def publish_replayed(self, updates: "CapturedUpdates") -> None:
+        """The step with these updates was replayed. Readers that wait since an earlier replay go on to."""
+        guarded = bool(self.gathers) and all(gather.guards for gather in self.gathers)
+        for gathers, event in updates.passes:
+            self._start(gathers, after=event)
+        self._publish(guarded=guarded)
 
-    def _start(self, gathers: Sequence[ParamGather]) -> None:
-        if self._held:
-            return
+    def _start(self, gathers: Sequence[ParamGather], *, after: torch.cuda.Event | None = None) -> None:
+        """Start gathers behind the current stream's work, or behind ``after`` alone."""
         self._started += gathers
+        if after is not None and self._stream is not None:
+            self._stream.wait_event(after)
         for gather in gathers:
-            gather.start(self._stream, self._model.observer)
+            gather.start(self._stream, self._model.observer, ordered=after is not None)
+
+
+class CapturedUpdates:
+    """The passes of one captured step: the gathers of each, and an event that every replay records after the pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[list[ParamGather], torch.cuda.Event | None]] = []
+
+    def note(self, gathers: list[ParamGather]) -> None:
+        """A pass of the update is queued, in the capture."""
+        event = None
+        if gathers and gathers[0].flat.is_cuda:
+            event = torch.cuda.Event(external=True)
+            event.record()
+        self.passes.append((gathers, event))

@@ -61,7 +61,7 @@ class Architecture:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(0)
             model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation="sdpa", dtype=torch.float32
+                config, attn_implementation=_sdpa_without_mask(transformers), dtype=torch.float32
             )
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
@@ -116,6 +116,18 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def transformers_version() -> str:
     """Like "transformers 5.17.0". Raises ``ConfigError`` if transformers is not installed."""
     return f"transformers {_transformers().__version__}"
+
+
+def _sdpa_without_mask(transformers: Any) -> str:
+    """``scaled_dot_product_attention`` with ``is_causal``, under a name for which transformers makes no mask.
+
+    Under "sdpa" each forward asks on the host whether sequences are packed. In a CUDA graph's capture it does not ask:
+    it makes a mask, and attention takes another and slower kernel.
+    """
+    name = "maingrad_sdpa"
+    sdpa = importlib.import_module("transformers.integrations.sdpa_attention")
+    transformers.AttentionInterface.register(name, sdpa.sdpa_attention_forward)
+    return name
 
 
 def _transformers() -> Any:
