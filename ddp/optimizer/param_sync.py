@@ -123,8 +123,8 @@ class ParamSync:
     def publish_replayed(self, updates: "CapturedUpdates") -> None:
         """The step with these updates was replayed. Readers that wait since an earlier replay go on to."""
         guarded = bool(self.gathers) and all(gather.guards for gather in self.gathers)
-        for gathers, event in updates.passes:
-            self._start(gathers, after=event)
+        for gather in self.gathers:  # in the order of the forward: gathers run one after the other
+            self._start([gather], after=updates.events.get(gather))
         self._publish(guarded=guarded)
 
     def _start(self, gathers: Sequence[ParamGather], *, after: torch.cuda.Event | None = None) -> None:
@@ -137,15 +137,15 @@ class ParamSync:
 
 
 class CapturedUpdates:
-    """The passes of one captured step: the gathers of each, and an event that every replay records after the pass."""
+    """When each gather may run after a replay of one captured step."""
 
     def __init__(self) -> None:
-        self.passes: list[tuple[list[ParamGather], torch.cuda.Event | None]] = []
+        self.events: dict[ParamGather, torch.cuda.Event] = {}
+        """Every replay records the event when the gather's bucket is up to date. Empty on CPUs."""
 
-    def note(self, gathers: list[ParamGather]) -> None:
-        """A pass of the update is queued, in the capture."""
-        event = None
+    def note(self, gathers: Sequence[ParamGather]) -> None:
+        """The buckets of these gathers are up to date, in the capture."""
         if gathers and gathers[0].flat.is_cuda:
             event = torch.cuda.Event(external=True)
             event.record()
-        self.passes.append((gathers, event))
+            self.events.update(dict.fromkeys(gathers, event))

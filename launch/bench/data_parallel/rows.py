@@ -245,12 +245,9 @@ def _zero1_compiled(case: Case) -> Step:
     return _build_ours(case, _zero1_config(), compiled=True)
 
 
-def _zero1_graphed(case: Case) -> Step:
-    return _build_ours(case, _zero1_config(), graphed=True)
-
-
-def _zero1_compiled_graphed(case: Case) -> Step:
-    return _build_ours(case, _zero1_config(), compiled=True, graphed=True)
+def _zero1_graphed(case: Case, *, compiled: bool, copy_engines: bool) -> Step:
+    config = dataclasses.replace(_zero1_config(), copy_engine_param_gather=copy_engines)
+    return _build_ours(case, config, compiled=compiled, graphed=True)
 
 
 def _refuse_graphs(case: Case) -> str | None:
@@ -277,7 +274,15 @@ OURS: Mapping[str, Row] = {
         )
         for name, label in (("", ""), ("_compiled", " under torch.compile"))
     },
-    "zero1_graphed": Row("maingrad ZeRO-1, one CUDA graph", _zero1_graphed, refuse=_refuse_graphs),
+    **{
+        f"zero1{name}_graphed": Row(
+            f"maingrad ZeRO-1{label}, one CUDA graph",
+            partial(_zero1_graphed, compiled=bool(name), copy_engines=False),
+            close=reset_compiler,
+            refuse=_refuse_graphs,
+        )
+        for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))
+    },
     "zero1_copy_engines": Row(
         "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=refuse_copy_engines
     ),
@@ -285,12 +290,15 @@ OURS: Mapping[str, Row] = {
     "zero1_no_overlap": Row("maingrad ZeRO-1, no overlap", _zero1_no_overlap),
     "zero1_unfused": Row("maingrad ZeRO-1, nn.Linear", _zero1_unfused),
     "zero1_compiled": Row("maingrad ZeRO-1, blocks under torch.compile", _zero1_compiled, close=reset_compiler),
-    "zero1_compiled_graphed": Row(
-        "maingrad ZeRO-1, blocks under torch.compile, one CUDA graph",
-        _zero1_compiled_graphed,
-        close=reset_compiler,
-        refuse=_refuse_graphs,
-    ),
+    **{
+        f"zero1{name}_graphed_copy_engines": Row(
+            f"maingrad ZeRO-1{label}, one CUDA graph, gathers on copy engines",
+            partial(_zero1_graphed, compiled=bool(name), copy_engines=True),
+            close=reset_compiler,
+            refuse=refuse_copy_engines,
+        )
+        for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))
+    },
     "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=refuse_instances),
     "ddp": Row("maingrad DDP", _ddp),
 }

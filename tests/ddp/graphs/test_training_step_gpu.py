@@ -110,6 +110,30 @@ def test_a_failed_capture_leaves_the_model_usable() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+def test_graphs_of_autograd_that_are_alive() -> None:
+    """A program that keeps a loss with its graph, made on another stream than the capture's."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 8).cuda())
+    optimizer = DistributedOptimizer(model)
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        model.zero_grad_buffer()
+        return loss
+
+    x = torch.randn(4, 8, device="cuda")
+    step = GraphedTrainingStep(train_step, model, optimizer)
+    kept = [train_step(x), model(x).sum()]
+    losses = [step(x) for _ in range(5)]
+    kept.append(model(x).sum())
+    losses += [step(x) for _ in range(3)]
+    assert torch.stack(losses).tolist() == sorted(torch.stack(losses).tolist(), reverse=True)
+    assert step.num_graphs == 1
+
+
 def test_memory_is_given_back_and_the_host_is_free() -> None:
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(24))).cuda().bfloat16())
     optimizer = DistributedOptimizer(model)
@@ -122,7 +146,7 @@ def test_memory_is_given_back_and_the_host_is_free() -> None:
         model.zero_grad_buffer()
         return loss
 
-    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(65536, 512, device="cuda", dtype=torch.bfloat16)  # activations: 1.6 GiB
     train_step(x)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
