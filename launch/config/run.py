@@ -144,6 +144,9 @@ class TrainConfig:
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of ``compile``. ``inductor`` makes fast code, and needs Triton on a GPU and a C++ compiler on a CPU. The
     other two are for tests and for the search of errors."""
+    cuda_graph: bool = False
+    """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with ``fsdp``, ``hsdp``
+    and ``ddp.check_for_nan_in_grad``. On a CPU recorded operations stand in for the graph, for tests."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA if there is a GPU."""
     out_dir: str = "runs/default"
@@ -232,6 +235,18 @@ class Config:
             "model.vocab_size",
             self.model.vocab_size,
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
+        )
+        require(
+            not (self.train.cuda_graph and self.fully_sharded),
+            "train.cuda_graph",
+            True,
+            f'cannot capture sharded units (parallel = "{self.parallel}"): set parallel to "ddp", "zero1" or "hybrid"',
+        )
+        require(
+            not (self.train.cuda_graph and self.ddp.check_for_nan_in_grad),
+            "train.cuda_graph",
+            True,
+            "does not go with ddp.check_for_nan_in_grad, which reads each step's result on the host",
         )
         # Raise for values that contradict ``parallel``.
         self.fsdp.check(self.parallel)

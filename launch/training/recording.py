@@ -51,6 +51,11 @@ class StepRecorder:
             self._timeline = self._open.enter_context(self._wrapped.record_timeline())
             self._step, self._stepped = step, False
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a recording has begun and not ended."""
+        return self._timeline is not None
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record a named span of a step."""

@@ -36,6 +36,7 @@ _MAY_DIFFER = frozenset(
         "train.resume_with_other_data",
         "train.compile",
         "train.compile_backend",
+        "train.cuda_graph",
         "train.device",
         "train.out_dir",
     }

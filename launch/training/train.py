@@ -116,6 +116,7 @@ class _Trainer:
         self.scheduler = LambdaLR(
             self.wrapped.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
         )
+        self.graphed = self.wrapped.graphed(self._iteration) if settings.cuda_graph else None
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
         if resume_from is not None:
@@ -189,19 +190,31 @@ class _Trainer:
 
     def _step(self, step: int) -> Tensor:
         """One optimizer step; returns this rank's mean loss over its microbatches, on the device."""
-        settings, wrapped, recorder = self.config.train, self.wrapped, self.recorder
+        settings, recorder = self.config.train, self.recorder
         recorder.step_begins(step)
         # Seed, step and rank determine dropout, so a checkpoint needs no random state.
         entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
+        batches = [self._batch(step, microbatch) for microbatch in range(settings.num_microbatches)]
+        inputs, targets = (torch.stack(parts) for parts in zip(*batches, strict=True))
+        iteration = self.graphed
+        if iteration is None or recorder.is_recording:
+            iteration = self._iteration
+        loss = iteration(inputs, targets)
+        recorder.step_ended()
+        return loss
+
+    def _iteration(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The work of a step on the device: inputs and targets [M, B, T] of all microbatches; returns the mean loss."""
+        wrapped, recorder = self.wrapped, self.recorder
+        num_microbatches = len(inputs)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        for microbatch in range(settings.num_microbatches):
-            is_last = microbatch == settings.num_microbatches - 1
-            inputs, targets = self._batch(step, microbatch)
+        for microbatch in range(num_microbatches):
+            is_last = microbatch == num_microbatches - 1
             with nullcontext() if is_last else wrapped.no_sync():
-                loss = self.model(inputs, targets)
+                loss = self.model(inputs[microbatch], targets[microbatch])
                 recorder.forward_ended()
-                (loss / settings.num_microbatches).backward()
+                (loss / num_microbatches).backward()
                 if self.config.model.delay_wgrad_layers:
                     with recorder.phase(WGRAD_PHASE):
                         drain_modules(self.module)
@@ -210,8 +223,7 @@ class _Trainer:
         with recorder.phase(OPTIMIZER_PHASE):
             wrapped.step()
         wrapped.clear_grads()
-        recorder.step_ended()
-        return total / settings.num_microbatches
+        return total / num_microbatches
 
     def _is_validated_here(self) -> bool:
         """Whether a validation is due after the current step."""

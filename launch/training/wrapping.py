@@ -10,7 +10,7 @@ fsdp, hsdp             the module itself, after ``fully_shard``        ``torch.o
 
 import abc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...ddp import DistributedDataParallel, DistributedOptimizer
+from ...ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.timeline import Timeline
 from ...ddp.contract.record import GradRecord
@@ -72,6 +72,10 @@ class Wrapped(abc.ABC):
     @abc.abstractmethod
     def clear_grads(self) -> None:
         """Begin a new iteration."""
+
+    def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """``iteration``, which runs one whole iteration of two tensors, as one CUDA graph."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     @property
     @abc.abstractmethod
@@ -138,6 +142,9 @@ class _InWrapper(Wrapped):
 
     def clear_grads(self) -> None:
         self.model.zero_grad_buffer()
+
+    def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return GraphedTrainingStep(iteration, self.model, self.optimizer)
 
     @property
     def grad_norm(self) -> Tensor | None:

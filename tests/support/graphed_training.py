@@ -222,7 +222,7 @@ class _Job:
             "norms": norms,
             "seen": self.seen,
             "module": {name: value.clone() for name, value in self.model.module.state_dict().items()},
-            "optimizer": {key: value for key, value in state["state"].items()},
+            "optimizer": dict(state["state"]),
             "masters": state["masters"],
             "iteration": self.model.iteration,
             "lr": self.scheduler.get_last_lr(),

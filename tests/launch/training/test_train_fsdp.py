@@ -121,7 +121,11 @@ def test_microbatches_and_clipping(tmp_path: Path, placements: str):
 def test_delayed_weight_gradients_train_the_same_model(tmp_path: Path, layers: int):
     now = run(tmp_path, parallel="fsdp", optimizer=UNCLIPPED)
     config = tiny_config(tmp_path, parallel="fsdp", optimizer=UNCLIPPED, model={"delay_wgrad_layers": layers})
-    assert_same(now, simulate(outcome, 2, config)[0])
+    delayed = simulate(outcome, 2, config)[0]
+    # Delayed gradients are summed over microbatches, then reduced; the others are reduced in every microbatch.
+    assert delayed[0] == pytest.approx(now[0], rel=1e-5)
+    for name, weight in now[1].items():
+        assert (weight - delayed[1][name]).norm() <= 1e-4 * weight.norm(), name
     (observed,) = records(config, "observed")
     assert (observed["delayed_weights"], observed["fused_writes"]) == (4 * layers + 1, 18)
 

@@ -1,0 +1,66 @@
+"""``train.cuda_graph``: steps that are replayed train what the eager run trains. On a CPU: recorded operations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.train import train
+
+
+def losses_of(config: Config) -> list[float]:
+    result = train(config)
+    return [*result.losses, result.validation_loss or 0.0]
+
+
+def run(folder: Path, *, graphed: bool, ranks: int = 2, **sections: dict[str, Any]) -> tuple[list[float], list[Any]]:
+    folder.mkdir()
+    settings = {"num_microbatches": 2, "eval_sequences": 16, "steps": 9, "eval_every": 3, "cuda_graph": graphed}
+    config = tiny_config(folder, **{**sections, "train": settings | sections.get("train", {})})
+    losses = simulate(losses_of, ranks, config)[0]
+    return losses, list(read_metrics(Path(config.train.out_dir) / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"param_dtype": "bfloat16", "dropout": 0.1}},
+        {"parallel": "ddp"},
+        {"model": {"delay_wgrad_layers": 2}},
+        {"model": {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "moe_layer_freq": 2}},
+    ],
+    ids=["bf16, dropout", "ddp", "delayed", "experts"],
+)
+@pytest.mark.sampled(4)
+def test_trains_the_same(tmp_path: Path, sections: dict[str, Any]) -> None:
+    eager, told = run(tmp_path / "eager", graphed=False, **sections)
+    graphed, told_graphed = run(tmp_path / "graphed", graphed=True, **sections)
+    # The schedule's learning rates are rounded to fp32 in a graph.
+    assert graphed == pytest.approx(eager, rel=1e-4)
+    assert [each["kind"] for each in told_graphed] == [each["kind"] for each in told]
+    norms, graphed_norms = ([r["grad_norm"] for r in each if "grad_norm" in r] for each in (told, told_graphed))
+    assert graphed_norms == pytest.approx(norms, rel=1e-2)
+    assert len(set(graphed_norms)) == len(norms)
+
+
+@pytest.mark.parametrize("sections", [{"parallel": "fsdp", "ddp": {}}, {"ddp": {"check_for_nan_in_grad": True}}])
+def test_what_cannot_be_captured_is_refused_before_the_run(tmp_path: Path, sections: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"train\.cuda_graph"):
+        tiny_config(tmp_path, **{**sections, "train": {"cuda_graph": True}})
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    options = {"device": "cuda", "num_microbatches": 2, "steps": 16}
+    losses = []
+    for graphed in (False, True):
+        (tmp_path / str(graphed)).mkdir()
+        config = tiny_config(
+            tmp_path / str(graphed), model={"param_dtype": "bfloat16"}, train=options | {"cuda_graph": graphed}
+        )
+        losses.append(losses_of(config))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
