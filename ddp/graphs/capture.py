@@ -38,7 +38,12 @@ class GraphPool:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """Captures run on this stream. Warm-ups should too: autograd remembers the stream of a forward."""
-        self._handle: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.forget()
+
+    def forget(self) -> None:
+        """Later captures take new memory: no graph of the pool is left."""
+        self.handle: Any = torch.cuda.graph_pool_handle() if self.stream is not None else None
+        """torch's name of the memory."""
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -91,13 +96,13 @@ class CapturedGraph:
         reserved = torch.cuda.memory_reserved(self._pool.device)
         with torch.cuda.stream(stream):
             # Other threads go on (NCCL's watchdog asks events), so their calls are no errors.
-            graph.capture_begin(pool=self._pool._handle, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
             try:
                 yield
             except BaseException as error:
-                _end_broken(graph, self._pool.device, self._pool._handle)
+                _end_broken(graph, self._pool.device, self._pool.handle)
                 if isinstance(error, RuntimeError) and "captur" in str(error):
-                    error.add_note(_NOT_CAPTURABLE)
+                    error.add_note(_explain(error))
                 kept = (torch.cuda.memory_reserved(self._pool.device) - reserved) >> 20
                 error.add_note(f"The failed capture keeps {kept} MiB of the device's memory.")
                 raise
@@ -126,11 +131,18 @@ class CapturedGraph:
             graph.reset()
 
 
-_NOT_CAPTURABLE = (
-    "This work was being captured into a CUDA graph, where the host can neither read a value of the device "
-    "(.item(), float(tensor), a mask that selects rows, printing) nor wait for it, nor copy from memory that is not "
-    "pinned: keep such work outside of the captured function."
-)
+def _explain(error: RuntimeError) -> str:
+    """What an error of the device in a capture means for the program."""
+    if "legacy stream" in str(error):
+        return (
+            "An autograd graph from before the capture is alive, and holds nodes of the parameters that belong to the "
+            "default stream: let go of losses and outputs that were kept without detach(), or made outside of no_grad()."
+        )
+    return (
+        "This work was being captured into a CUDA graph, where the host can neither read a value of the device "
+        "(.item(), float(tensor), a mask that selects rows, printing) nor wait for it, nor copy from memory that is not "
+        "pinned: keep such work outside of the captured function."
+    )
 
 
 def _end_broken(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:

@@ -105,14 +105,15 @@ class GraphedTrainingStep(Generic[P, T]):
         self._max_graphs = max_graphs
         self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
         self._options = StepOptions(optimizer, model.device)
-        self.reset()
+        self._pool = GraphPool(model.device)
+        self._variants: dict[Hashable, _Variant] = {}
 
     def reset(self) -> None:
-        """Free all graphs and their memory. Later calls warm up and capture anew."""
-        for variant in getattr(self, "_variants", {}).values():
+        """Free all graphs and their memory, but for cuBLAS's workspaces. Later calls warm up and capture anew."""
+        for variant in self._variants.values():
             variant.graph.reset()
-        self._variants: dict[Hashable, _Variant] = {}
-        self._pool = GraphPool(self._model.device)
+        self._variants.clear()
+        self._pool.forget()
 
     @property
     def num_graphs(self) -> int:

@@ -110,8 +110,8 @@ def test_a_failed_capture_leaves_the_model_usable() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_graphs_of_autograd_that_are_alive() -> None:
-    """A program that keeps a loss with its graph, made on another stream than the capture's."""
+def test_a_loss_that_was_kept_with_its_graph() -> None:
+    """Nodes of parameters that belong to the default stream are refused by name, where they are alive in a capture."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(8, 8).cuda())
     optimizer = DistributedOptimizer(model)
@@ -127,7 +127,13 @@ def test_graphs_of_autograd_that_are_alive() -> None:
     x = torch.randn(4, 8, device="cuda")
     step = GraphedTrainingStep(train_step, model, optimizer)
     kept = [train_step(x), model(x).sum()]
-    losses = [step(x) for _ in range(5)]
+    losses = [step(x) for _ in range(2)]
+    with pytest.raises(RuntimeError) as caught:
+        step(x)
+    assert any("detach()" in note for note in caught.value.__notes__)
+    del caught
+    kept.clear()
+    losses += [step(x) for _ in range(3)]
     kept.append(model(x).sum())
     losses += [step(x) for _ in range(3)]
     assert torch.stack(losses).tolist() == sorted(torch.stack(losses).tolist(), reverse=True)
@@ -169,7 +175,11 @@ def test_memory_is_given_back_and_the_host_is_free() -> None:
         times.append(time.perf_counter() - began)
     assert sorted(times)[10] < 1e-3, times
     assert torch.cuda.memory_reserved() > before
-    step.reset()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + 2**21
+    for _ in range(2):
+        step.reset()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        # cuBLAS keeps a workspace of 32 MiB for the stream, on the main thread and on autograd's.
+        assert torch.cuda.memory_reserved() <= before + 2**27
+        for _ in range(4):
+            step(x)
