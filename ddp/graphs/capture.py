@@ -136,12 +136,12 @@ def _explain(error: RuntimeError) -> str:
     if "legacy stream" in str(error):
         return (
             "An autograd graph from before the capture is alive, and holds nodes of the parameters that belong to the "
-            "default stream: let go of losses and outputs that were kept without detach(), or made outside of no_grad()."
+            "default stream: let go of losses and outputs that were kept without detach()."
         )
     return (
         "This work was being captured into a CUDA graph, where the host can neither read a value of the device "
-        "(.item(), float(tensor), a mask that selects rows, printing) nor wait for it, nor copy from memory that is not "
-        "pinned: keep such work outside of the captured function."
+        "(.item(), float(tensor), a mask that selects rows, printing) nor wait for it, nor copy from memory that is "
+        "not pinned: keep such work outside of the captured function."
     )
 
 

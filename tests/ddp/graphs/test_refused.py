@@ -1,0 +1,215 @@
+"""What ``GraphedTrainingStep`` refuses, by name and before anything is wrong; and that the model goes on after it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import (
+    WORLD_OF_ONE,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+
+class Job:
+    """A model, its optimizer, and an iteration of them with a body of the test's."""
+
+    def __init__(self, extra: Callable[["Job"], Any] = lambda job: None, **options: Any) -> None:
+        torch.manual_seed(0)
+        config = DistributedDataParallelConfig(**options.pop("config", {}))
+        self.model = DistributedDataParallel(nn.Linear(4, 4), config)
+        self.optimizer = DistributedOptimizer(self.model, lr=2**-7, **options)
+        self.extra = extra
+        self.loss = torch.zeros(())
+        self.graphed = GraphedTrainingStep(self.train_step, self.model, self.optimizer, max_graphs=3)
+
+    def train_step(self, x: Tensor, *numbers: Any) -> Tensor:
+        self.loss = self.model(x).square().mean()
+        self.loss.backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        self.model.zero_grad_buffer()
+        self.extra(self)
+        return self.loss
+
+
+def warm(job: Job, *numbers: Any) -> Tensor:
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        job.graphed(x, *numbers)
+    return x
+
+
+def check_goes_on(job: Job) -> None:
+    """The model trains eagerly, and the same function can be captured when its fault is gone."""
+    job.extra = lambda job: None
+    x = torch.ones(2, 4)
+    losses = [float(job.train_step(x)) for _ in range(2)] + [float(job.graphed(x)) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert job.graphed.num_graphs == 1
+
+
+def read_the_loss(job: Job) -> None:
+    job.loss.item()
+
+
+def schedule(job: Job) -> None:
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.125
+
+
+def fill_the_rate(job: Job) -> None:
+    for group in job.optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(0.125)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (read_the_loss, "capturing"),
+        (schedule, r"scheduler\.step\(\) after"),
+        (fill_the_rate, r"scheduler\.step\(\) after"),
+        (lambda job: job.optimizer.param_groups[0].update(lr=2**-7) or 1 / 0, "division"),
+    ],
+    ids=["reads a value", "scheduler", "scheduler of tensors", "an error of its own"],
+)
+def test_a_capture_that_fails(extra: Callable[[Job], Any], message: str) -> None:
+    job = Job(lambda job: extra(job) if torch.utils._python_dispatch._get_current_dispatch_mode() else None)
+    x = warm(job)
+    before = [param.clone() for param in job.model.parameters()]
+    with pytest.raises((RuntimeError, ZeroDivisionError), match=message):
+        job.graphed(x)
+    assert job.model.is_clear
+    assert job.graphed.num_graphs == 0
+    assert [group["lr"] for group in job.optimizer.param_groups] == [2**-7] * len(job.optimizer.param_groups)
+    assert len(before) == 2
+    check_goes_on(job)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda job: job.optimizer.register_step_post_hook(lambda *_: None), "hooks"),
+        (lambda job: job.model(torch.ones(2, 4)).sum().backward(), "an iteration has begun"),
+        (lambda job: job.optimizer.param_groups[0].update(fused=False), "fused"),
+        (lambda job: job.model.module.register_parameter("late", nn.Parameter(torch.ones(1))), "late"),
+        (lambda job: setattr(job.model.module.weight, "data", torch.ones(4, 4)), "other storage"),
+        (lambda job: DistributedOptimizer(job.model), "replaced"),
+        (lambda job: job.optimizer.param_groups[0]["params"][0].mul_(2), "written"),
+    ],
+    ids=["hook", "begun", "unfused", "new parameter", "storage", "other optimizer", "master written"],
+)
+@torch.no_grad()
+def test_what_an_eager_step_or_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
+    def program() -> None:
+        job = Job(config={"use_distributed_optimizer": True})
+        with torch.enable_grad():
+            x = warm(job)
+            job.graphed(x)
+            job.graphed(x)
+        with torch.set_grad_enabled("begun" in message):
+            change(job)
+        with torch.enable_grad(), pytest.raises((RuntimeError, ValueError), match=message):
+            job.graphed(x)
+
+    simulate(program, 2)
+
+
+def test_arguments_and_results() -> None:
+    job = Job()
+    x = warm(job)
+    with pytest.raises(TypeError, match="takes tensors, numbers and strings"):
+        job.graphed(x, object.__new__(type("Unhashable", (), {"__hash__": None})))
+    assert job.graphed(x, 1.0).shape == ()
+    job.graphed(x, 2.0)
+    with pytest.raises(RuntimeError, match="give numbers that change as tensors"):
+        job.graphed(x, 3.0)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
+        job.graphed(x)
+    returns = Job()
+    returns.graphed = GraphedTrainingStep(
+        lambda x: float(returns.train_step(x).detach()), returns.model, returns.optimizer
+    )
+    with pytest.raises(TypeError, match="returned a float"):
+        returns.graphed(x)
+
+
+def test_part_of_an_iteration() -> None:
+    job = Job()
+    for part, message in (
+        (lambda x: job.model(x).sum(), r"step\(\) 0 times"),
+        (lambda x: [job.train_step(x), job.train_step(x)][0], "2 times"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            GraphedTrainingStep(part, job.model, job.optimizer)(torch.ones(2, 4))
+
+    def forgets(x: Tensor) -> Tensor:
+        job.model.zero_grad_buffer()
+        loss = job.model(x).square().mean()
+        loss.backward()
+        job.model.finish_grad_sync()
+        job.optimizer.step()
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"let zero_grad_buffer\(\) be its last call"):
+        GraphedTrainingStep(forgets, job.model, job.optimizer)(torch.ones(2, 4))
+
+
+def test_numbers_of_tokens_are_tensors() -> None:
+    job = Job(config={"calculate_per_token_loss": True})
+
+    def train_step(x: Tensor) -> Tensor:
+        loss = job.model(x).square().sum()
+        loss.backward()
+        job.model.finish_grad_sync(2)
+        job.optimizer.step()
+        job.model.zero_grad_buffer()
+        return loss
+
+    step = GraphedTrainingStep(train_step, job.model, job.optimizer)
+    x = torch.ones(2, 4)
+    step(x)
+    step(x)
+    with pytest.raises(RuntimeError, match="give it a tensor on the device"):
+        step(x)
+
+
+def test_what_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="check_for_nan_in_grad"):
+        Job(config={"check_for_nan_in_grad": True})
+    with pytest.raises(ValueError, match="RMSprop reads learning rates"):
+        Job(optimizer_class=torch.optim.RMSprop)
+    one, other = Job(), Job()
+    with pytest.raises(ValueError, match="another model"):
+        GraphedTrainingStep(one.train_step, one.model, other.optimizer)
+    sharded = fully_shard(nn.Linear(4, 4), mesh=WORLD_OF_ONE)
+    with pytest.raises(TypeError, match="not FSDPLinear and AdamW"):
+        GraphedTrainingStep(one.train_step, sharded, torch.optim.AdamW(sharded.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_warmup_steps"):
+        GraphedTrainingStep(one.train_step, one.model, one.optimizer, num_warmup_steps=0)
+
+
+def test_a_timeline_around_it() -> None:
+    job = Job()
+    x = warm(job)
+    with job.model.record_timeline(), pytest.raises(RuntimeError, match="record eager steps"):
+        job.graphed(x)
+
+
+def test_reset_captures_anew() -> None:
+    job = Job()
+    x = warm(job)
+    job.graphed(x)
+    assert job.graphed.num_graphs == 1
+    job.graphed.reset()
+    assert job.graphed.num_graphs == 0
+    check_goes_on(job)
