@@ -89,6 +89,7 @@ class StepOptions:
                         "scheduler.step() after the graphed step"
                     )
         finally:
+            self._loaded = [None] * len(self._rates)
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
 
