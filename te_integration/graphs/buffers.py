@@ -21,12 +21,12 @@ class StaticBuffers:
         """Memory of all buffers."""
 
     def take(self, like: Tensor) -> Tensor:
-        """A buffer of the shape, strides, dtype and device of ``like``."""
+        """A buffer of the shape, strides, dtype and device of ``like``, with any content."""
         free = self._free.get(_kind(like))
         if free:
             return free.pop()
         with torch.no_grad():
-            buffer = torch.zeros_like(like, requires_grad=False)
+            buffer = torch.empty_like(like, requires_grad=False)
         self.nbytes += buffer.nbytes
         return buffer
 

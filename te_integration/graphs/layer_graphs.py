@@ -43,11 +43,21 @@ _A_TENSOR = object()
 """Stands for a tensor among a layer's outputs."""
 
 
-class CaptureState:
-    """What the graphs of one order share."""
+_WORTH_A_COPY = 2**20
+"""Bytes of a parameter's gradient from which on microbatches share its memory."""
 
-    def __init__(self, pool: GraphPool, *, in_order: bool) -> None:
+
+class CaptureState:
+    """What the graphs of one order share.
+
+    in_order  there is an order, whose first write of a weight is that of each iteration
+    shares    there are several microbatches: their outputs and gradients share memory where the order allows it. That
+              takes a copy at the end of a graph; a copy of each microbatch would stay otherwise
+    """
+
+    def __init__(self, pool: GraphPool, *, in_order: bool, shares: bool) -> None:
         self.pool = pool
+        self.shares = shares
         self.order = CapturedOrder(pool.device)
         self.buffers = StaticBuffers()
         self.first_writes = FirstWrites(in_order=in_order)
@@ -83,6 +93,7 @@ class LayerGraphs:
         self._outputs: list[Tensor] = []
         self._output_grads: list[Tensor] = []
         self._grads: list[Tensor | None] = []  # of inputs, then of params; None where there is none
+        self._taken: list[Tensor] = []  # buffers of the results of the graph that is being captured
         self._now: list[Delivery] = []  # weight gradients that D computes
         self._later: list[Delivery] = []  # that W computes
         self._entries: list[DelayedWgrad] = []
@@ -106,10 +117,12 @@ class LayerGraphs:
         args, kwargs = self.signature.arguments(self._leaves)
         with state.content_kept(self.module), self._graphs[Kind.FORWARD].capture():
             result = self.module(*args, **kwargs)
+            leaves, self._output_spec = tree_flatten(result)
+            self._captured = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self._outputs = [self._static(output) for output in self._captured]
+        self._shared_outputs, self._taken = self._taken, []
         self._is_tensor = isinstance(result, Tensor)
-        leaves, self._output_spec = tree_flatten(result)
         self._output_leaves = [_A_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._steps[Kind.FORWARD] = self._order.append(Step(Kind.FORWARD, self.place))
         if not self.has_backward:
             self._end_forward()
@@ -117,28 +130,35 @@ class LayerGraphs:
     def capture_dgrad(self) -> None:
         """Capture D. Where it computes all weight gradients, the buffers are free for later entries."""
         state = self._state
-        outputs = differentiable(self._outputs)
+        outputs = differentiable(self._captured)
         self._output_grads = [state.buffers.take(output) for output in outputs]
+        with state.pool.on_stream():
+            for buffer in self._output_grads:
+                buffer.zero_()
         sources = [leaf for leaf in self._leaves if leaf.requires_grad]
         capture = BackwardCapture(state.first_writes)
         with state.content_kept(self.module), self._graphs[Kind.DGRAD].capture(), noting(capture):
             grads = torch.autograd.grad(outputs, [*sources, *self.params], self._output_grads, allow_unused=True)
-            # The buffers are filled anew before others have read a gradient that is one of them.
-            given = {buffer.untyped_storage().data_ptr() for buffer in self._output_grads}
-            found = [
-                grad.clone() if grad is not None and grad.untyped_storage().data_ptr() in given else grad
-                for grad in grads
+            of_inputs = [None if grad is None else self._static(grad) for grad in grads[: len(sources)]]
+            of_params: list[Tensor | None] = [
+                None if grad is None else self._static(grad, least=_WORTH_A_COPY) for grad in grads[len(sources) :]
             ]
-        remaining = iter(found)
-        of_inputs = [next(remaining) if leaf.requires_grad else None for leaf in self._leaves]
-        self._grads = [None if grad is None else grad.detach() for grad in (*of_inputs, *remaining)]
+        self._shared_grads, self._taken = self._taken, []
+        remaining = iter(of_inputs)
+        self._grads = [next(remaining) if leaf.requires_grad else None for leaf in self._leaves]
+        self._grads += of_params
         self._now = [delivery for delivery in capture.deliveries if not delivery.delayed]
         self._later = [delivery for delivery in capture.deliveries if delivery.delayed]
         self._written = {id(weight) for delivery in capture.deliveries for weight in delivery.weights}
         self._steps[Kind.DGRAD] = self._order.append(Step(Kind.DGRAD, self.place))
         self._end_forward()
+        self._give_back(self._shared_outputs)
         if not self._later:
-            self._give_buffers_back()
+            self._give_back([*self._inputs, *self._output_grads])
+
+    def end_of_dgrads(self) -> None:
+        """All layers of this entry have their D: what a D has returned to autograd is used up."""
+        self._give_back(self._shared_grads)
 
     def capture_wgrad(self) -> None:
         """Capture W, if the layer delays a gradient. Then the buffers are free for later entries."""
@@ -148,16 +168,29 @@ class LayerGraphs:
             for delivery in self._later:
                 delivery.compute(self._state.first_writes)
         self._steps[Kind.WGRAD] = self._order.append(Step(Kind.WGRAD, self.place))
-        self._give_buffers_back()
+        self._give_back([*self._inputs, *self._output_grads])
+
+    def _static(self, result: Tensor, least: int = 0) -> Tensor:
+        """In a capture: the static memory of an output or gradient, shared with other microbatches from ``least`` bytes
+        on.
+        """
+        result = result.detach()
+        if self._state.shares and result.nbytes >= least:
+            buffer = self._state.buffers.take(result)
+            buffer.copy_(result)
+            self._taken.append(buffer)
+            return buffer
+        # The buffers are filled anew before others have read a gradient that is one of them.
+        own = {buffer.untyped_storage().data_ptr() for buffer in self._output_grads}
+        return result.clone() if result.untyped_storage().data_ptr() in own else result
 
     def _end_forward(self) -> None:
         """Let go of the captured forward's autograd graph, and so of what only D reads."""
-        self._differentiable = [output.requires_grad for output in self._outputs]
-        self._outputs = [output.detach() for output in self._outputs]
-        del self._leaves
+        self._differentiable = [output.requires_grad for output in self._captured]
+        del self._leaves, self._captured
 
-    def _give_buffers_back(self) -> None:
-        for buffer in (*self._inputs, *self._output_grads):
+    def _give_back(self, buffers: list[Tensor]) -> None:
+        for buffer in buffers:
             self._state.buffers.give_back(buffer)
 
     # ---- Replay. ----

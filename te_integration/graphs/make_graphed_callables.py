@@ -145,7 +145,7 @@ class _Group:
 
     def capture(self, pool: GraphPool, num_warmup_iters: int, made: list[LayerGraphs]) -> None:
         """Capture everything; ``made`` gets the graphs as they come."""
-        state = CaptureState(pool, in_order=self._schedule is not None)
+        state = CaptureState(pool, in_order=self._schedule is not None, shares=self._num_microbatches > 1)
         for chunk in range(1, len(self._counts) + 1):
             for microbatch in range(self._num_microbatches):
                 for index, layer in self._layers(chunk, microbatch):
@@ -155,14 +155,18 @@ class _Group:
         self._check_wgrads(order)
         for step in order.steps:
             layers = [index for index, _ in self._layers(step.chunk, step.microbatch)]
+            backwards = [self._made[index] for index in reversed(layers) if self._made[index].has_backward]
             if step.kind is Kind.FORWARD:
                 for index in layers:
                     self._made[index].capture_forward(_tensors(*self._samples[index]))
+            elif step.kind is Kind.DGRAD:
+                for graphs in backwards:
+                    graphs.capture_dgrad()
+                for graphs in backwards:
+                    graphs.end_of_dgrads()
             else:
-                for index in reversed(layers):
-                    graphs = self._made[index]
-                    if graphs.has_backward:
-                        (graphs.capture_dgrad if step.kind is Kind.DGRAD else graphs.capture_wgrad)()
+                for graphs in backwards:
+                    graphs.capture_wgrad()
 
     def in_order_of_samples(self) -> list[LayerGraphs]:
         """The graphs in the order of ``sample_args``."""
