@@ -78,7 +78,7 @@ def test_only_layers_that_delay_get_wgrad_graphs_last_layer_first():
     ddp = wrapped(*layers)
     for param in layers[2].parameters():
         param.requires_grad_(False)
-    ddp = wrapped(*[layer for layer in ddp.unwrap()])
+    ddp = wrapped(*list(ddp.unwrap()))
     callables = make_graphed_callables(layers, samples(4), order=[1, -1, -1.5], num_layers_per_chunk=[4])
     steps = [step.removeprefix("the ").split(" (")[0] for step in kinds_of(callables)]
     assert steps == [
@@ -293,7 +293,7 @@ def test_one_forward_is_held_at_a_time():
     with pytest.raises(RuntimeError, match="its forward was run again since"):
         first.sum().backward()
     second.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="was called where|its forward was run again since"):
+    with pytest.raises(RuntimeError, match=r"was called where|its forward was run again since"):
         second.sum().backward()
 
 
