@@ -54,22 +54,27 @@ def content_kept(module: nn.Module) -> Iterator[None]:
 def run_trials(
     module: nn.Module, place: Place, signature: Signature, samples: Sequence[Tensor], pool: GraphPool, count: int
 ) -> Trial:
-    """Run forward and backward ``count`` times, weight gradients included. Nothing of it is left behind."""
+    """Run forward and backward, weight gradients included. Nothing of it is left behind.
+
+    count  number of runs whose weight gradients are added to ``main_grad``, as most captured ones are; one more
+           overwrites, by other kernels
+    """
     trained = [param for param in module.parameters() if param.requires_grad]
     with pool.on_stream(), content_kept(module):
-        for _ in range(count):
+        for overwrites in (*[False] * count, True):
+            first_writes = FirstWrites(in_order=overwrites)
             inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in samples]
             args, kwargs = signature.arguments(inputs)
             outputs = differentiable(module(*args, **kwargs))
             wanted = [*trained, *(tensor for tensor in inputs if tensor.requires_grad)]
-            capture = BackwardCapture(FirstWrites(in_order=False))
+            capture = BackwardCapture(first_writes)
             grads: Sequence[Tensor | None] = [None] * len(wanted)
             if outputs and wanted:
                 with noting(capture):
                     grads = torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True)
             delayed = [delivery for delivery in capture.deliveries if delivery.delayed]
             for delivery in delayed:
-                delivery.compute(FirstWrites(in_order=False))
+                delivery.compute(first_writes)
             _check_no_other_consumer(trained, place)
     delivered = {id(weight) for delivery in capture.deliveries for weight in delivery.weights}
     delivered |= {id(param) for param, grad in zip(trained, grads, strict=False) if grad is not None}

@@ -25,29 +25,25 @@ WIDTH = 8
 ROWS = 4
 
 
-def _linear(**options: Any) -> nn.Module:
-    return Linear(WIDTH, WIDTH, **options)
+def _split(width: int, **options: Any) -> nn.Module:
+    qkv = Linear(width, 3 * width, parameters_split=["q", "k", "v"], **options)
+    return nn.Sequential(qkv, nn.Linear(3 * width, width))
 
 
-def _split(**options: Any) -> nn.Module:
-    return nn.Sequential(Linear(WIDTH, 3 * WIDTH, parameters_split=["q", "k", "v"], **options), nn.Linear(24, WIDTH))
-
-
-def _several(**options: Any) -> nn.Module:
-    return Sequential(
-        Linear(WIDTH, WIDTH, **options), nn.GELU(), LayerNormLinear(WIDTH, WIDTH, normalization="RMSNorm", **options)
-    )
+def _several(width: int, **options: Any) -> nn.Module:
+    norm = LayerNormLinear(width, width, normalization="RMSNorm", **options)
+    return Sequential(Linear(width, width, **options), nn.GELU(), norm)
 
 
 class Block(nn.Module):
     """A layer of a transformer: norms and products of torch and of ours, residuals between them."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, width: int, **options: Any) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mix = Linear(WIDTH, WIDTH, bias=False, **options)
-        self.plain = nn.Linear(WIDTH, WIDTH)
-        self.mlp = LayerNormMLP(WIDTH, 2 * WIDTH, activation="swiglu", **options)
+        self.norm = nn.LayerNorm(width)
+        self.mix = Linear(width, width, bias=False, **options)
+        self.plain = nn.Linear(width, width)
+        self.mlp = LayerNormMLP(width, 2 * width, activation="swiglu", **options)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.plain(torch.tanh(self.mix(self.norm(x))))
@@ -55,10 +51,10 @@ class Block(nn.Module):
 
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
-    "Linear": _linear,
-    "LayerNormLinear": lambda **options: LayerNormLinear(WIDTH, WIDTH, **options),
-    "LayerNormMLP": lambda **options: LayerNormMLP(WIDTH, 2 * WIDTH, **options),
-    "recomputed LayerNormMLP": lambda **options: LayerNormMLP(WIDTH, 2 * WIDTH, checkpoint=True, **options),
+    "Linear": lambda width, **options: Linear(width, width, **options),
+    "LayerNormLinear": lambda width, **options: LayerNormLinear(width, width, **options),
+    "LayerNormMLP": lambda width, **options: LayerNormMLP(width, 2 * width, **options),
+    "recomputed LayerNormMLP": lambda width, **options: LayerNormMLP(width, 2 * width, checkpoint=True, **options),
     "split": _split,
     "several": _several,
     "block": Block,
@@ -91,6 +87,8 @@ class Case:
     steps: int = 3
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+    width: int = WIDTH
+    rows: int = ROWS
 
     @property
     def schedule(self) -> Any:
@@ -104,7 +102,9 @@ def make_layers(case: Case) -> list[list[nn.Module]]:
     """The layers of each chunk."""
     torch.manual_seed(0)
     options = {"fuse_wgrad_accumulation": case.fused, "delay_wgrad_compute": case.delayed}
-    chunks = [[KINDS[case.kind](**options) for _ in range(count)] for count in case.schedule.num_layers_per_chunk]
+    chunks = [
+        [KINDS[case.kind](case.width, **options) for _ in range(count)] for count in case.schedule.num_layers_per_chunk
+    ]
     return [[layer.to(case.device, case.dtype) for layer in chunk] for chunk in chunks]
 
 
@@ -112,7 +112,11 @@ def samples_of(case: Case) -> list[tuple[Tensor]]:
     """Arguments for each chunk, microbatch and layer. The model's input requires no gradient."""
     schedule = case.schedule
     return [
-        (torch.randn(ROWS, WIDTH, device=case.device, dtype=case.dtype, requires_grad=(chunk, layer) != (0, 0)),)
+        (
+            torch.randn(
+                case.rows, case.width, device=case.device, dtype=case.dtype, requires_grad=(chunk, layer) != (0, 0)
+            ),
+        )
         for chunk, layers in enumerate(schedule.num_layers_per_chunk)
         for _ in range(schedule.num_microbatches)
         for layer in range(layers)
@@ -121,7 +125,7 @@ def samples_of(case: Case) -> list[tuple[Tensor]]:
 
 def inputs_of(case: Case, step: int, rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    found = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(case.schedule.num_microbatches)]
+    found = [torch.randn(case.rows, case.width, generator=generator) for _ in range(case.schedule.num_microbatches)]
     return [x.to(case.device, case.dtype) for x in found]
 
 
@@ -133,7 +137,9 @@ def weights_of(chunks: Sequence[Sequence[nn.Module]]) -> list[Tensor]:
     return [param.detach().clone() for layers in chunks for layer in layers for param in layer.parameters()]
 
 
-def train(case: Case, graphed: bool, between: Callable[..., None] | None = None) -> list[Tensor]:
+def train(
+    case: Case, graphed: bool, between: Callable[..., None] | None = None, group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
     """Losses of each step and the weights at the end.
 
     between  called after each step with the step, the chunks, the optimizer, the wrapper and the executor
@@ -146,8 +152,12 @@ def train(case: Case, graphed: bool, between: Callable[..., None] | None = None)
         model = DistributedDataParallel(
             model,
             DistributedDataParallelConfig(
-                overlap_grad_reduce=True, use_distributed_optimizer=zero1, overlap_param_gather=zero1, bucket_size=300
+                overlap_grad_reduce=True,
+                use_distributed_optimizer=zero1,
+                overlap_param_gather=zero1,
+                bucket_size=5 * case.width**2,
             ),
+            process_group=group,
         )
     optimizer: Any = (
         DistributedOptimizer(model, 0.1, optimizer_class=torch.optim.SGD, momentum=0.9)

@@ -285,3 +285,12 @@ def test_a_tied_weight_is_overwritten_once(delayed):
     half = len(outcomes) // 2
     for eager, replayed in zip(outcomes[:half], outcomes[half:], strict=True):
         assert all(map(torch.equal, eager, replayed))
+
+
+def test_the_first_write_of_an_order_is_captured_as_an_overwrite_and_no_other():
+    """So that no replay of an ordinary iteration has to mend anything: see ``Delivery.open``."""
+    (layer,) = linears(1)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    calls = make_graphed_callables([layer], samples(3), order=[1, 1, 1, -1, -1, -1.5, -1, -1.5, -1.5])
+    assert [call._graphs._later[0].overwrites for call in calls] == [(True,), (False,), (False,)]
+    assert ddp.is_clear
