@@ -1,6 +1,7 @@
 """``make_graphed_callables``: layers as CUDA graphs, one microbatch each, in the order of a pipeline schedule."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,8 +77,9 @@ def make_graphed_callables(
         groups = [_Group(modules, counts, schedule, samples)]
     made: list[LayerGraphs] = []
     try:
-        for group in groups:
-            group.capture(pool or GraphPool(device), num_warmup_iters, made)
+        with _without_autocast_cache():
+            for group in groups:
+                group.capture(pool or GraphPool(device), num_warmup_iters, made)
     except BaseException as error:
         for graphs in made:
             graphs.reset()
@@ -128,6 +130,17 @@ def _samples(
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [leaf for leaf in Signature.leaves(args, kwargs) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Autocast keeps a cast weight for later uses: a graph would read what was cast before it, in every replay."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 class _Group:
