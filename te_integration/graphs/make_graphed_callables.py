@@ -77,9 +77,12 @@ def make_graphed_callables(
         groups = [_Group(modules, counts, schedule, samples)]
     made: list[LayerGraphs] = []
     try:
+        first = pool or GraphPool(device)
         with _without_autocast_cache():
-            for group in groups:
-                group.capture(pool or GraphPool(device), num_warmup_iters, made)
+            for number, group in enumerate(groups):
+                own = GraphPool(device) if number else first
+                own.stream = first.stream  # cuBLAS keeps a workspace for each stream
+                group.capture(own, num_warmup_iters, made)
     except BaseException as error:
         for graphs in made:
             graphs.reset()
