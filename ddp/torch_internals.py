@@ -24,7 +24,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, checkpoint
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if dist.is_available():
     from torch.distributed import distributed_c10d as c10d
@@ -45,6 +45,7 @@ __all__ = [
     "end_allocations",
     "gathered_by_fsdp2",
     "grad_of_tensor",
+    "has_one_hook",
     "has_tensor_hooks",
     "is_hooked",
     "is_profiling",
@@ -57,8 +58,10 @@ __all__ = [
     "start_all_gather",
     "start_reduce_scatter",
     "timeout_on",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
     "will_execute",
     "zero_cta_options",
 ]
@@ -106,6 +109,11 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
 def is_hooked(param: Tensor) -> bool:
     """``has_tensor_hooks``, or somebody called ``param.register_post_accumulate_grad_hook``."""
     return has_tensor_hooks(param) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def has_one_hook(param: Tensor) -> bool:
+    """Whether one function alone sees the gradients of ``param``: a single post-accumulate-grad hook."""
+    return not has_tensor_hooks(param) and len(getattr(param, "_post_accumulate_grad_hooks", None) or ()) == 1
 
 
 def is_tracing() -> bool:

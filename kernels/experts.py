@@ -83,11 +83,18 @@ def device_table(values: tuple[int, ...], device: torch.device) -> Tensor:
         return _host_table(values)
     table = _cuda_table(values, device)
     stream = torch.cuda.current_stream(device)
-    # A capture starts with a synchronisation, and must not wait for events from outside.
-    if stream != table.stream and not torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
+        # A capture starts with a synchronisation, and must not wait for events from outside. The graph keeps the
+        # address, also when the cache has let go of the table.
+        _captured[values, device] = table
+    elif stream != table.stream:
         stream.wait_event(table.filled)
         table.values.record_stream(stream)
     return table.values
+
+
+_captured: dict[tuple[tuple[int, ...], torch.device], _Table] = {}
+"""Tables that a graph reads, kept for the life of the process: a few bytes for each set of addresses."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,8 @@ from .experts.moe_permutation import moe_permute_with_probs as moe_permute_with_
 from .experts.moe_permutation import moe_unpermute as moe_unpermute
 from .experts.scaled_activations import ScaledClampedQGeGLU as ScaledClampedQGeGLU
 from .experts.scaled_activations import ScaledSwiGLU as ScaledSwiGLU
+from .graphs.chunks import graphed_chunks as graphed_chunks
+from .graphs.make_graphed_callables import make_graphed_callables as make_graphed_callables
 from .sequential import Sequential as Sequential
 from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
@@ -28,6 +30,8 @@ __all__ = [
     "WgradQueue",
     "convert_linears",
     "delayed_wgrad",
+    "graphed_chunks",
+    "make_graphed_callables",
     "moe_permute",
     "moe_permute_with_probs",
     "moe_unpermute",

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .late_grads import note_lost, note_over, note_waiting
+from .main_grad import hand_over_sum
 from .recompute import current_checkpoint
 from .record import GradRecord, PendingWgrad
 
-__all__ = ["DelayedWgrad", "delay_blocks", "delaying_into", "queue_of_block"]
+__all__ = ["DelayedWgrad", "delay_blocks", "delaying_into", "queue_of_block", "settle"]
 
 _sequence = itertools.count()
 
@@ -130,9 +131,20 @@ class DelayedWgrad:
             note_lost(self)
 
     @property
+    def waits(self) -> bool:
+        """Whether this gradient is still to be computed: neither computed, nor given up, nor lost."""
+        return self._operands is not None
+
+    @property
     def in_use(self) -> bool:
         """Whether, after ``run``, another stream still reads the operands."""
         return self._done is not None and not self._done.query()
+
+
+def settle(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
+    """After a delayed gradient was written: absorb ``.grad``, which unfused owners of a tied weight have added to."""
+    if record is not None and record.sum_in_grad and entry.is_last_of(record):
+        hand_over_sum(weight, record)
 
 
 # ---- Modules with delay_wgrad_compute always delay. All others delay in a ``delayed_wgrad`` block, kept here. ----

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..torch_internals import will_execute
+from . import capturing
 
 __all__ = ["Demand", "demand"]
 
@@ -21,8 +22,11 @@ class Demand(enum.Enum):
 def demand(weight_node: Any) -> Demand:
     """Ask the engine what it will do with a weight's gradient; ``weight_node`` is ``ctx.next_functions[i][0]``.
 
-    Only ``ACCUMULATE`` allows a write to ``main_grad``.
+    Only ``ACCUMULATE`` allows a write to ``main_grad``. A backward that is captured asks for every gradient of its
+    layer, and each replay asks the engine again.
     """
+    if capturing.active is not None:
+        return Demand.ACCUMULATE
     if torch.is_grad_enabled():
         return Demand.RETURN  # create_graph=True: the gradient itself must be differentiable
     try:

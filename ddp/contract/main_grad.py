@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..torch_internals import has_tensor_hooks
+from .accumulator import check_accumulator
 from .placeholder import placeholder
 from .record import GradRecord, PendingWgrad
 from .return_table import Returned, wgrad_outcome
@@ -45,6 +46,7 @@ __all__ = [
     "is_delayed",
     "is_foreign",
     "is_fusable",
+    "is_lazy",
     "mark_delayed",
     "open_for_write",
     "record_of",
@@ -126,6 +128,11 @@ def has_main_grad(param: Tensor) -> bool:
 def is_foreign(param: Tensor) -> bool:
     """Whether a provider that is not ours gave ``param`` an accumulator."""
     return record_of(param) is None and has_main_grad(param)
+
+
+def is_lazy(param: Tensor) -> bool:
+    """Whether a provider, ours or not, gives ``param`` an accumulator for some time only, so that its place changes."""
+    return hasattr(param, "__fsdp_param__")
 
 
 def absorb_grad(param: Tensor, record: GradRecord) -> None:
@@ -238,13 +245,18 @@ def _check_foreign_write(record: GradRecord) -> None:
         )
 
 
-def forget_failed_backward(param: Tensor) -> None:
-    """Clear the flags of a backward that failed before the hook, or whose delayed gradients were given up."""
-    if getattr(param, "grad_added_to_main_grad", False):
+def forget_failed_backward(param: Tensor) -> bool:
+    """Clear the flags of a backward that failed before the hook, or whose delayed gradients were given up.
+
+    Returns whether the flag was set: a module had written ``main_grad``.
+    """
+    flag: bool = getattr(param, "grad_added_to_main_grad", False)
+    if flag:
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     record = record_of(param)
     if record is not None:
         record.consumer_wrote = record.sum_in_grad = False
+    return flag
 
 
 # ---- Consumer: what a module reads from a weight, and what it sets there. ----
@@ -309,7 +321,7 @@ def accumulator_of(weight: Tensor, owner: str, *, rows_apart: bool = False) -> T
             f"{owner}: weight.main_grad was replaced after wrapping, and what is written there would never be reduced; "
             f"leave the attribute to the wrapper of parameter '{record.name}'"
         )
-    _check_accumulator(owner, weight, main_grad, rows_apart)
+    check_accumulator(owner, weight, main_grad, rows_apart)
     return main_grad
 
 
@@ -372,29 +384,3 @@ def _first_write_of(backward: int, weight: Tensor) -> bool:
     first = getattr(weight, _OVERWRITTEN_IN, None) != backward
     setattr(weight, _OVERWRITTEN_IN, backward)
     return first
-
-
-def _check_accumulator(owner: str, weight: Tensor, main_grad: Tensor, rows_apart: bool) -> None:
-    if (
-        main_grad.shape != weight.shape
-        or main_grad.device != weight.device
-        or main_grad.dtype not in (torch.float32, weight.dtype)
-        or not (_rows_fit(main_grad) if rows_apart else main_grad.is_contiguous())
-    ):
-        raise RuntimeError(
-            f"{owner}: main_grad must {'have adjacent columns and be' if rows_apart else 'be contiguous,'} of the "
-            f"weight's shape {tuple(weight.shape)} on {weight.device}, fp32 or {weight.dtype}; got shape "
-            f"{tuple(main_grad.shape)}, stride {tuple(main_grad.stride())}, {main_grad.dtype} on {main_grad.device}"
-        )
-
-
-def _rows_fit(main_grad: Tensor) -> bool:
-    """Whether columns are adjacent and no two elements share memory."""
-    if main_grad.is_contiguous():
-        return True
-    end = 1
-    for stride, size in sorted(zip(main_grad.stride(), main_grad.shape, strict=True)):
-        if size > 1 and stride < end:
-            return False
-        end = max(end, stride * size)
-    return main_grad.stride(-1) == 1

@@ -11,19 +11,19 @@ from torch.utils.weak import TensorWeakRef
 
 from ...kernels import grouped_wgrad_accumulate, wgrad_accumulate
 from ..torch_internals import has_tensor_hooks
-from .delayed import DelayedWgrad
+from . import capturing
+from .capturing import BackwardCapture, Delivery
+from .delayed import DelayedWgrad, settle
 from .main_grad import (
     accumulator_of,
     add_to_grad,
     check_provided,
     hand_over,
-    hand_over_sum,
     has_main_grad,
     is_foreign,
     open_for_write,
     record_of,
 )
-from .record import GradRecord
 from .torch_ddp import refuse_delay
 from .torch_fsdp import TorchShards
 
@@ -138,6 +138,9 @@ class WgradTarget:
         dy, x              [T, N] and [T, K]: gradient of the output, input of the forward
         backward           number of the running backward; in reentrant recompute of the backward around it
         """
+        if capturing.active is not None:
+            self._note(capturing.active, weight, main_grad, dy, x)
+            return None
         record = record_of(weight)
         if self._queue is not None:
             records = () if record is None else (record,)
@@ -146,6 +149,19 @@ class WgradTarget:
         elif main_grad is not None:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, backward))
         return hand_over(weight, record, delayed=self._queue is not None, fused=self._fused)
+
+    def _note(self, capture: BackwardCapture, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor) -> None:
+        """``deliver`` in a backward that is captured."""
+        if self._fused and main_grad is None:
+            main_grad = self.resolve_for_write().accumulator
+
+        def compute(overwrite: Sequence[bool]) -> list[Tensor | None]:
+            if main_grad is None:
+                return [(dy.t() @ x).to(weight.dtype)]
+            wgrad_accumulate(dy, x, main_grad, overwrite=overwrite[0])
+            return [None]
+
+        capture.note(Delivery(self._owner, (weight,), fused=self._fused, queue=self._queue, compute=compute))
 
     def deliver_in_graph(self, dy: Tensor, x: Tensor, backward: int) -> None:
         """``resolve`` and ``deliver`` in a compiled backward, which returns no gradient to autograd.
@@ -182,7 +198,7 @@ class WgradTarget:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, entry.backward))
         else:
             add_to_grad(weight, (dy.t() @ x).to(weight.dtype), record)
-        _settle(weight, record, entry)
+        settle(weight, record, entry)
 
     def _refuse_hook_on_delayed(self) -> None:
         if self._queue is not None:
@@ -197,12 +213,6 @@ class WgradTarget:
         if weight is None:
             raise RuntimeError(f"{self._owner}: the weight was freed between forward and backward")
         return weight
-
-
-def _settle(weight: Tensor, record: GradRecord | None, entry: DelayedWgrad) -> None:
-    """After a delayed gradient was written: absorb ``.grad``, which unfused owners of a tied weight have added to."""
-    if record is not None and record.sum_in_grad and entry.is_last_of(record):
-        hand_over_sum(weight, record)
 
 
 class GroupedWgradTarget:
@@ -259,6 +269,8 @@ class GroupedWgradTarget:
         offsets  [E + 1]  the rows of each expert, on the device
         =======  =======  =============================================================
         """
+        if capturing.active is not None:
+            return self._note(capturing.active, places, dy, x, offsets)
         records = [None if place is None else record_of(place.weight) for place in places]
         if self._queue is not None:
             mine = [place is not None for place in places]
@@ -273,6 +285,28 @@ class GroupedWgradTarget:
             None if place is None else hand_over(place.weight, record, delayed=delayed, fused=self._fused)
             for place, record in zip(places, records, strict=True)
         ]
+
+    def _note(
+        self, capture: BackwardCapture, places: Sequence[Place | None], dy: Tensor, x: Tensor, offsets: Tensor
+    ) -> list[Tensor | None]:
+        """``deliver`` in a backward that is captured."""
+        mine = [place is not None for place in places]
+        if self._fused:
+            places = [
+                target.resolve_for_write() if own else None for target, own in zip(self._targets, mine, strict=True)
+            ]
+        weights = [place.weight for place in places if place is not None]
+
+        def compute(overwrite: Sequence[bool]) -> list[Tensor | None]:
+            if not self._fused:
+                gradients = fresh_grouped_wgrads(dy, x, offsets, mine, weights[0].dtype, packed=self._packed)
+                return [gradient for gradient, own in zip(gradients, mine, strict=True) if own]
+            bits = iter(overwrite)
+            self._write_products(places, [own and next(bits) for own in mine], dy, x, offsets)
+            return [None] * len(weights)
+
+        capture.note(Delivery(self._owner, weights, fused=self._fused, queue=self._queue, compute=compute))
+        return [None] * len(places)
 
     def deliver_in_graph(self, wanted: Sequence[bool], dy: Tensor, x: Tensor, offsets: Tensor, backward: int) -> None:
         """``resolve`` and ``deliver`` in a compiled backward: see ``WgradTarget.deliver_in_graph``."""
@@ -307,15 +341,20 @@ class GroupedWgradTarget:
                     add_to_grad(place.weight, gradient, record_of(place.weight))
         for place in places:
             if place is not None:
-                _settle(place.weight, record_of(place.weight), entry)
+                settle(place.weight, record_of(place.weight), entry)
 
     def _accumulate(
         self, places: Sequence[Place | None], dy: Tensor, x: Tensor, offsets: Tensor, backward: int
     ) -> None:
-        main_grads = [None if place is None else place.accumulator for place in places]
         overwrite = [
             place is not None and open_for_write(place.weight, record_of(place.weight), backward) for place in places
         ]
+        self._write_products(places, overwrite, dy, x, offsets)
+
+    def _write_products(
+        self, places: Sequence[Place | None], overwrite: Sequence[bool], dy: Tensor, x: Tensor, offsets: Tensor
+    ) -> None:
+        main_grads = [None if place is None else place.accumulator for place in places]
         if self._packed:
             (packed,) = main_grads
             assert packed is not None, "a packed weight whose gradient is not wanted has no place"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .waiting_params import Gather, gathers_of, waited_for
 
-__all__ = ["have_module_wait", "kept_params", "let_module_go", "registered_params"]
+__all__ = ["have_module_wait", "is_waiting_hook", "kept_params", "let_module_go", "registered_params"]
 
 _HOOK = "maingrad gather"
 """Key of the hook in ``_forward_pre_hooks``; torch's own keys are numbers."""
@@ -68,6 +68,11 @@ def let_module_go(module: nn.Module) -> None:
             return
         own["_parameters"] = params.plain
     own["_forward_pre_hooks"].pop(_HOOK, None)
+
+
+def is_waiting_hook(key: object) -> bool:
+    """Whether a module's forward pre-hook with this key is the one that waits for gathers."""
+    return key == _HOOK
 
 
 def kept_params(module: nn.Module) -> Iterator[Tensor]:

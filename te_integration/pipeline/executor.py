@@ -150,7 +150,7 @@ class ScheduleExecutor:
         backward entry while gradients are disabled.
         """
         for chunk in self._chunks:
-            chunk.find_modules()
+            chunk.begin_run()
         self._check_runnable()
         self.records = []
         run = _Run(self.schedule, self._chunks, link, loss_fn)
@@ -175,10 +175,9 @@ class ScheduleExecutor:
             backwards = [entry for entry in self.schedule.entries if entry.kind is not Kind.FORWARD]
             first = min(backwards, key=lambda entry: entry.kind is not Kind.WGRAD)  # prefers a wgrad
             raise RuntimeError(f"{first} in inference: gradients are disabled, so that there is no backward to run")
-        undelayed = {chunk.number: chunk for chunk in self._chunks if not chunk.delaying}
         for entry in self.schedule.entries:
-            if entry.kind is Kind.WGRAD and entry.chunk in undelayed:
-                raise _nothing_delays(entry, undelayed[entry.chunk])
+            if entry.kind is Kind.WGRAD and not self._chunks[entry.chunk - 1].delaying:
+                raise _nothing_delays(entry, self._chunks[entry.chunk - 1])
         for chunk in self._chunks:
             for name in chunk.pending():
                 raise RuntimeError(
@@ -206,6 +205,12 @@ class _Chunk:
         """None if the chunk is a module other than ``nn.Sequential``."""
         self.find_modules()
 
+    def begin_run(self) -> None:
+        """Before a run: tell layers that count microbatches (``GraphedChunk``)."""
+        self.find_modules()
+        for layer in self.layers:
+            getattr(layer, "begin_run", lambda: None)()
+
     def find_modules(self) -> None:
         """Find the modules anew: some may have been replaced or converted since the last run."""
         self.names: dict[nn.Module, str] = {}
@@ -214,7 +219,7 @@ class _Chunk:
                 self.names.setdefault(module, name or type(module).__name__)
         verbs = ("need_backward_dw", "backward_dw")
         self._able = {module for module in self.names if all(callable(getattr(module, verb, None)) for verb in verbs)}
-        self.delaying = [
+        self.delaying: list[Any] = [
             module
             for module in self.names
             if module in self._able and not any(inner in self._able for inner in list(module.modules())[1:])
@@ -350,7 +355,7 @@ class _Run:
                     f"{entry}: {chunk.names[module]} is in chunk {pending[0][0]} too, and its oldest pending weight "
                     f"gradient is that of microbatch {pending[0][1]} there: backward_dw() would run it out of its turn"
                 )
-            _backward_dw(module)
+            module.backward_dw()
             pending.popleft()
             self._reached[module] = None
         if not self._reached and not entry.implied:
@@ -371,10 +376,6 @@ def _needs_backward_dw(module: Any) -> bool:
     if store is not None:
         return store.context is not None and not store.context.empty()
     return bool(module.need_backward_dw())
-
-
-def _backward_dw(module: Any) -> None:
-    module.backward_dw()
 
 
 def _nothing_delays(entry: Entry, chunk: _Chunk) -> RuntimeError:

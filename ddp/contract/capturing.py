@@ -1,0 +1,177 @@
+"""Weight gradients of a backward that is captured into a graph: what the capture notes, and what each replay says.
+
+A replay runs kernels and no Python. So a capture computes nothing for a provider: no flag is set, no record is opened,
+nothing is queued. The targets hand each product to the running ``BackwardCapture`` instead, which keeps a ``Delivery``.
+Around each replay the deliveries are opened and handed over as an eager backward would do:
+
+    capture   WgradTarget.deliver --> BackwardCapture.note --> Delivery.compute      (in the graph)
+    replay    open_deliveries (beta) --> the graph --> settle_kept, Delivery.hand_over  (flag, queue, return value)
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .delayed import DelayedWgrad, settle
+from .main_grad import accumulator_of, add_to_grad, hand_over, open_for_write, record_of
+
+__all__ = ["BackwardCapture", "Delivery", "FirstWrites", "Kept", "noting", "open_deliveries", "settle_kept"]
+
+Compute = Callable[[Sequence[bool]], Sequence[Tensor | None]]
+Kept = list[tuple[Tensor, Tensor]]
+"""Accumulators whose content a replay overwrites though it must add, each with a copy of that content."""
+
+
+class FirstWrites:
+    """Which captured write of a weight overwrites (beta = 0): the first of the captured order, and no other.
+
+    in_order  False: graphs are replayed any number of times in an iteration, so that no write is known to be the first
+    """
+
+    def __init__(self, *, in_order: bool) -> None:
+        self._in_order = in_order
+        self._written: set[int] = set()
+
+    def take(self, weight: Tensor) -> bool:
+        """Called once for each captured write of ``weight``; returns whether that write overwrites."""
+        record = record_of(weight)
+        first = id(weight) not in self._written
+        self._written.add(id(weight))
+        return self._in_order and first and record is not None and record.first_write_overwrites
+
+
+class Delivery:
+    """The weight gradients of one product in a captured backward.
+
+    owner    the module, for errors
+    weights  whose gradients the product gives
+    fused    they go into ``main_grad``; False (delayed ones only): into ``.grad``
+    queue    they are delayed into this queue; None: the backward computes them
+    compute  called in the capture with "overwrites" for each weight: computes into ``main_grad``, or returns gradients
+    """
+
+    def __init__(
+        self, owner: str, weights: Sequence[Tensor], *, fused: bool, queue: "weakref.ref[Any] | None", compute: Compute
+    ) -> None:
+        self.owner, self.weights, self.fused = owner, tuple(weights), fused
+        self._queue = queue
+        self._compute: Compute | None = compute
+        self.overwrites: tuple[bool, ...] = ()
+        """The captured beta of each weight's write: True is 0."""
+        self.gradients: tuple[Tensor | None, ...] = ()
+        """Unfused: the gradients, which each replay computes anew."""
+        self._places = tuple(self._accumulator(weight).data_ptr() for weight in weights) if fused else ()
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the gradients wait in a queue."""
+        return self._queue is not None
+
+    @torch.no_grad()
+    def compute(self, first_writes: FirstWrites) -> None:
+        """Compute the gradients in the graph that is being captured. Lets go of the operands."""
+        assert self._compute is not None, "computed once, in the capture"
+        compute, self._compute = self._compute, None
+        self.overwrites = tuple(self.fused and first_writes.take(weight) for weight in self.weights)
+        self.gradients = tuple(compute(self.overwrites))
+
+    def open(self, backward: int) -> Kept:
+        """Before a replay: decide each write's beta anew. The captured beta stays; what it does wrong is mended.
+
+        Captured as an addition, but now the first write: the accumulator is zeroed. Captured as the first write, but
+        now an addition (the order is run twice in an iteration, or an eager backward wrote before): the content is
+        returned, and ``settle_kept`` adds it after the replay. That costs a copy and an addition, and where
+        ``main_grad`` is bf16 one more rounding.
+        """
+        kept: Kept = []
+        if not self.fused:
+            return kept
+        for weight, captured, place in zip(self.weights, self.overwrites, self._places, strict=True):
+            accumulator = self._accumulator(weight)
+            if accumulator.data_ptr() != place:
+                raise RuntimeError(
+                    f"{self.owner}: main_grad of a weight has moved since its backward was captured (the model was "
+                    f"wrapped anew?): capture again, with make_graphed_callables over the wrapped model"
+                )
+            overwrites = open_for_write(weight, record_of(weight), backward)
+            if overwrites and not captured:
+                accumulator.zero_()
+            elif captured and not overwrites:
+                kept.append((accumulator, accumulator.clone()))
+        return kept
+
+    def hand_over(self) -> list[Tensor | None]:
+        """In the backward that replays: set flags, and return what autograd gets for each weight."""
+        return [hand_over(weight, record_of(weight), delayed=self.delayed, fused=self.fused) for weight in self.weights]
+
+    def put(self, replay: Callable[[], None], operands: tuple[Tensor, ...], backward: int) -> DelayedWgrad:
+        """In the backward that replays: queue the delayed gradients; returns the entry.
+
+        replay    computes them, and those of other deliveries of the same graph, where that has not happened yet
+        operands  memory that ``replay`` reads and eager code fills
+        """
+        queue = None if self._queue is None else self._queue()
+        if queue is None:
+            raise RuntimeError(f"{self.owner}: the WgradQueue that this backward was captured with was let go")
+
+        def write(entry: DelayedWgrad, *_: Tensor) -> None:
+            replay()
+            for weight, gradient in zip(self.weights, self.gradients, strict=True):
+                if gradient is not None:
+                    add_to_grad(weight, gradient.clone(), record_of(weight))
+                settle(weight, record_of(weight), entry)
+
+        records = [record for record in map(record_of, self.weights) if record is not None]
+        entry = DelayedWgrad(write, operands, records, self.owner, backward, lambda: self.weights)
+        queue.put(entry)
+        return entry
+
+    def _accumulator(self, weight: Tensor) -> Tensor:
+        return accumulator_of(weight, self.owner, rows_apart=True)
+
+
+def open_deliveries(deliveries: Sequence[Delivery], backward: int) -> Kept:
+    """``Delivery.open`` for all deliveries of one graph."""
+    return [kept for delivery in deliveries for kept in delivery.open(backward)]
+
+
+def settle_kept(kept: Kept) -> None:
+    """After the replay: add what the accumulators held before."""
+    for accumulator, content in kept:
+        accumulator.add_(content)
+
+
+class BackwardCapture:
+    """Notes the weight gradients of one backward that is captured."""
+
+    def __init__(self, first_writes: FirstWrites) -> None:
+        self._first_writes = first_writes
+        self.deliveries: list[Delivery] = []
+        """In the order of the backward."""
+
+    def note(self, delivery: Delivery) -> None:
+        """Compute the gradients in the graph, or, where they are delayed, keep them for a graph of their own."""
+        self.deliveries.append(delivery)
+        if not delivery.delayed:
+            delivery.compute(self._first_writes)
+
+
+active: BackwardCapture | None = None
+"""The capture under way in this process. No thread-local: CUDA backwards run on threads of autograd's."""
+
+
+@contextmanager
+def noting(capture: BackwardCapture) -> Iterator[None]:
+    """In this block, backwards of all threads leave their weight gradients with ``capture``."""
+    global active
+    if active is not None:
+        raise RuntimeError("another backward is being captured in this process: capture one model at a time")
+    active = capture
+    try:
+        yield
+    finally:
+        active = None

@@ -1,0 +1,103 @@
+"""What cannot be captured, or would be replayed wrongly: refused by name before anything is captured."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ...ddp.contract.delayed import delay_blocks
+from ...ddp.contract.main_grad import is_lazy, record_of
+from ...ddp.contract.module import DelayedWgradModule, forms_of
+from ...ddp.contract.torch_fsdp import is_sharded_by_torch
+from ...ddp.gathers.waiting_modules import is_waiting_hook
+from ...ddp.torch_internals import has_tensor_hooks
+from ...ddp.wrapper.around_module import AroundModule
+from ..experts.grouped_module import GroupedModule
+from ..sequential import Sequential as Ours
+
+__all__ = ["check_capturable", "device_of"]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def device_of(modules: Sequence[nn.Module], samples: Sequence[Tensor]) -> torch.device:
+    """The one device of parameters, buffers and sample arguments. Raises ``ValueError`` where there are several."""
+    tensors: list[Tensor] = [*samples]
+    for module in modules:
+        tensors += [*module.parameters(), *module.buffers()]
+    # A count or a scale on the CPU is refused by the capture where it is read.
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices))) or "none"
+        raise ValueError(f"make_graphed_callables captures the work of one device, and the tensors are on {names}")
+    (device,) = devices
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"make_graphed_callables captures CUDA graphs, and the modules are on {device}")
+    return device
+
+
+def check_capturable(module: nn.Module, where: str, device: torch.device) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a module whose replay would differ from its eager run.
+
+    where  the module's place, for errors
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{where} must be a module, not a {type(module).__name__}")
+    if delay_blocks.queue is not None:
+        raise ValueError(
+            f"{where}: a capture in a delayed_wgrad block, whose queue no replay would know; build modules with "
+            f"delay_wgrad_compute=True"
+        )
+    for name, inner in module.named_modules():
+        _check_module(inner, f"{where}: '{name}' ({type(inner).__name__})" if name else where, device)
+    for name, param in module.named_parameters():
+        _check_param(param, f"{where}: parameter '{name}'")
+
+
+def _check_module(module: nn.Module, where: str, device: torch.device) -> None:
+    if isinstance(module, TorchDDP) or getattr(module, "grad_parts", None) is not None:
+        raise ValueError(
+            f"{where} reduces gradients of its parameters, which is no part of a layer's graphs: give the layers "
+            f"inside of the wrapper"
+        )
+    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+        raise ValueError(f"{where} is compiled: capture the layer as it was before torch.compile or torch.jit")
+    if type(module).__module__.startswith("torch._dynamo"):
+        raise ValueError(f"{where} is compiled by torch.compile: capture the layer inside, its ._orig_mod")
+    for table in _HOOKS:
+        hooks: Any = getattr(module, table)
+        if any(not is_waiting_hook(key) for key in hooks):
+            raise ValueError(
+                f"{where} has hooks on its forward or backward, which a replay would not call: remove them, or hook "
+                f"the callable that make_graphed_callables returns"
+            )
+    delays = all(callable(getattr(module, verb, None)) for verb in ("backward_dw", "need_backward_dw"))
+    if delays and not isinstance(module, DelayedWgradModule | Ours | AroundModule) and not _only_passes_on(module):
+        raise ValueError(
+            f"{where} delays weight gradients by itself (backward_dw), and no replay would fill what it keeps: leave "
+            f"it out of the graphs, or convert it to a module of maingrad.te_integration"
+        )
+    if isinstance(module, GroupedModule) and device.type == "cpu":
+        raise ValueError(f"{where}: on a CPU the host reads the rows of each expert, and replays would keep the first")
+
+
+def _only_passes_on(module: nn.Module) -> bool:
+    """Whether the module is a container of modules that delay."""
+    return any(isinstance(inner, DelayedWgradModule) for inner in list(module.modules())[1:])
+
+
+def _check_param(param: nn.Parameter, where: str) -> None:
+    record = record_of(param)
+    sharded = is_sharded_by_torch(param) or any(hasattr(form, "shard") for form in forms_of(param))
+    if sharded or is_lazy(param) or (record is not None and record.make_room is not None):
+        raise ValueError(
+            f"{where} is sharded (fully_shard, tensor parallelism) or has its main_grad for some time only, and graphs "
+            f"need memory that stays: use maingrad.ddp.DistributedDataParallel, or leave the layer out of the graphs"
+        )
+    if has_tensor_hooks(param):
+        raise ValueError(
+            f"{where} has a hook (register_hook), which would run in the capture and in no replay: remove it, and "
+            f"change .grad or main_grad before the step"
+        )

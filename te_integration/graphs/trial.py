@@ -1,0 +1,93 @@
+"""Eager runs of a layer before its capture: they warm kernels up, and show what the layer's backward delivers."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...ddp.contract.capturing import BackwardCapture, FirstWrites, noting
+from ...ddp.contract.main_grad import accumulator_of, forget_failed_backward, has_main_grad
+from ...ddp.graphs.capture import GraphPool
+from ...ddp.torch_internals import tree_leaves
+from .captured_order import Place
+from .signature import Signature
+
+__all__ = ["Trial", "content_kept", "differentiable", "run_trials"]
+
+
+class Trial(NamedTuple):
+    """What a layer's backward delivers."""
+
+    params: tuple[nn.Parameter, ...]
+    """Parameters whose gradients the backward delivers, to autograd, to ``main_grad`` or to a queue."""
+    delays: bool
+    """Some weight gradients are delayed."""
+    has_backward: bool
+    """An output requires a gradient."""
+
+
+def differentiable(outputs: Any) -> list[Tensor]:
+    """The tensors among a layer's outputs through which a backward goes."""
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+@contextmanager
+def content_kept(module: nn.Module) -> Iterator[None]:
+    """Give accumulators and buffers of ``module`` their present content back after a block that runs it."""
+    kept: list[Tensor] = [buffer for buffer in module.buffers() if not buffer.is_inference()]
+    kept += [
+        accumulator_of(param, type(module).__name__, rows_apart=True)
+        for param in module.parameters()
+        if param.requires_grad and has_main_grad(param)
+    ]
+    copies = [tensor.clone() for tensor in kept]
+    try:
+        yield
+    finally:
+        for tensor, copy in zip(kept, copies, strict=True):
+            tensor.data.copy_(copy)  # captured autograd graphs that have saved it are to see no change
+
+
+def run_trials(
+    module: nn.Module, place: Place, signature: Signature, samples: Sequence[Tensor], pool: GraphPool, count: int
+) -> Trial:
+    """Run forward and backward, weight gradients included. Nothing of it is left behind.
+
+    count  number of runs whose weight gradients are added to ``main_grad``, as most captured ones are; one more
+           overwrites, by other kernels
+    """
+    trained = [param for param in module.parameters() if param.requires_grad]
+    with pool.on_stream(), content_kept(module):
+        for overwrites in (*[False] * count, True):
+            first_writes = FirstWrites(in_order=overwrites)
+            inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in samples]
+            args, kwargs = signature.arguments(inputs)
+            outputs = differentiable(module(*args, **kwargs))
+            wanted = [*trained, *(tensor for tensor in inputs if tensor.requires_grad)]
+            capture = BackwardCapture(first_writes)
+            grads: Sequence[Tensor | None] = [None] * len(wanted)
+            if outputs and wanted:
+                with noting(capture):
+                    grads = torch.autograd.grad(outputs, wanted, list(map(torch.ones_like, outputs)), allow_unused=True)
+            delayed = [delivery for delivery in capture.deliveries if delivery.delayed]
+            for delivery in delayed:
+                delivery.compute(first_writes)
+            _check_no_other_consumer(trained, place)
+    delivered = {id(weight) for delivery in capture.deliveries for weight in delivery.weights}
+    delivered |= {id(param) for param, grad in zip(trained, grads, strict=False) if grad is not None}
+    return Trial(
+        params=tuple(param for param in trained if id(param) in delivered),
+        delays=bool(delayed),
+        has_backward=bool(outputs and wanted),
+    )
+
+
+def _check_no_other_consumer(trained: Sequence[nn.Parameter], place: Place) -> None:
+    flags = [forget_failed_backward(param) for param in trained]  # of all parameters: none is left behind
+    if any(flags):
+        raise ValueError(
+            f"{place} holds a module of others that writes main_grad in its own backward and sets a flag, which no "
+            f"replay would set: leave that module out of the graphs, or convert it (convert_linears)"
+        )

@@ -1,0 +1,48 @@
+"""``CapturedWeights``: the parameters and buffers whose places graphs have captured."""
+
+from torch import nn
+
+from ...ddp.gathers.waiting_modules import registered_params
+from .captured_order import Place, ReplayError
+
+__all__ = ["CapturedWeights"]
+
+
+class CapturedWeights:
+    """Parameters and buffers of a module, each with its address. Reading a parameter waits for its gather."""
+
+    def __init__(self, module: nn.Module, place: Place) -> None:
+        self._place = place
+        self._params = [
+            (f"{prefix}.{local}" if prefix else local, owner, local, param, param.data_ptr(), param.requires_grad)
+            for prefix, owner in module.named_modules()
+            for local, param in registered_params(owner).items()
+            if param is not None
+        ]
+        self._buffers = [(name, buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()]
+
+    def check(self) -> None:
+        """Before a forward: wait for all gathers under way, which no replay asks for. Raise where a place has changed.
+
+        A waiting parameter waits in ``data_ptr()``, by its class: see ``ddp/gathers/waiting_params.py``.
+        """
+        for name, owner, local, param, address, trained in self._params:
+            if registered_params(owner).get(local) is not param:
+                raise self._error(name, "was replaced (load_state_dict(assign=True), a new nn.Parameter)")
+            if param.data_ptr() != address:
+                raise self._error(name, "lies elsewhere (an optimizer was built, .to(), .data was assigned)")
+            if param.requires_grad is not trained:
+                raise self._error(name, "was frozen" if trained else "was unfrozen")
+        for name, buffer, address in self._buffers:
+            if buffer.data_ptr() != address:
+                raise self._error(name, "lies elsewhere")
+
+    def version(self) -> int:
+        """Rises with each change in place of a parameter that torch sees."""
+        return sum(entry[3]._version for entry in self._params)
+
+    def _error(self, name: str, what: str) -> ReplayError:
+        return ReplayError(
+            f"{self._place}: '{name}' {what} since the capture, and the graphs would read what is no more: call "
+            f"make_graphed_callables after everything that does so"
+        )

@@ -1,0 +1,296 @@
+"""What programs do with graphed callables beside running an order: each as with the layers themselves."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from foreign import ForeignProvider
+from graphed import ROWS, WIDTH, Case, train
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear, graphed_chunks, make_graphed_callables
+from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
+
+
+def batch(seed=0, grad=False):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_(grad)
+
+
+def linears(count, **options):
+    torch.manual_seed(0)
+    options = {"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, **options}
+    return nn.ModuleList(Linear(WIDTH, WIDTH, **options) for _ in range(count))
+
+
+def samples(count):
+    return [(batch(grad=True),) for _ in range(count)]
+
+
+# ---- Without an order. ----
+
+
+class Net(nn.Module):
+    def __init__(self, delayed, fused):
+        super().__init__()
+        torch.manual_seed(1)
+        options = {"fuse_wgrad_accumulation": fused, "delay_wgrad_compute": delayed}
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.first = LayerNormMLP(WIDTH, 16, **options)
+        self.second = LayerNormLinear(WIDTH, WIDTH, **options)
+
+    def forward(self, x):
+        x = self.first(self.embed(x)) + x
+        return self.second(x)
+
+
+def train_net(graphed, delayed, fused, microbatches=3):
+    net = Net(delayed, fused)
+    ddp = DistributedDataParallel(net, DistributedDataParallelConfig(overlap_grad_reduce=True))
+    layers = [net.first, net.second]
+    if graphed:
+        net.second, net.first = make_graphed_callables(layers[::-1], samples(2), num_warmup_iters=2)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        for k in range(microbatches):
+            with ddp.no_sync() if k < microbatches - 1 else nullcontext():
+                loss = ddp(batch(10 * step + k)).square().mean()
+                loss.backward()
+            for layer in (net.second, net.first) if delayed else ():
+                assert layer.need_backward_dw()
+                layer.backward_dw()
+                assert not layer.need_backward_dw()
+                layer.backward_dw()  # quiet
+            losses.append(loss.detach())
+        ddp.finish_grad_sync()
+        ddp.expose_grads()
+        optimizer.step()
+        ddp.zero_grad_buffer()
+    return [*losses, *(param.detach() for layer in (net.embed, *layers) for param in layer.parameters())]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.sampled(4)
+def test_without_an_order_every_module_has_one_microbatch_in_flight(delayed, fused):
+    eager, graphed = (train_net(each, delayed, fused) for each in (False, True))
+    assert all(map(torch.equal, eager, graphed))
+
+
+def test_without_an_order_a_delayed_gradient_is_not_overtaken():
+    (layer,) = linears(1)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    with ddp.no_sync():
+        graphed(batch(grad=True)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"begins anew while 1 delayed weight gradients are pending"):
+            graphed(batch(grad=True))
+        graphed.backward_dw()
+        graphed(batch(grad=True))
+
+
+def test_arguments_by_keyword_and_constants_and_several_results():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, scale, *, negate, more):
+            y = self.linear(x) * scale
+            return {"y": -y if negate else y, "more": (more + 1, 7), "index": y.argmax(1)}
+
+    torch.manual_seed(0)
+    module = Two()
+    x, more = batch(grad=True), batch(1)
+    (graphed,) = make_graphed_callables([module], [(x, 2.0)], sample_kwargs=[{"negate": True, "more": more}])
+    outcomes = []
+    for run in (module, graphed):
+        a = batch(5, grad=True)
+        found = run(a, 2.0, negate=True, more=batch(6))
+        assert not found["index"].requires_grad
+        (found["y"] * found["more"][0]).sum().backward()
+        outcomes.append([found["y"], *found["more"], found["index"], a.grad, module.linear.weight.grad])
+        module.zero_grad()
+    for eager, replayed in zip(*outcomes, strict=True):
+        assert torch.equal(eager, replayed) if isinstance(eager, torch.Tensor) else eager == replayed
+    with pytest.raises(RuntimeError, match=r"the argument 2\.0 is part of the graph; got 3\.0"):
+        graphed(a, 3.0, negate=True, more=more)
+
+
+# ---- Between replays. ----
+
+
+def evaluate(step, chunks, **_):
+    for layers in [chunk.callables[0] for chunk in chunks] if hasattr(chunks[0], "callables") else chunks:
+        for layer in layers:
+            layer.eval()
+            layer(batch(step))
+            layer.train()
+            with torch.no_grad():
+                layer(batch(step)[:1])
+
+
+def change_rate(step, optimizer, **_):
+    optimizer.param_groups[0]["lr"] = 0.05 / (step + 1)
+
+
+def load(step, model, **_):
+    if step == 1:
+        model.load_state_dict({name: tensor * 0.5 for name, tensor in model.state_dict().items()})
+
+
+def give_up(step, model, executor, **_):
+    """A failed iteration after a good one: in the loss, so that forwards and dgrads of some microbatches have run."""
+
+    def fails(y, microbatch):
+        if microbatch == 1:
+            raise ValueError("the loss")
+        return y.sum()
+
+    with pytest.raises(ValueError, match="the loss"):
+        executor.run([batch(90), batch(91)], fails)
+    for module in model.modules():
+        if getattr(module, "wgrad_queue", None) is not None:
+            module.wgrad_queue.clear()
+    model.abandon_iteration()
+
+
+@pytest.mark.parametrize("between", [evaluate, change_rate, load, give_up])
+@pytest.mark.parametrize("way", ["ddp", "zero1"])
+@pytest.mark.parametrize("order", ["lag 0", "lag 1", "interleaved"])
+@pytest.mark.sampled(8)
+def test_between_two_replays(between, way, order):
+    if between is give_up and order == "interleaved":
+        order = "lag 1"
+    case = Case("LayerNormMLP", order, way=way)
+    eager, graphed = (train(case, each, between) for each in (False, True))
+    assert all(map(torch.equal, eager, graphed))
+
+
+def test_an_order_that_is_run_twice_in_an_iteration_adds():
+    """The first write of the second run was captured as an overwrite."""
+    order = [1, 1, -1, -1, -1.5, -1.5]
+    schedule = parse_order(order, num_layers_per_chunk=[1])
+    outcomes = []
+    for graphed in (False, True):
+        (layer,) = linears(1)
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(WIDTH * WIDTH).view(WIDTH, WIDTH) % 3 - 1)  # sums of integers are exact
+        ddp = DistributedDataParallel(nn.ModuleList([layer]))
+        chunks = [[layer]]
+        if graphed:
+            calls = make_graphed_callables([layer], samples(2), order=order)
+            chunks = graphed_chunks(calls, schedule)
+        executor = ScheduleExecutor(schedule, chunks)
+        inputs = [torch.ones(ROWS, WIDTH).requires_grad_() * (k + 1) for k in range(4)]
+        with ddp.no_sync():
+            executor.run([x.detach().requires_grad_() for x in inputs[:2]], lambda y, microbatch: y.sum())
+        executor.run([x.detach().requires_grad_() for x in inputs[2:]], lambda y, microbatch: y.sum())
+        ddp.finish_grad_sync()
+        outcomes.append(layer.weight.main_grad.clone())
+    assert torch.equal(*outcomes)
+    assert torch.equal(outcomes[0], torch.full_like(outcomes[0], ROWS * 10))
+
+
+def test_an_eager_first_microbatch_is_not_overwritten():
+    (layer,) = linears(1, delay_wgrad_compute=False)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    (graphed,) = make_graphed_callables([layer], samples(1), order=[1, -1])
+    x = torch.ones(ROWS, WIDTH).requires_grad_()
+    with ddp.no_sync():
+        layer(x).sum().backward()
+        graphed(x).sum().backward()
+    assert torch.equal(layer.weight.main_grad, torch.full((WIDTH, WIDTH), 2.0 * ROWS))
+
+
+def test_dropout_draws_anew_and_backward_takes_the_mask_of_its_forward():
+    module = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64, bias=False))
+    with torch.no_grad():
+        module[1].weight.copy_(torch.eye(64))
+    x = torch.ones(4, 64, requires_grad=True)
+    (graphed,) = make_graphed_callables([module], [(x,)])
+    masks = []
+    for _ in range(2):
+        x = torch.ones(4, 64, requires_grad=True)
+        y = graphed(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
+        masks.append(y.detach().clone())
+    assert not torch.equal(*masks)
+
+
+def test_gradients_without_a_provider_are_the_users():
+    """``.grad`` of parameters and inputs stays as it is when the next microbatch is replayed."""
+    module = nn.Linear(WIDTH, WIDTH)
+    (graphed,) = make_graphed_callables([module], samples(1))
+    kept = []
+    for k in range(2):
+        module.zero_grad()
+        x = batch(k, grad=True)
+        graphed(x).square().sum().backward()
+        kept.append((x, x.grad, module.weight.grad, x.grad.clone(), module.weight.grad.clone()))
+    for _, dx, dw, dx_then, dw_then in kept:
+        assert torch.equal(dx, dx_then)
+        assert torch.equal(dw, dw_then)
+    assert not torch.equal(kept[0][1], kept[1][1])
+
+
+# ---- Providers of others, tied weights. ----
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.sampled(4)
+def test_a_foreign_provider_sees_what_it_sees_eagerly(flag, delayed):
+    outcomes = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        layer = LayerNormMLP(WIDTH, 16, fuse_wgrad_accumulation=True, delay_wgrad_compute=delayed)
+        provider = ForeignProvider(layer, flag=flag)
+        run = make_graphed_callables([layer], samples(1))[0] if graphed else layer
+        for k in range(3):
+            run(batch(k, grad=True)).square().mean().backward()
+            if delayed:
+                run.backward_dw()
+        outcomes.append((provider, [param.main_grad for param in layer.parameters()], layer))
+    (eager, expected, _), (seen, found, layer) = outcomes
+    assert all(map(torch.equal, expected, found))
+    assert sorted(eager.seen) == sorted(seen.seen)
+    for name, given in seen.placeholders:
+        assert given.shape == layer.get_parameter(name).shape
+        assert not given.any()
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+def test_a_tied_weight_is_overwritten_once(delayed):
+    outcomes = []
+    for graphed in (False, True):
+        layers = linears(3, delay_wgrad_compute=delayed)
+        layers[2].weight = layers[0].weight
+        if delayed:
+            layers[2].mark_delayed_weights()
+        ddp = DistributedDataParallel(layers)
+        order = [1, 1, -1, -1.5, -1, -1.5] if delayed else [1, 1, -1, -1]
+        schedule = parse_order(order, num_layers_per_chunk=[3])
+        chunks = [list(layers)]
+        if graphed:
+            chunks = graphed_chunks(make_graphed_callables(list(layers), samples(6), order=order), schedule)
+        executor = ScheduleExecutor(schedule, chunks)
+        for step in range(2):
+            executor.run([batch(step, grad=True), batch(9, grad=True)], lambda y, microbatch: y.square().mean())
+            ddp.finish_grad_sync()
+            outcomes.append([param.main_grad.clone() for param in layers.parameters()])
+            ddp.zero_grad_buffer()
+    half = len(outcomes) // 2
+    for eager, replayed in zip(outcomes[:half], outcomes[half:], strict=True):
+        assert all(map(torch.equal, eager, replayed))
+
+
+def test_the_first_write_of_an_order_is_captured_as_an_overwrite_and_no_other():
+    """So that no replay of an ordinary iteration has to mend anything: see ``Delivery.open``."""
+    (layer,) = linears(1)
+    ddp = DistributedDataParallel(nn.ModuleList([layer]))
+    calls = make_graphed_callables([layer], samples(3), order=[1, 1, 1, -1, -1, -1.5, -1, -1.5, -1.5])
+    assert [call._graphs._later[0].overwrites for call in calls] == [(True,), (False,), (False,)]
+    assert ddp.is_clear

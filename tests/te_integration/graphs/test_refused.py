@@ -1,0 +1,377 @@
+"""What graphs cannot do is refused by name, and leaves the model as it was."""
+
+import pytest
+import torch
+from delaying import DelayingLinear
+from foreign import ForeignLinear, ForeignProvider, LazyForeignProvider
+from graphed import ROWS, WIDTH
+from torch import nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.te_integration import (
+    GroupedLinear,
+    Linear,
+    WgradQueue,
+    delayed_wgrad,
+    graphed_chunks,
+    make_graphed_callables,
+)
+from maingrad.te_integration.pipeline import ScheduleError, parse_order
+
+
+def x(**options):
+    return torch.ones(ROWS, WIDTH, **options).requires_grad_()
+
+
+def samples(count):
+    return [(x(),) for _ in range(count)]
+
+
+def linear(**options):
+    return Linear(WIDTH, WIDTH, **{"fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, **options})
+
+
+def wrapped(*layers):
+    return DistributedDataParallel(nn.ModuleList(layers))
+
+
+def kinds_of(callables):
+    return [str(step) for step in callables[0]._graphs._order.steps]
+
+
+# ---- Orders. ----
+
+
+@pytest.mark.parametrize(
+    "order, error",
+    [
+        ([1, -1.5, -1], "comes before its dgrad"),
+        ([1, 1, -1, -1, -1.5], "has no wgrad"),
+        ([1, 1, -1], "has no dgrad"),
+        ([1, -1, -2.5], "is about chunk 2 of 1"),
+    ],
+)
+def test_an_invalid_order(order, error):
+    layer = linear()
+    ddp = wrapped(layer)
+    with pytest.raises(ScheduleError, match=error):
+        make_graphed_callables([layer], samples(2), order=order, num_layers_per_chunk=[1])
+    assert ddp.is_clear
+
+
+def test_wgrad_entries_of_a_chunk_in_which_nothing_delays():
+    first, second = linear(), linear(delay_wgrad_compute=False)
+    ddp = wrapped(first, second)
+    with pytest.raises(ValueError, match=r"wgrad entries \(-2\.5\) of chunk 2, and none of its layers delays"):
+        make_graphed_callables([first, second], samples(2), order=[1, 2, -2, -2.5, -1, -1.5])
+    assert ddp.is_clear
+    second.weight.requires_grad_(False)
+    second.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"wgrad entries \(-1\.5\) of chunk 1, and no output of its layers requires"):
+        make_graphed_callables([second], [(torch.ones(ROWS, WIDTH),)], order=[1, -1, -1.5])
+
+
+def test_only_layers_that_delay_get_wgrad_graphs_last_layer_first():
+    layers = [linear(), linear(delay_wgrad_compute=False), nn.Linear(WIDTH, WIDTH), linear()]
+    ddp = wrapped(*layers)
+    for param in layers[2].parameters():
+        param.requires_grad_(False)
+    ddp = wrapped(*list(ddp.unwrap()))
+    callables = make_graphed_callables(layers, samples(4), order=[1, -1, -1.5], num_layers_per_chunk=[4])
+    steps = [step.removeprefix("the ").split(" (")[0] for step in kinds_of(callables)]
+    assert steps == [
+        *(f"forward of layer {layer}" for layer in range(4)),
+        *(f"dgrad of layer {layer}" for layer in (3, 2, 1, 0)),
+        "wgrad of layer 3",
+        "wgrad of layer 0",
+    ]
+    out = x()
+    for layer in callables:
+        out = layer(out)
+    out.sum().backward()
+    assert [layer.need_backward_dw() for layer in callables] == [True, False, False, True]
+    for layer in reversed(callables):
+        layer.backward_dw()
+    ddp.finish_grad_sync()
+
+
+def test_a_layer_through_which_no_backward_goes_has_a_forward_alone():
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    (graphed,) = make_graphed_callables([frozen], [(torch.ones(ROWS, WIDTH),)])
+    assert len(kinds_of([graphed])) == 1
+    assert torch.equal(graphed(torch.zeros(ROWS, WIDTH)), frozen.bias.expand(ROWS, WIDTH))
+
+
+def test_numbers_that_do_not_fit():
+    layer = linear()
+    ddp = wrapped(layer)
+    with pytest.raises(ValueError, match="sample_args has 1 entries, and there are 2 callables"):
+        make_graphed_callables([layer], samples(1), order=[1, 1, -1, -1])
+    with pytest.raises(ValueError, match="1 layers for chunks of"):
+        make_graphed_callables([layer], samples(2), order=[1, -1], num_layers_per_chunk=[2])
+    with pytest.raises(ValueError, match="num_layers_per_chunk belongs to an order"):
+        make_graphed_callables([layer], samples(1), num_layers_per_chunk=[1])
+    with pytest.raises(TypeError, match="sample_args is a list of tuples"):
+        make_graphed_callables([layer], x())
+    with pytest.raises(ValueError, match="num_warmup_iters must be 1 or more"):
+        make_graphed_callables([layer], samples(1), num_warmup_iters=0)
+    (graphed,) = make_graphed_callables([layer], samples(1), order=[1, -1])
+    with pytest.raises(ValueError, match="1 callables for 2 microbatches of 1 layers"):
+        graphed_chunks([graphed], parse_order([1, 1, -1, -1], num_layers_per_chunk=[1]))
+    assert ddp.is_clear
+
+
+# ---- Modules. ----
+
+
+def hooked():
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+def with_a_hook_on_its_weight():
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.weight.register_hook(lambda grad: grad * 2)
+    return layer
+
+
+def lazily_provided():
+    layer = linear()
+    LazyForeignProvider(layer)
+    return layer
+
+
+def foreign_consumer():
+    layer = nn.Sequential(ForeignLinear(WIDTH, WIDTH, bias=False))
+    ForeignProvider(layer)
+    return layer
+
+
+def compiled():
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.compile()
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make, error",
+    [
+        (hooked, "has hooks on its forward or backward"),
+        (with_a_hook_on_its_weight, r"parameter 'weight' has a hook \(register_hook\)"),
+        (lazily_provided, "parameter 'weight' is sharded"),
+        (foreign_consumer, "writes main_grad in its own backward"),
+        (compiled, "is compiled"),
+        (lambda: torch.compile(nn.Linear(WIDTH, WIDTH)), "is compiled"),
+        (lambda: DelayingLinear(WIDTH, WIDTH), "delays weight gradients by itself"),
+        (lambda: wrapped(nn.Linear(WIDTH, WIDTH)), "give the layers inside"),
+        (lambda: GroupedLinear(2, WIDTH, WIDTH), "on a CPU the host reads the rows of each expert"),
+        (lambda: nn.Linear(WIDTH, WIDTH, device="meta"), "one device"),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+@pytest.mark.sampled(20)
+def test_a_module_that_cannot_be_captured(make, error):
+    with pytest.raises(ValueError, match=error):
+        make_graphed_callables([make()], samples(1))
+
+
+def test_sharded_parameters():
+    def on_a_rank():
+        layer = nn.Sequential(linear(delay_wgrad_compute=False))
+        fully_shard(layer)
+        with pytest.raises(ValueError, match="give the layers inside"):
+            make_graphed_callables([layer], samples(1))
+        with pytest.raises(ValueError, match="is sharded"):
+            make_graphed_callables([layer[0]], samples(1))
+
+    simulate(on_a_rank, 2)
+
+
+def test_a_fused_layer_without_a_provider():
+    with pytest.raises(RuntimeError, match="nobody provided it"):
+        make_graphed_callables([linear()], samples(1))
+
+
+def test_a_block_that_delays():
+    layer = linear(delay_wgrad_compute=False)
+    ddp = wrapped(layer)
+    queue = WgradQueue()
+    with delayed_wgrad(queue), pytest.raises(ValueError, match="a capture in a delayed_wgrad block"):
+        make_graphed_callables([layer], samples(1))
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    with delayed_wgrad(queue), pytest.raises(RuntimeError, match="called in a delayed_wgrad block"):
+        graphed(x())
+    assert ddp.is_clear
+
+
+# ---- A failed capture. ----
+
+
+class ReadsOnce(nn.Module):
+    """Reads a value on the host, but not in the first ``eager`` forwards."""
+
+    def __init__(self, eager):
+        super().__init__()
+        self.linear = linear()
+        self.left = eager
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.left -= 1
+        return y if self.left >= 0 else y * y.sum().item()
+
+
+@pytest.mark.parametrize("order", [None, [1, -1, -1.5]])
+def test_a_capture_that_fails_leaves_the_model_as_it_was(order):
+    good, bad = linear(), ReadsOnce(eager=4)
+    ddp = wrapped(good, bad)
+    with torch.no_grad():
+        good(x()), bad.linear(x())
+    with ddp.no_sync():
+        good(x()).sum().backward()  # something to keep
+        good.backward_dw()
+    before = {name: param.main_grad.clone() for name, param in ddp.named_parameters()}
+    phases = [bucket.phase for bucket in ddp.buckets]
+    with pytest.raises(RuntimeError, match="not permitted when capturing") as raised:
+        make_graphed_callables([good, bad], samples(2), order=order, num_layers_per_chunk=order and [2])
+    assert any("nothing was captured" in note for note in raised.value.__notes__)
+    for name, param in ddp.named_parameters():
+        assert torch.equal(param.main_grad, before[name])
+        assert param.grad is None
+        assert not param.grad_added_to_main_grad
+    assert [bucket.phase for bucket in ddp.buckets] == phases
+    assert not good.need_backward_dw() and not bad.linear.need_backward_dw()
+    good(x()).sum().backward()
+    good.backward_dw()
+    ddp.finish_grad_sync()
+    assert torch.equal(good.weight.main_grad, 2 * before["module.0.weight"])
+
+
+# ---- Calls. ----
+
+
+@pytest.mark.parametrize(
+    "argument, error",
+    [
+        (lambda: torch.ones(1, WIDTH).requires_grad_(), r"must be \(4, 8\), torch.float32 .* got \(1, 8\)"),
+        (lambda: torch.ones(ROWS, WIDTH, dtype=torch.float64).requires_grad_(), "got .* torch.float64"),
+        (lambda: torch.ones(ROWS, WIDTH), "which requires a gradient.* got .* which requires no gradient"),
+        (lambda: 3, "got a int|another structure|the argument"),
+    ],
+)
+@pytest.mark.sampled(10)
+def test_an_argument_of_another_kind(argument, error):
+    (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
+    with pytest.raises(RuntimeError, match=error):
+        graphed(argument())
+
+
+def test_a_call_out_of_turn():
+    layer = linear()
+    ddp = wrapped(layer)
+    first, second = make_graphed_callables([layer], samples(2), order=[1, 1, -1, -1, -1.5, -1.5])
+    with ddp.no_sync():
+        with pytest.raises(RuntimeError, match=r"the forward of layer 0 .* microbatch 1 was called where the forward"):
+            second(x())
+        a, b = first(x()), second(x())
+        with pytest.raises(RuntimeError, match=r"the dgrad of .* microbatch 1 was called where the dgrad of"):
+            b.sum().backward()
+        a.sum().backward()
+        with pytest.raises(RuntimeError, match=r"the wgrad of .* microbatch 0 was called where the dgrad of"):
+            first.backward_dw()
+        second.backward_dw()  # quiet: nothing of it is pending
+        assert first.need_backward_dw() and not second.need_backward_dw()
+
+
+def test_one_forward_is_held_at_a_time():
+    (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
+    first = graphed(x())
+    second = graphed(x())
+    with pytest.raises(RuntimeError, match="its forward was run again since"):
+        first.sum().backward()
+    second.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"was called where|its forward was run again since"):
+        second.sum().backward()
+
+
+def test_weights_that_are_not_what_was_captured():
+    layer = nn.Linear(WIDTH, WIDTH)
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    kept = layer.weight
+    layer.weight = nn.Parameter(kept.detach().clone())
+    with pytest.raises(RuntimeError, match="'weight' was replaced"):
+        graphed(x())
+    layer.weight = kept
+    kept.data = kept.data.clone()
+    with pytest.raises(RuntimeError, match="'weight' lies elsewhere"):
+        graphed(x())
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    kept.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="'weight' was frozen"):
+        graphed(x())
+
+
+def test_a_wrapper_of_another_time():
+    layer = linear(delay_wgrad_compute=False)
+    ddp = wrapped(layer)
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    inside = ddp.unwrap()
+    again = DistributedDataParallel(inside)
+    with again.no_sync(), pytest.raises(RuntimeError, match="main_grad of a weight has moved"):
+        graphed(x()).sum().backward()
+
+
+def test_gradients_that_only_the_layer_can_give():
+    layer = linear(delay_wgrad_compute=False)
+    ddp = wrapped(layer)
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    before = layer.weight.main_grad.clone()
+    a = x()
+    with pytest.raises(RuntimeError, match=r"autograd\.grad\(\), backward\(inputs=\.\.\.\) and split backwards need"):
+        torch.autograd.grad(graphed(a).sum(), a)
+    with pytest.raises(RuntimeError, match="create_graph=True needs the layer itself"):
+        torch.autograd.grad(graphed(a).sum(), a, create_graph=True)
+    layer.weight.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=r"the weight got a hook \(register_hook\) after the capture"):
+        graphed(a).sum().backward()
+    assert torch.equal(layer.weight.main_grad, before)
+    assert ddp.is_clear
+    plain = nn.Linear(WIDTH, WIDTH)
+    (graphed,) = make_graphed_callables([plain], samples(1))  # autograd delivers all gradients: every backward works
+    (dx,) = torch.autograd.grad(graphed(a).sum(), a)
+    assert torch.equal(dx, *torch.autograd.grad(plain(a).sum(), a))
+
+
+def test_changes_between_forward_and_backward():
+    (graphed,) = make_graphed_callables([nn.Linear(WIDTH, WIDTH)], samples(1))
+    y = graphed(x())
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="an output was changed in place"):
+        y.sum().backward()
+    y = graphed(x())
+    with torch.no_grad():
+        graphed.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="a parameter was changed in place"):
+        y.sum().backward()
+
+
+def test_a_reset_callable_runs_the_layer_and_the_others_their_graphs():
+    layers = [linear(), linear()]
+    ddp = wrapped(*layers)
+    callables = make_graphed_callables(layers, samples(2), order=[1, -1, -1.5])
+    outcomes = []
+    for round_ in range(2):
+        callables[1](callables[0](x())).sum().backward()
+        for each in reversed(callables):
+            assert each.need_backward_dw()
+            each.backward_dw()
+        ddp.finish_grad_sync()
+        outcomes.append([layer.weight.main_grad.clone() for layer in layers])
+        ddp.zero_grad_buffer()
+        if round_ == 0:
+            callables[1].reset()
+            callables[1].reset()
+    assert all(map(torch.equal, *outcomes))
