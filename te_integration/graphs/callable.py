@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...ddp.collectives.captures import is_capturing
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.module import DelayedWgradModule
-from ...ddp.graphs.capture import is_capturing
 from ...ddp.wrapper.around_module import AroundModule
 from .captured_order import ReplayError
 from .layer_graphs import LayerGraphs

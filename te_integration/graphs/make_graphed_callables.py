@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ddp.graphs.capture import GraphPool, is_capturing
+from ...ddp.collectives.captures import is_capturing
+from ...ddp.graphs.capture import GraphPool
 from ..pipeline.order import Kind, Schedule, parse_order
 from .callable import GraphedCallable
 from .captured_order import Place
