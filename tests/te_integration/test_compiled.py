@@ -253,6 +253,25 @@ def in_autocast(model: Pair, compile: Compile) -> None:
     loss.backward()
 
 
+def autocast_inside(model: Pair, compile: Compile) -> None:
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.second(model.first(x).sin())
+
+    compile(run)(batch()).sum().backward()
+
+
+def a_computed_weight(model: Pair, compile: Compile) -> None:
+    """Its gradient flows on, to the parameter that it is computed from."""
+
+    def run(x: Tensor) -> Tensor:
+        computed = {"weight": model.first.weight.sin()}
+        y: Tensor = model.second(torch.func.functional_call(model.first, computed, (x,)))
+        return y
+
+    compile(run)(batch()).sum().backward()
+
+
 def a_transform_inside(model: Pair, compile: Compile) -> None:
     """A gradient of the input, by torch.func, whose result meets the weight again."""
 
@@ -301,6 +320,8 @@ PROGRAMS = [
     an_exception_between,
     other_shapes,
     in_autocast,
+    autocast_inside,
+    a_computed_weight,
     under_inference_between,
     a_transform_inside,
     vectorised_inside,
