@@ -153,7 +153,7 @@ class LinearModule(DelayedWgradModule):
             if queue is not self.wgrad_queue:
                 return "break"
             for weight in weights:
-                if not weight.is_leaf:  # torch.func.functional_call brought a computed one
+                if not isinstance(weight, nn.Parameter):  # torch.func.functional_call brought another one
                     return "autograd"
         return way
 
