@@ -16,23 +16,26 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..ddp.collectives.captures import is_capturing
 from ..ddp.contract.module import forms_of
-from ..ddp.torch_internals import has_tensor_hooks, will_execute
+from ..ddp.torch_internals import will_execute
 from .torch_internals import (
     Opaque,
     current_autograd_node,
     is_compiled_autograd_on,
-    let_traces_read,
+    let_traces_call,
     make_effectful_op,
 )
 
-__all__ = ["CompilableModule", "WgradHandle", "can_compile", "each_once", "weights_wanted", "wgrad"]
+__all__ = ["CompilableModule", "Way", "WgradHandle", "can_compile", "weights_wanted", "wgrad"]
+
+Way: TypeAlias = Literal["graph", "break", "autograd"]
+"""How a product runs in traced code: in the graph with a ``wgrad`` operator, in a graph break, or by plain autograd."""
 
 
 class CompilableModule(Protocol):
@@ -44,6 +47,12 @@ class CompilableModule(Protocol):
         product   index of the product in the module
         operands  gradient of the output and input of the forward, [..., N] and [..., K]; more for grouped products
         """
+
+    def way_now(self, product: int, delayed: bool) -> Way:
+        """How a product runs in traced code. A compiler runs this method and does not trace it."""
+
+    def decides_way(self) -> list[Any]:
+        """What ``way_now`` depends on. A compiler runs this method before compiled code."""
 
     def describe(self) -> str:
         """The module's name in error messages."""
@@ -57,8 +66,9 @@ _numbers = itertools.count()
 class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
     """A module as compiled code sees it. The handle holds the module weakly.
 
-    Traced code reads ``hooked``, and is compiled again where ``guarded`` changes. The operator gets ``key`` instead of
-    the handle: graphs save tensors from forward to backward wherever they save anything, under recompute too.
+    Traced code asks for the ``way`` of a product, and is compiled again where ``guarded`` changes. A compiler runs both
+    as they are: tracing what they read would take as long as tracing a plain layer. The operator gets ``key`` instead
+    of the handle: graphs save tensors from forward to backward wherever they save anything, under recompute too.
 
     Each module makes its own handle. A copy of a module makes a new one.
     """
@@ -79,23 +89,16 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         """The module; None where it was freed."""
         return self._module()
 
-    @property
-    def hooked(self) -> bool:
-        """Whether a weight of the module has a hook (``register_hook``). Traced code reads this."""
-        return any(map(has_tensor_hooks, self._params()))
+    def way(self, product: int, delayed: bool) -> Way:
+        """``way_now`` of the module. Traced code calls this."""
+        module = self._module()
+        assert module is not None, "it is being traced"
+        return module.way_now(product, delayed)
 
-    def guarded(self) -> list[bool]:
-        """What compiled code depends on: other values compile the code again.
-
-        Compilers do not look at hooks. torch 2.11 does not look whether a parameter was thawed, and would go on
-        without a gradient.
-        """
-        return [self.hooked, *(param.requires_grad for param in self._params())]
-
-    def _params(self) -> list[Tensor]:
-        module: Any = self._module()
-        params = () if module is None else module.__dict__["_parameters"].values()
-        return [param for param in params if param is not None]
+    def guarded(self) -> list[Any]:
+        """``decides_way`` of the module: other values compile the code again."""
+        module = self._module()
+        return [] if module is None else module.decides_way()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WgradHandle":
         # torch 2.11 copies opaque objects while it traces. A copied module replaces the handle in __setstate__.
@@ -131,7 +134,7 @@ def _deliver(operands: Sequence[Tensor], key: Tensor, product: int) -> None:
 
 wgrad = make_effectful_op("wgrad", "Tensor[] operands, Tensor key, int product", _deliver)
 """``wgrad(operands, key, product)``: the operator. None where this torch cannot compile it: see ``can_compile``."""
-let_traces_read(WgradHandle, ("hooked",), guarded=WgradHandle.guarded)
+let_traces_call(WgradHandle, ("way",), guarded=WgradHandle.guarded)
 
 
 def can_compile() -> bool:
@@ -152,20 +155,6 @@ def _warn_of_graph_breaks() -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def each_once(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Arguments of an autograd function in traced code, with a view in the place of a tensor that is there already.
-
-    Compilers take no such function with one tensor twice (a tied expert, a weight as the input): torch 2.13 refuses it,
-    and torch 2.11 loses the gradients of all places but one.
-    """
-    seen: set[Tensor] = set()
-    arguments = []
-    for tensor in tensors:
-        arguments.append(tensor.view_as(tensor) if tensor in seen else tensor)
-        seen.add(tensor)
-    return arguments
 
 
 def weights_wanted(handle: WgradHandle, registered: Sequence[Tensor], first: int = 0) -> list[Tensor | None]:

@@ -86,10 +86,10 @@ def make_effectful_op(name: str, arguments: str, run: Callable[..., None]) -> Ca
     return op  # type: ignore[no-any-return]
 
 
-def let_traces_read(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any], list[Any]]) -> None:
-    """Let traced code read properties of objects of ``cls``, a subclass of ``Opaque``.
+def let_traces_call(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any], list[Any]]) -> None:
+    """Let traced code call methods of objects of ``cls``, a subclass of ``Opaque``. A compiler does not trace them.
 
-    names    the properties; their values become constants of the traced code
+    names    the methods. Arguments are constants, and results become constants of the traced code
     guarded  called with an object before compiled code runs; another result compiles the code again
 
     torch's public guards cover attributes, and no function of an object.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compiled import each_once, wgrad
+from ..compiled import wgrad
 from .fused_linear import cast, dtype_of_products, input_grad, linear_product, rows_of
 
 __all__ = ["compiled_linear"]
@@ -29,9 +29,14 @@ def compiled_linear(
     key      of the module: ``WgradHandle.key``
     product  the number that the module's ``deliver_wgrad`` gets
     """
-    input, *weights = each_once((cast(input, dtype_of_products(input)), *weights))
+    input = cast(input, dtype_of_products(input))
     output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
     return output
+
+
+# A compiler calls the function once instead of tracing its Python, and traces the operations of both passes as it does
+# for any other. Traced, the autograd function alone would take as long as the rest of a layer's Python.
+torch.compiler.allow_in_graph(compiled_linear)
 
 
 class _CompiledLinear(torch.autograd.Function):

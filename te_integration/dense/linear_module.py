@@ -14,7 +14,7 @@ from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.contract.target import WgradTarget
 from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import current_backward
-from ..compiled import WgradHandle, can_compile, weights_wanted
+from ..compiled import Way, WgradHandle, can_compile, weights_wanted
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
 from .fused_linear import LinearUse, cast, fused_linear, rows_of, run_outside_graph
@@ -109,24 +109,29 @@ class LinearModule(DelayedWgradModule):
         Returns None if no weight needs a gradient, if gradients are neither fused nor delayed, or if a transform, a
         hook or a tensor subclass must see the gradient.
         """
+        if torch.compiler.is_compiling():
+            way = self.way(weights, queue, product)
+            if way == "break":
+                arguments = (input, weights, bias, queue, product, only_save)
+                output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
+                return output
+            if way == "autograd":
+                return None
+            self._check_input(input, weights[0])
+            return compiled_linear(input, weights, bias, self._wgrad_key, product, transposed=self.transposed)
         if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
             if queue is not None:
                 note_without_grad(self)
             return None
-        if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
-            return None
         needing = [weight for weight in weights if weight.requires_grad]
-        if not needing or in_transform():
-            return None
-        if torch.compiler.is_compiling() and not self.fits_in_graph(needing, queue, product):
-            arguments = (input, weights, bias, queue, product, only_save)
-            output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
-            return output
-        if not all(map(is_fusable, needing)):
+        if not needing or in_transform() or not all(map(is_fusable, needing)):
             return None
         if queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
-        weight = weights[0]
+        self._check_input(input, weights[0])
+        return fused_linear(input, weights, bias, self._use(weights, queue, only_save))
+
+    def _check_input(self, input: Tensor, weight: Tensor) -> None:
         features = weight.shape[0 if self.transposed else 1]
         if input.shape[-1:] != (features,):
             raise ValueError(f"{self.describe()} takes {features} features in the last dim, got {tuple(input.shape)}")
@@ -134,24 +139,49 @@ class LinearModule(DelayedWgradModule):
             raise ValueError(
                 f"{self.describe()}: the input is {input.dtype} and the weight {weight.dtype}; cast one or use autocast"
             )
-        if torch.compiler.is_compiling():
-            return compiled_linear(input, weights, bias, self._wgrad_key, product, transposed=self.transposed)
-        return fused_linear(input, weights, bias, self._use(weights, queue, only_save))
 
-    def fits_in_graph(self, needing: Sequence[Tensor], queue: WgradQueue | None, product: int) -> bool:
-        """Whether ``torch.compile`` takes the product whole. If not, the product is a graph break.
+    def way(self, weights: Sequence[Tensor], queue: WgradQueue | None, product: int) -> Way:
+        """In traced code: how a product of these weights runs, whose gradients go into ``queue``.
 
-        Three cases are breaks. A ``delayed_wgrad`` block may be another one in each forward, while a module's own queue
-        stays. Delayed gradients without our provider need checks of the forward's surroundings. A foreign provider
-        needs a placeholder as the gradient.
+        The queue of a ``delayed_wgrad`` block is a graph break: it may be another one in each forward, while a module's
+        own queue stays.
         """
-        names = self.weights_of(product)
-        return (
-            can_compile()
-            and all(name in self.__dict__["_parameters"] for name in names)
-            and (queue is None or (queue is self.wgrad_queue and all(record_of(each) is not None for each in needing)))
-            and not any(map(is_foreign, needing))
-        )
+        if not (self.fuse_wgrad_accumulation or queue is not None):
+            return "autograd"
+        way: Way = self._wgrad_handle.way(product, queue is not None)
+        if way == "graph":
+            if queue is not self.wgrad_queue:
+                return "break"
+            for weight in weights:
+                if not isinstance(weight, nn.Parameter):  # torch.func.functional_call brought another one
+                    return "autograd"
+        return way
+
+    def way_now(self, product: int, delayed: bool) -> Way:
+        """How a product runs in traced code, as far as the module's parameters and torch's modes decide it.
+
+        Breaks: a foreign provider needs a placeholder as the gradient. Delayed gradients without our provider need
+        checks of the forward's surroundings. A weight that is no parameter is computed from others.
+        """
+        if not torch.is_grad_enabled() or in_transform():
+            return "autograd"
+        own, names = self.__dict__["_parameters"], self.weights_of(product)
+        if not all(name in own for name in names):
+            return "break"
+        needing = {_taker(own[name]) for name in names} - {"nobody"}
+        if not needing or "autograd" in needing:
+            return "autograd"
+        if not can_compile() or "foreign" in needing or (delayed and "unknown" in needing):
+            return "break"
+        return "graph"
+
+    def decides_way(self) -> list[Any]:
+        """What ``way_now`` depends on, but for the grad mode, at which compilers look themselves.
+
+        Compilers do not look at hooks. torch 2.11 does not look whether a parameter was thawed, and would go on without
+        a gradient.
+        """
+        return [in_transform(), *map(_taker, self.__dict__["_parameters"].values())]
 
     def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
         """In a compiled backward: the weight gradients of a product, for gradient of the output and input."""
@@ -224,6 +254,17 @@ class LinearModule(DelayedWgradModule):
             f"{self.sizes()}, fuse_wgrad_accumulation={self.fuse_wgrad_accumulation}, "
             f"delay_wgrad_compute={self.wgrad_queue is not None}"
         )
+
+
+def _taker(param: Tensor | None) -> str:
+    """Who takes the gradient of a parameter: "nobody"; "autograd" alone; "ours", "foreign", "unknown" providers."""
+    if param is None or not param.requires_grad:
+        return "nobody"
+    if not is_fusable(param):
+        return "autograd"
+    if record_of(param) is not None:
+        return "ours"
+    return "foreign" if is_foreign(param) else "unknown"
 
 
 def reset_linear(weight: Tensor, bias: Tensor | None, init_method: InitMethod | None) -> None:

@@ -17,7 +17,7 @@ from ...kernels.operators import (
     grouped_scale_grad_op,
     grouped_wgrad_op,
 )
-from ..compiled import each_once, wgrad
+from ..compiled import wgrad
 from ..dense.fused_linear import cast, dtype_of_products
 from .fused_grouped_linear import parts_of
 
@@ -41,10 +41,13 @@ def compiled_grouped_linear(
                      autograd delivers them
     product          the number that ``deliver_wgrad`` gets
     """
-    rows, *parameters = each_once((cast(rows, dtype_of_products(rows)), *weights, *biases))
-    arguments = rows, key, product, offsets, bias_scale, len(weights), *parameters
+    rows = cast(rows, dtype_of_products(rows))
+    arguments = rows, key, product, offsets, bias_scale, len(weights), *weights, *biases
     output: Tensor = _CompiledGroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
+
+
+torch.compiler.allow_in_graph(compiled_grouped_linear)  # as ``compiled_linear``
 
 
 def _cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -107,8 +107,7 @@ class GroupedModule(LinearModule, nn.Module):
         if torch.compiler.is_compiling():
             refuse_in_transform(self.describe())
             product = self.expert_layers.index(layer)
-            delivers = self._delivery(weights, queue) != (False, None)
-            key = self._wgrad_key if delivers else None
+            key = self._wgrad_key if self.way(weights, queue, product) == "graph" else None
             return compiled_grouped_linear(rows, weights, biases, offsets, key, product, bias_scale=bias_scales)
         return fused_grouped_linear(
             rows,
@@ -160,8 +159,6 @@ class GroupedModule(LinearModule, nn.Module):
         """Whether this forward's weight gradients go into ``main_grad``, and the queue that they wait in."""
         fused = self.fuse_wgrad_accumulation
         if fused or queue is not None:
-            if torch.compiler.is_compiling() and self._wgrad_handle.hooked:
-                return False, None
             needing = [weight for weight in weights if weight.requires_grad]
             if not needing or not torch.is_grad_enabled() or not all(map(is_fusable, needing)):
                 return False, None
@@ -175,15 +172,13 @@ class GroupedModule(LinearModule, nn.Module):
         Splits on the host would be constants of the graph, and memory that the caller gave would be written by an
         operator that the compiler takes for a pure one. The other cases are those of ``LinearModule``.
         """
+        if not isinstance(m_splits, Tensor) or any(buffer is not None for buffer in buffers):
+            return False
         queue = self.queue_now()
-        given = isinstance(m_splits, Tensor) and all(buffer is None for buffer in buffers)
-        if not given or not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
-            return given
-        for product, layer in enumerate(self.expert_layers):
-            needing = [weight for weight in self.parameters_named(layer.weight_names) if weight.requires_grad]
-            if not self.fits_in_graph(needing, queue, product):
-                return False
-        return True
+        return all(
+            self.way(self.parameters_named(layer.weight_names), queue, product) != "break"
+            for product, layer in enumerate(self.expert_layers)
+        )
 
     def weights_of(self, product: int) -> tuple[str, ...]:
         """Names of the weights of one of the module's products."""

@@ -253,6 +253,25 @@ def in_autocast(model: Pair, compile: Compile) -> None:
     loss.backward()
 
 
+def autocast_inside(model: Pair, compile: Compile) -> None:
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.second(model.first(x).sin())
+
+    compile(run)(batch()).sum().backward()
+
+
+def a_computed_weight(model: Pair, compile: Compile) -> None:
+    """Its gradient flows on, to the parameter that it is computed from."""
+
+    def run(x: Tensor) -> Tensor:
+        computed = {"weight": model.first.weight.sin()}
+        y: Tensor = model.second(torch.func.functional_call(model.first, computed, (x,)))
+        return y
+
+    compile(run)(batch()).sum().backward()
+
+
 def a_transform_inside(model: Pair, compile: Compile) -> None:
     """A gradient of the input, by torch.func, whose result meets the weight again."""
 
@@ -301,6 +320,8 @@ PROGRAMS = [
     an_exception_between,
     other_shapes,
     in_autocast,
+    autocast_inside,
+    a_computed_weight,
     under_inference_between,
     a_transform_inside,
     vectorised_inside,
@@ -384,6 +405,22 @@ def test_an_expert_layer_in_a_transform_is_refused() -> None:
     )
     with pytest.raises(RuntimeError, match=r"no rules for torch\.func"):
         run(batch(), torch.tensor([2, 2, 2]))
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "plain"])
+def test_a_product_is_one_node_of_the_traced_graph(fuse: bool) -> None:
+    """Like nn.Linear's: a compiler that traced its Python would take half as long again for a layer."""
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(node.target for node in graph.graph.nodes if node.op not in ("placeholder", "output"))
+        return graph
+
+    layers = [Linear(FEATURES, FEATURES, fuse_wgrad_accumulation=fuse) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    ddp = wrap(model)
+    torch.compile(ddp.module, backend=backend, fullgraph=True)(batch()).sum().backward()
+    assert len(found) == len(layers)
 
 
 # ---- What is refused, by name. ----

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -142,31 +142,35 @@ def bench_models(
     All ranks call this function with the same arguments and get the same list.
     """
     architecture, shapes = choose_architecture(bench)
+    names = choose_rows(bench, rows)
+    _warm_up(bench, ranks, compiled=any(rows[name].compiled for name in names))
     done: list[Measurement] = []
-    _start_compiler(bench.backend, ranks.device)
     for shape in shapes:
-        case = Case(
-            architecture,
-            shape,
-            bench.num_microbatches,
-            ranks.rank,
-            ranks.size,
-            ranks.device,
-            bench.backend,
-            bench.compile_loss,
-        )
-        for name in choose_rows(bench, rows):
+        case = _case(bench, architecture, shape, ranks)
+        for name in names:
             done.append(_measure(bench, case, name, rows[name], ranks, machine, log))
             log(_line(done[-1]))
             save(done)
     return done
 
 
-def _start_compiler(backend: str, device: torch.device) -> None:
-    """Compile something small: a process's first compilation imports the compiler, for which no row should pay."""
-    x = torch.randn(8, 8, device=device, requires_grad=True)
-    torch.compile(lambda x: (x.sin() @ x).sum(), backend=backend)(x).backward()
-    torch._dynamo.reset()
+def _case(bench: ModelsBench, architecture: Architecture, shape: Shape, ranks: Ranks) -> Case:
+    microbatches, backend = bench.num_microbatches, bench.backend
+    return Case(architecture, shape, microbatches, ranks.rank, ranks.size, ranks.device, backend, bench.compile_loss)
+
+
+def _warm_up(bench: ModelsBench, ranks: Ranks, *, compiled: bool) -> None:
+    """Run a step of ours and one of FSDP2's on a very small model, for what is done once in a process.
+
+    A process imports its compiler and traces the compiler's own patterns for its first graph, starts its communication,
+    and loads kernels at their first launch. No row's first step should pay for it.
+    """
+    tiny = ARCHITECTURES["tiny"]
+    case = _case(bench, tiny, Shape.parse(tiny.shapes[0]), ranks)
+    once = replace(bench, num_steps=1, num_rounds=1, num_warmup_steps=1)
+    for kind in ("zero1", "fsdp2_zero3"):
+        name = f"{kind}_compiled" if compiled else kind
+        _measure(once, case, name, ROWS[name], ranks, "", lambda _: None)
 
 
 def _measure(
