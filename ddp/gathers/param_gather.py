@@ -74,6 +74,7 @@ class ParamGather:
         self._traced = False
         self.modules: list[weakref.ref[nn.Module]] = []
         """Modules that wait for this gather now."""
+        self._captured: InFlight | None = None  # keeps the tensors of a captured gather
         self._event: torch.cuda.Event | None = None  # the end of the latest gather
         self._streams: set[int] = set()  # raw addresses of streams that wait for _event already
 
@@ -169,6 +170,18 @@ class ParamGather:
         """At the start of a capture: wait here where no read of a parameter will (see ``arrive``)."""
         if self._event is not None and not (self.under_way and self.guards):
             current_stream(self.flat.device).wait_event(self._event)
+
+    def note_replay(self, observer: Observer = UNOBSERVED) -> None:
+        """The gather was launched by the replay of a graph that has captured ``start``."""
+        flight = self._captured
+        assert flight is not None, "captured before"
+        self._streams = set()
+        self._flight = _Flight(flight, current_stream(self.flat.device), observer)
+
+    def leave_capture(self) -> None:
+        """``start`` was captured, and has not run."""
+        if self._flight is not None:
+            self._captured, self._flight = self._flight.collective, None
 
     def leave_graph(self) -> None:
         """A capture is over: order the current stream behind the gather, since waits in the capture ordered nothing."""

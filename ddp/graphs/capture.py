@@ -32,11 +32,12 @@ class GraphPool:
     """Memory that graphs of one device share, and the stream that captures them.
 
     device  a CUDA device with an index, or the CPU
+    stream  captures run on it; None: a stream of the pool's own
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = stream or (torch.cuda.Stream(device) if device.type == "cuda" else None)
         """Captures run on this stream. Warm-ups should too: autograd remembers the stream of a forward."""
         self.forget()
 
@@ -100,7 +101,7 @@ class CapturedGraph:
             try:
                 yield
             except BaseException as error:
-                _end_broken(graph, self._pool.device, self._pool.handle)
+                _end_broken(graph, self._pool)
                 if isinstance(error, RuntimeError) and "captur" in str(error):
                     error.add_note(_explain(error))
                 kept = (torch.cuda.memory_reserved(self._pool.device) - reserved) >> 20
@@ -145,12 +146,13 @@ def _explain(error: RuntimeError) -> str:
     )
 
 
-def _end_broken(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
+def _end_broken(graph: torch.cuda.CUDAGraph, pool: GraphPool) -> None:
     """End a capture that has failed: torch raises again, and the first error is the one that tells something."""
     try:
         graph.capture_end()
     except RuntimeError:
-        end_allocations(device, pool)
+        end_allocations(pool.device, pool.handle)
+        pool.forget()  # torch takes the old memory for one that is captured into
         _recover_generator()
 
 

@@ -1,6 +1,6 @@
 """``ParamSync``: the gathers of a model's updated parameters, and every reader's wait for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,7 +39,8 @@ class ParamSync:
             if placements_of(model.ddp_config).inner.gathers and model.grids[flat.bucket.layout.grid_name].size > 1
         ]
         """In the order in which the forward reads parameters."""
-        self._stream = torch.cuda.Stream(model.device) if self.gathers and model.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(model.device) if self.gathers and model.device.type == "cuda" else None
+        """Gathers run on this stream."""
         self._keepers = find_keepers(model.module, self.gathers)
         self._overlaps = model.ddp_config.overlap_param_gather
         self._started: list[ParamGather] = []  # of this step, so far
@@ -120,20 +121,31 @@ class ParamSync:
         for gather in self.gathers:
             gather.wait_in_graph()
 
-    def publish_replayed(self, updates: "CapturedUpdates") -> None:
-        """The step with these updates was replayed. Readers that wait since an earlier replay go on to."""
-        guarded = bool(self.gathers) and all(gather.guards for gather in self.gathers)
+    def start_replayed(self, updates: "CapturedUpdates") -> None:
+        """After a replay of the step with these updates: start each gather as soon as its bucket is up to date."""
         for gather in self.gathers:  # in the order of the forward: gathers run one after the other
             self._start([gather], after=updates.events.get(gather))
+
+    def publish_replayed(self, launch: Callable[[], None] | None) -> None:
+        """A captured step was replayed. Readers that wait since an earlier replay go on to.
+
+        launch  replays the graph of ``start_replayed``; None: that was called
+        """
+        guarded = bool(self.gathers) and all(gather.guards for gather in self.gathers)
+        if launch is not None:
+            launch()
+            for gather in self.gathers:
+                gather.note_replay(self._model.observer)
+            self._started = self.gathers
         self._publish(guarded=guarded)
 
     def _start(self, gathers: Sequence[ParamGather], *, after: torch.cuda.Event | None = None) -> None:
         """Start gathers behind the current stream's work, or behind ``after`` alone."""
-        self._started += gathers
-        if after is not None and self._stream is not None:
-            self._stream.wait_event(after)
+        self._started = [*self._started, *gathers]
+        if after is not None and self.stream is not None:
+            self.stream.wait_event(after)
         for gather in gathers:
-            gather.start(self._stream, self._model.observer, ordered=after is not None)
+            gather.start(self.stream, self._model.observer, ordered=after is not None)
 
 
 class CapturedUpdates:

@@ -595,10 +595,8 @@ def test_without_effects_of_operators_a_layer_is_a_break_with_one_warning(monkey
     compiled._warn_of_graph_breaks.cache_clear()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_inductor_on_a_gpu(mode: str | None) -> None:
-    """torch's own CUDA graphs must not replay a write without its bookkeeping: they leave the operator out."""
+def train_on_a_gpu(mode: str | None) -> None:
+    """Trains compiled blocks beside eager ones: gradients and numbers of writes must agree."""
     model = Stack("LayerNormMLP", fuse=True).cuda().bfloat16()
     eager = wrap(copy.deepcopy(model))
     for block in model.blocks:
@@ -615,3 +613,22 @@ def test_inductor_on_a_gpu(mode: str | None) -> None:
         for name, grad in grads(ddp).items():
             torch.testing.assert_close(grad, grads(eager)[name], msg=name, rtol=2**-5, atol=2**-8)
     assert writes(ddp) == writes(eager)
+
+
+@pytest.mark.gpu
+def test_inductor_on_a_gpu() -> None:
+    train_on_a_gpu(None)
+
+
+@pytest.mark.gpu
+def test_graphs_of_torch_s_own_are_refused() -> None:
+    """They would replay a write without its bookkeeping."""
+    with pytest.raises(RuntimeError, match="own CUDA graphs"):
+        train_on_a_gpu("reduce-overhead")
+
+
+@pytest.mark.gpu
+def test_graphs_of_torch_s_own_around_the_operator() -> None:
+    """What the refusal advises."""
+    with torch._inductor.config.patch(custom_should_partition_ops=["maingrad::wgrad"]):
+        train_on_a_gpu("reduce-overhead")
