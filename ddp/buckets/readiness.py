@@ -67,6 +67,7 @@ class Readiness:
         self._passed.clear()
         self._unused = None
 
+    @torch.compiler.disable
     def watch(self, outputs: Any) -> None:
         """After a forward: have backward's start noticed, and find out which parameters backward will reach."""
         if not (self._overlap or self._launcher.observer.recording):

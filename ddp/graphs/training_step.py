@@ -21,9 +21,11 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ..gathers.waiting_modules import registered_params
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
 from ..optimizer.param_sync import CapturedUpdates
+from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, detached_copies, signature
@@ -110,6 +112,7 @@ class GraphedTrainingStep(Generic[P, T]):
         self._max_graphs = max_graphs
         self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
         self._options = StepOptions(optimizer, model.device)
+        self._trained = {id(wired.owned.param) for wired in model.wired}
         self._pool = GraphPool(model.device)
         self._variants: dict[Hashable, _Variant] = {}
 
@@ -130,8 +133,11 @@ class GraphedTrainingStep(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one iteration."""
         call = (args, kwargs)
-        self._check_startable()
-        variant = self._variant(call)
+        key = (signature(call), self._options.key(), self._surroundings())
+        variant = self._variants.get(key)
+        self._check_startable(known=variant is not None and variant.graph.is_captured)
+        if variant is None:
+            variant = self._new_variant(key, call)
         with self._pool.on_stream():
             variant.inputs.load(call)
             self._options.load()
@@ -148,31 +154,34 @@ class GraphedTrainingStep(Generic[P, T]):
             variant.outputs = None
         return outputs
 
-    def _variant(self, call: Any) -> _Variant:
-        key = (signature(call), self._options.key(), self._surroundings())
-        variant = self._variants.get(key)
-        if variant is None:
-            if len(self._variants) == self._max_graphs:
-                raise RuntimeError(
-                    f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs: "
-                    f"give numbers that change as tensors, pad batches to few shapes, or raise max_graphs"
-                )
-            variant = self._variants[key] = _Variant(call, self._model.device, self._pool)
+    def _new_variant(self, key: Hashable, call: Any) -> _Variant:
+        if len(self._variants) == self._max_graphs:
+            raise RuntimeError(
+                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs: "
+                f"give numbers that change as tensors, pad batches to few shapes, or raise max_graphs"
+            )
+        variant = self._variants[key] = _Variant(call, self._model.device, self._pool)
         return variant
 
     def _surroundings(self) -> tuple[Hashable, ...]:
-        """What a forward reads beside its arguments."""
-        module, kind = self._model.module, self._model.device.type
-        trained = {id(wired.owned.param) for wired in self._model.wired}
-        others = [param for param in module.parameters() if id(param) not in trained]
-        return (
-            tuple(each.training for each in module.modules()),
-            tuple(tensor.data_ptr() for tensor in [*module.buffers(), *others]),
-            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-        )
+        """What a forward reads beside its arguments: modes, buffers and parameters, frozen ones by their address."""
+        kind = self._model.device.type
+        seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+        for module in self._model.module.modules():
+            seen.append(module.training)
+            seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
+            for param in registered_params(module).values():
+                if id(param) in self._trained or param is None:
+                    seen.append(id(param))
+                else:
+                    seen += [id(param), param.data_ptr(), param.requires_grad]
+        return tuple(seen)
 
-    def _check_startable(self) -> None:
-        """Raise where an eager iteration would raise, and where this one would not start as the captured one did."""
+    def _check_startable(self, *, known: bool) -> None:
+        """Raise where an eager iteration would raise, and where this one would not start as the captured one did.
+
+        known  a call with the same parameters was captured
+        """
         model, optimizer = self._model, self._optimizer
         check_graphable(model, optimizer)
         if not torch.is_grad_enabled():
@@ -186,7 +195,13 @@ class GraphedTrainingStep(Generic[P, T]):
                 f"{self._name}: an iteration has begun outside of the graphed step: call model.zero_grad_buffer() "
                 f"before it, or abandon_iteration() after a backward that failed"
             )
-        model.check_before_forward()
+        if known:
+            model.check_in_use(self._name)
+            with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
+                for wired in model.wired:
+                    wired.check()
+        else:
+            model.check_before_forward()
         optimizer.prepare_replay()
 
     def _run(self, variant: _Variant) -> Any:

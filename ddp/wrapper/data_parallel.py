@@ -184,7 +184,7 @@ class DistributedDataParallel(AroundModule):
         Raises ``RuntimeError`` while delayed weight gradients are pending, and where a program has put a gradient into
         ``.grad`` by hand: the reduction would lack both.
         """
-        self._check_in_use("start_grad_sync()")
+        self.check_in_use("start_grad_sync()")
         if is_frozen(self._wired):
             self._wired[0].check()
         self.check_before_forward()  # for programs that call a method of the module instead of the wrapper
@@ -373,7 +373,7 @@ class DistributedDataParallel(AroundModule):
             return self.module(*args, **kwargs)
         self.check_before_forward()
         outputs = self.module(*args, **kwargs)
-        self._after_forward(outputs)
+        self.readiness.watch(outputs)
         return outputs
 
     @torch.compiler.disable
@@ -386,16 +386,13 @@ class DistributedDataParallel(AroundModule):
         """The checks of an iteration's first forward."""
         if self._checked:
             return
-        self._check_in_use("forward")
+        self.check_in_use("forward")
         check_not_inside((wired.owned.param for wired in self._wired), _OURS)
         check_wiring(self._wired, self.module)
         self._checked = True
 
-    def _check_in_use(self, caller: str) -> None:
+    def check_in_use(self, caller: str) -> None:
+        """Raise ``RuntimeError`` after ``unwrap``, and where ranks came after a world of one."""
         if not self._attachment.alive:
             raise RuntimeError(f"{caller} after unwrap(): this wrapper reduces nothing any more; wrap the module again")
         self.grids["dense"].check_still_alone("this DistributedDataParallel")
-
-    @torch.compiler.disable
-    def _after_forward(self, outputs: Any) -> None:
-        self.readiness.watch(outputs)
