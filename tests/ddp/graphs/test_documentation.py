@@ -1,0 +1,20 @@
+"""The code of docs/cuda_graphs.md about whole steps runs."""
+
+import re
+from pathlib import Path
+
+import torch
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs/cuda_graphs.md").read_text()
+SECTION = PAGE.split("## A whole training step")[1].split("\n## ")[0]
+
+
+def test_the_code_of_the_section_about_steps_runs() -> None:
+    first, attention = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(first, names)
+    kept = torch.stack(names["kept"])  # type: ignore[arg-type]
+    assert kept.shape == (6, 2)
+    assert len(set(kept.flatten().tolist())) == 12
+    assert names["step"].num_graphs == 1  # type: ignore[attr-defined]
+    exec(attention, names)
