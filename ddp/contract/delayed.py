@@ -205,8 +205,8 @@ def delaying_into(queue: Any) -> Iterator[None]:
 
 # ---- Which region of torch.utils.checkpoint a forward runs in. Non-reentrant checkpointing uses only the saved tensors
 # ---- of a recompute: the backwards of the first forward read them in the order in which the first forward saved its
-# ---- own. So a module must save the same tensors in the recompute, whatever has changed in between. torch checks shapes
-# ---- and dtypes only.
+# ---- own. So a module must save the same tensors in the recompute, whatever has changed in between. torch checks
+# ---- shapes and dtypes only.
 
 
 def current_checkpoint() -> tuple[Any, bool] | None:
