@@ -79,6 +79,18 @@ class GraphedCallable(AroundModule):
         if graphs is not None:
             graphs.reset()
 
+    # ---- A model whose layer was replaced by its callable keeps the keys of its state dict. ----
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """That of the layer."""
+        return self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # nn.Module then loads the child from what is left under its name.
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _delaying(self) -> list[DelayedWgradModule]:
         """The modules inside that delay, last one first."""
         found = [each for each in self.module.modules() if isinstance(each, DelayedWgradModule)]

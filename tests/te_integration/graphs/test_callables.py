@@ -78,6 +78,25 @@ def test_without_an_order_every_module_has_one_microbatch_in_flight(delayed, fus
     assert all(map(torch.equal, eager, graphed))
 
 
+def test_a_callable_in_the_place_of_its_layer_keeps_the_keys_of_the_state_dict():
+    net, other = Net(True, True), Net(True, True)
+    ddp = DistributedDataParallel(net)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1)
+    keys = list(net.state_dict())
+    net.first, net.second = make_graphed_callables([net.first, net.second], samples(2))
+    assert list(net.state_dict()) == keys
+    assert not net.load_state_dict(other.state_dict()).unexpected_keys
+    assert all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
+    assert torch.equal(net(batch()), other(batch()).detach())  # the graphs read what was loaded
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        net.load_state_dict({**other.state_dict(), "first.more": torch.ones(1)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        net.load_state_dict({key: tensor for key, tensor in other.state_dict().items() if key != "first.fc1_bias"})
+    assert ddp.is_clear
+
+
 def test_without_an_order_a_delayed_gradient_is_not_overtaken():
     (layer,) = linears(1)
     ddp = DistributedDataParallel(nn.ModuleList([layer]))
