@@ -37,7 +37,9 @@ class GraphedCallable(AroundModule):
         self._end_making()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward."""
+        """The layer's forward. In a model that is compiled around it: a graph break."""
+        if torch.compiler.is_compiling():
+            return _run_outside_graph(GraphedCallable.forward, self, *args, **kwargs)
         graphs = self._graphs
         if graphs is None or not torch.is_grad_enabled() or self.module.training is not self._training:
             return self.module(*args, **kwargs)
@@ -99,6 +101,13 @@ class GraphedCallable(AroundModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the layer: graphs have captured the memory of this one."""
         return copy.deepcopy(self.module, memo)
+
+
+def _run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+_run_outside_graph: Any = torch.compiler.disable(_run)
 
 
 def _autocast(graphs: LayerGraphs) -> tuple[bool, torch.dtype]:

@@ -97,6 +97,23 @@ def test_a_callable_in_the_place_of_its_layer_keeps_the_keys_of_the_state_dict()
     assert ddp.is_clear
 
 
+def test_in_a_compiled_model_a_callable_is_a_graph_break():
+    outcomes = []
+    for compiled in (False, True):
+        net = Net(True, True)
+        ddp = DistributedDataParallel(net)
+        (net.first,) = make_graphed_callables([net.first], samples(1))
+        run = torch.compile(net, backend="eager") if compiled else net
+        for k in range(3):
+            with ddp.no_sync():
+                run(batch(k)).square().mean().backward()
+            net.second.backward_dw()
+            net.first.backward_dw()
+        outcomes.append([param.main_grad.clone() for param in net.parameters()])
+    assert all(map(torch.equal, *outcomes))
+    torch.compiler.reset()
+
+
 def test_without_an_order_a_delayed_gradient_is_not_overtaken():
     (layer,) = linears(1)
     ddp = DistributedDataParallel(nn.ModuleList([layer]))
