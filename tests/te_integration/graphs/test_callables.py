@@ -9,6 +9,7 @@ from graphed import ROWS, WIDTH, Case, train
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.graphs.capture import GraphPool
 from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear, graphed_chunks, make_graphed_callables
 from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
 
@@ -95,6 +96,29 @@ def test_a_callable_in_the_place_of_its_layer_keeps_the_keys_of_the_state_dict()
     with pytest.raises(RuntimeError, match="Missing key"):
         net.load_state_dict({key: tensor for key, tensor in other.state_dict().items() if key != "first.fc1_bias"})
     assert ddp.is_clear
+
+
+def test_modules_that_share_a_pool_are_called_in_the_order_of_their_capture():
+    outcomes = []
+    for graphed in (False, True):
+        layers = linears(2)
+        ddp = DistributedDataParallel(layers)
+        first, second = layers
+        if graphed:
+            pool = GraphPool(torch.device("cpu"))
+            first, second = make_graphed_callables(list(layers), samples(2), pool=pool)
+        with ddp.no_sync():
+            for k in range(2):
+                second(first(batch(k, grad=True))).square().mean().backward()
+                for layer in (second, first):
+                    layer.backward_dw()
+            outcomes.append([layer.weight.main_grad.clone() for layer in layers])
+            if graphed:
+                with pytest.raises(
+                    RuntimeError, match=r"the forward of module 1 \(Linear\) was called where the forward"
+                ):
+                    second(batch(grad=True))
+    assert all(map(torch.equal, *outcomes))
 
 
 def test_in_a_compiled_model_a_callable_is_a_graph_break():
