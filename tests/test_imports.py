@@ -84,6 +84,8 @@ PUBLIC = {
         "WgradQueue",
         "convert_linears",
         "delayed_wgrad",
+        "graphed_chunks",
+        "make_graphed_callables",
         "moe_permute",
         "moe_permute_with_probs",
         "moe_unpermute",

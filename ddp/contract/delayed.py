@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals import checkpointed_region
 from .late_grads import note_lost, note_over, note_waiting
 from .main_grad import hand_over_sum
-from .recompute import current_checkpoint
 from .record import GradRecord, PendingWgrad
 
-__all__ = ["DelayedWgrad", "delay_blocks", "delaying_into", "queue_of_block", "settle"]
+__all__ = ["DelayedWgrad", "current_checkpoint", "delay_blocks", "delaying_into", "queue_of_block", "settle"]
 
 _sequence = itertools.count()
 
@@ -201,3 +201,25 @@ def delaying_into(queue: Any) -> Iterator[None]:
         yield
     finally:
         delay_blocks.queue, delay_blocks.region = before
+
+
+# ---- Which region of torch.utils.checkpoint a forward runs in. Non-reentrant checkpointing uses only the saved tensors
+# ---- of a recompute: the backwards of the first forward read them in the order in which the first forward saved its
+# ---- own. So a module must save the same tensors in the recompute, whatever has changed in between. torch checks
+# ---- shapes and dtypes only.
+
+
+def current_checkpoint() -> tuple[Any, bool] | None:
+    """The innermost region around this thread's forward, and whether the forward is its recompute. None outside.
+
+    A region is an object that lives as long as the graph of its first forward. Raises ``RuntimeError`` where this torch
+    version does not show the region.
+    """
+    try:
+        return checkpointed_region()
+    except LookupError:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not show which checkpointed region a forward belongs to, and its "
+            f"recompute could not be told to delay weight gradients alike: use delay_wgrad_compute=True or "
+            f"fuse_wgrad_accumulation=True of each module inside, or use_reentrant=True, with delayed_wgrad"
+        ) from None

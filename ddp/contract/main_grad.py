@@ -24,9 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..torch_internals import has_tensor_hooks
 from .accumulator import check_accumulator
-from .placeholder import placeholder
 from .record import GradRecord, PendingWgrad
-from .return_table import Returned, wgrad_outcome
+from .return_table import Returned, placeholder, wgrad_outcome
 
 __all__ = [
     "absorb_grad",

@@ -37,7 +37,9 @@ class GraphedCallable(AroundModule):
         self._end_making()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward."""
+        """The layer's forward. In a model that is compiled around it: a graph break."""
+        if torch.compiler.is_compiling():
+            return _run_outside_graph(GraphedCallable.forward, self, *args, **kwargs)
         graphs = self._graphs
         if graphs is None or not torch.is_grad_enabled() or self.module.training is not self._training:
             return self.module(*args, **kwargs)
@@ -79,6 +81,18 @@ class GraphedCallable(AroundModule):
         if graphs is not None:
             graphs.reset()
 
+    # ---- A model whose layer was replaced by its callable keeps the keys of its state dict. ----
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """That of the layer."""
+        return self.module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # nn.Module then loads the child from what is left under its name.
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _delaying(self) -> list[DelayedWgradModule]:
         """The modules inside that delay, last one first."""
         found = [each for each in self.module.modules() if isinstance(each, DelayedWgradModule)]
@@ -87,6 +101,13 @@ class GraphedCallable(AroundModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the layer: graphs have captured the memory of this one."""
         return copy.deepcopy(self.module, memo)
+
+
+def _run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+_run_outside_graph: Any = torch.compiler.disable(_run)
 
 
 def _autocast(graphs: LayerGraphs) -> tuple[bool, torch.dtype]:

@@ -50,10 +50,10 @@ def check_capturable(module: nn.Module, where: str, device: torch.device) -> Non
             f"{where}: a capture in a delayed_wgrad block, whose queue no replay would know; build modules with "
             f"delay_wgrad_compute=True"
         )
-    for name, inner in module.named_modules():
-        _check_module(inner, f"{where}: '{name}' ({type(inner).__name__})" if name else where, device)
     for name, param in module.named_parameters():
         _check_param(param, f"{where}: parameter '{name}'")
+    for name, inner in module.named_modules():
+        _check_module(inner, f"{where}: '{name}' ({type(inner).__name__})" if name else where, device)
 
 
 def _check_module(module: nn.Module, where: str, device: torch.device) -> None:

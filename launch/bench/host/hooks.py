@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ....ddp import DistributedDataParallel, DistributedDataParallelConfig
 from ....ddp.contract.main_grad import hand_over, has_main_grad, record_of
-from ....ddp.contract.placeholder import placeholder
+from ....ddp.contract.return_table import placeholder
 from ...report.table import Column
 from ..data_parallel.peers import megatron_core_problem
 from ..data_parallel.ranks import AnyRankFailed, Ranks

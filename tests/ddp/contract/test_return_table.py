@@ -12,8 +12,7 @@ from moves import moves_of_size
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel
-from maingrad.ddp.contract.placeholder import placeholder
-from maingrad.ddp.contract.return_table import Returned, WgradOutcome, Written, wgrad_outcome
+from maingrad.ddp.contract.return_table import Returned, WgradOutcome, Written, placeholder, wgrad_outcome
 from maingrad.te_integration import Linear
 
 OUT = 4

@@ -9,7 +9,7 @@ from loops import wrap
 from modules import error
 from torch import Tensor, nn
 
-from maingrad.ddp.contract.placeholder import placeholder
+from maingrad.ddp.contract.return_table import placeholder
 from maingrad.launch import simulate
 from maingrad.te_integration import GroupedLinear, WgradQueue, delayed_wgrad
 

@@ -9,6 +9,7 @@ from graphed import ROWS, WIDTH, Case, train
 from torch import nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
+from maingrad.ddp.graphs.capture import GraphPool
 from maingrad.te_integration import LayerNormLinear, LayerNormMLP, Linear, graphed_chunks, make_graphed_callables
 from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
 
@@ -76,6 +77,65 @@ def train_net(graphed, delayed, fused, microbatches=3):
 def test_without_an_order_every_module_has_one_microbatch_in_flight(delayed, fused):
     eager, graphed = (train_net(each, delayed, fused) for each in (False, True))
     assert all(map(torch.equal, eager, graphed))
+
+
+def test_a_callable_in_the_place_of_its_layer_keeps_the_keys_of_the_state_dict():
+    net, other = Net(True, True), Net(True, True)
+    ddp = DistributedDataParallel(net)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(1)
+    keys = list(net.state_dict())
+    net.first, net.second = make_graphed_callables([net.first, net.second], samples(2))
+    assert list(net.state_dict()) == keys
+    assert not net.load_state_dict(other.state_dict()).unexpected_keys
+    assert all(map(torch.equal, net.state_dict().values(), other.state_dict().values()))
+    assert torch.equal(net(batch()), other(batch()).detach())  # the graphs read what was loaded
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        net.load_state_dict({**other.state_dict(), "first.more": torch.ones(1)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        net.load_state_dict({key: tensor for key, tensor in other.state_dict().items() if key != "first.fc1_bias"})
+    assert ddp.is_clear
+
+
+def test_modules_that_share_a_pool_are_called_in_the_order_of_their_capture():
+    outcomes = []
+    for graphed in (False, True):
+        layers = linears(2)
+        ddp = DistributedDataParallel(layers)
+        first, second = layers
+        if graphed:
+            pool = GraphPool(torch.device("cpu"))
+            first, second = make_graphed_callables(list(layers), samples(2), pool=pool)
+        with ddp.no_sync():
+            for k in range(2):
+                second(first(batch(k, grad=True))).square().mean().backward()
+                for layer in (second, first):
+                    layer.backward_dw()
+            outcomes.append([layer.weight.main_grad.clone() for layer in layers])
+            if graphed:
+                with pytest.raises(
+                    RuntimeError, match=r"the forward of module 1 \(Linear\) was called where the forward"
+                ):
+                    second(batch(grad=True))
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_in_a_compiled_model_a_callable_is_a_graph_break():
+    outcomes = []
+    for compiled in (False, True):
+        net = Net(True, True)
+        ddp = DistributedDataParallel(net)
+        (net.first,) = make_graphed_callables([net.first], samples(1))
+        run = torch.compile(net, backend="eager") if compiled else net
+        for k in range(3):
+            with ddp.no_sync():
+                run(batch(k)).square().mean().backward()
+            net.second.backward_dw()
+            net.first.backward_dw()
+        outcomes.append([param.main_grad.clone() for param in net.parameters()])
+    assert all(map(torch.equal, *outcomes))
+    torch.compiler.reset()
 
 
 def test_without_an_order_a_delayed_gradient_is_not_overtaken():

@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed import KINDS, ORDERS, Case, train
+from hypothesis import given, settings
+from pipelines import ROWS, WIDTH, batches, fused, gradients, loss_of, make_chunks, scheduled
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
+from maingrad.te_integration import graphed_chunks, make_graphed_callables
+from maingrad.te_integration.pipeline import ScheduleExecutor, parse_order
 
 WAYS = ("alone", "ddp", "zero1")
 
@@ -38,3 +43,35 @@ def test_an_order_trains_as_it_does_eagerly(kind, order, way, delayed, fused):
 def test_each_way_differs_from_no_training():
     case = Case()
     assert not all(map(torch.equal, train(case, graphed=True)[-2:], train(replace(case, steps=0), graphed=True)[-2:]))
+
+
+@given(scheduled())
+@settings(max_examples=settings().max_examples // 2)
+def test_random_orders_of_layers_of_which_some_delay(drawn):
+    order, delays = drawn
+    outcomes = []
+    for graphed in (False, True):
+        chunks = make_chunks(fused, delays)
+        ddp = DistributedDataParallel(chunks)
+        counts = [len(chunk) for chunk in chunks]
+        schedule = parse_order(order, num_layers_per_chunk=counts)
+        parts = [list(chunk) for chunk in chunks]
+        if graphed:
+            samples = [
+                (torch.ones(ROWS, WIDTH).requires_grad_((chunk, layer) != (0, 0)),)
+                for chunk, count in enumerate(counts)
+                for _ in range(schedule.num_microbatches)
+                for layer in range(count)
+            ]
+            layers = [layer for chunk in chunks for layer in chunk]
+            callables = make_graphed_callables(
+                layers, samples, order=order, num_layers_per_chunk=counts, num_warmup_iters=1
+            )
+            parts = graphed_chunks(callables, schedule)
+        executor = ScheduleExecutor(schedule, parts)
+        for _ in range(2):
+            losses = executor.run(batches(schedule.num_microbatches), loss_of)
+            ddp.finish_grad_sync()
+            outcomes.append([*losses, *(gradient.clone() for gradient in gradients(chunks).values())])
+            ddp.zero_grad_buffer()
+    assert all(map(torch.equal, [*outcomes[0], *outcomes[1]], [*outcomes[2], *outcomes[3]]))

@@ -6,6 +6,8 @@ from delaying import DelayingLinear
 from foreign import ForeignLinear, ForeignProvider, LazyForeignProvider
 from graphed import ROWS, WIDTH
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.fsdp import fully_shard
@@ -182,10 +184,18 @@ def test_sharded_parameters():
     def on_a_rank():
         layer = nn.Sequential(linear(delay_wgrad_compute=False))
         fully_shard(layer)
-        with pytest.raises(ValueError, match="give the layers inside"):
-            make_graphed_callables([layer], samples(1))
         with pytest.raises(ValueError, match="is sharded"):
             make_graphed_callables([layer[0]], samples(1))
+
+    simulate(on_a_rank, 2)
+
+
+def test_parameters_that_torch_shards():
+    def on_a_rank():
+        layer = nn.Linear(WIDTH, WIDTH)
+        torch_fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match="parameter 'weight' is sharded"):
+            make_graphed_callables([layer], samples(1))
 
     simulate(on_a_rank, 2)
 
