@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..ddp.collectives.captures import is_capturing
+from ..ddp.collectives.streams import is_capturing
 from ..ddp.contract.module import forms_of
 from ..ddp.torch_internals import will_execute
 from .torch_internals import (

@@ -57,6 +57,7 @@ PUBLIC = {
         "DistributedDataParallelConfig",
         "DistributedOptimizer",
         "GradScaler",
+        "GraphedTrainingStep",
         "add_grad",
         "clip_grad_norm",
         "load_checkpoint",

@@ -1,17 +1,20 @@
-"""The current CUDA stream, and blocks on another one, at less host time than ``torch.cuda``'s functions take.
+"""The current CUDA stream, blocks on another one, and whether work is captured instead of run.
 
+These take less host time than ``torch.cuda``'s functions.
 Each launch of a bucket and each gather asks for the current stream several times. ``torch.cuda.current_stream()``
 makes a new object at each call. Here each stream's object is made once, and later calls find it by the stream's raw
 address. What this and ``OnStream`` save was never measured alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 
 from ..torch_internals import current_raw_stream
 
-__all__ = ["OnStream", "current_stream"]
+__all__ = ["OnStream", "capturing", "current_stream", "is_capturing"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 """Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
@@ -44,3 +47,26 @@ class OnStream:
         torch.cuda.set_stream(self._before)
         if self._device != self._stream.device_index:
             torch.cuda.set_device(self._device)
+
+
+# ``torch.cuda.is_current_stream_capturing()`` asks one stream, and does not tell who captures. Here is what this
+# library captures: whoever captures does the effects on the host again at each replay.
+
+_captures = 0
+"""Under way in this process, and not in this thread: backward runs on threads of autograd's."""
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """The block captures."""
+    global _captures
+    _captures += 1
+    try:
+        yield
+    finally:
+        _captures -= 1
+
+
+def is_capturing() -> bool:
+    """Whether a ``capturing`` block runs."""
+    return _captures > 0

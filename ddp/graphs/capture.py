@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..collectives.captures import capturing
+from ..collectives.streams import capturing
 from ..torch_internals import end_allocations
 from .recorded import RecordedGraph
 
@@ -45,6 +45,14 @@ class GraphPool:
         """Later captures take new memory: no graph of the pool is left."""
         self.handle: Any = torch.cuda.graph_pool_handle() if self.stream is not None else None
         """torch's name of the memory."""
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Before a capture: the pool's first takes memory that was cached for eager work."""
+        if not self._prepared:
+            self._prepared = True
+            gc.collect()
+            torch.cuda.empty_cache()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -92,12 +100,13 @@ class CapturedGraph:
     def _capture_cuda(self, stream: torch.cuda.Stream) -> Iterator[None]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._pool.device)
-        gc.collect()  # a finalizer that frees device memory during the capture would break it
-        torch.cuda.empty_cache()
+        self._pool.prepare()
         reserved = torch.cuda.memory_reserved(self._pool.device)
         with torch.cuda.stream(stream):
             # Other threads go on (NCCL's watchdog asks events), so their calls are no errors.
             graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+            collects = gc.isenabled()
+            gc.disable()  # a finalizer that frees device memory would break the capture
             try:
                 yield
             except BaseException as error:
@@ -107,6 +116,9 @@ class CapturedGraph:
                 kept = (torch.cuda.memory_reserved(self._pool.device) - reserved) >> 20
                 error.add_note(f"The failed capture keeps {kept} MiB of the device's memory.")
                 raise
+            finally:
+                if collects:
+                    gc.enable()
             graph.capture_end()
         self._graph = graph
 

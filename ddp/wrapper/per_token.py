@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..collectives.captures import is_capturing
 from ..collectives.rank_grid import RankGrid
+from ..collectives.streams import is_capturing
 
 __all__ = ["check_num_tokens", "divide_by_tokens"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ddp.collectives.captures import is_capturing
+from ...ddp.collectives.streams import is_capturing
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.wrapper.around_module import AroundModule

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ddp.collectives.captures import is_capturing
+from ...ddp.collectives.streams import is_capturing
 from ...ddp.graphs.capture import GraphPool
 from ..pipeline.order import Kind, Schedule, parse_order
 from .callable import GraphedCallable
