@@ -115,7 +115,7 @@ def _deliver(operands: Sequence[Tensor], key: Tensor, product: int) -> None:
         raise RuntimeError(
             "torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would replay a fused layer's "
             "weight gradient without the provider's flags: compile without them (mode='max-autotune-no-cudagraphs'), "
-            "or add 'maingrad::wgrad' to torch._inductor.config.custom_should_partition_ops"
+            "and capture the whole step with maingrad.ddp.GraphedTrainingStep"
         )
     handle = _handles.get(int(key.item()))
     module = None if handle is None else handle.module

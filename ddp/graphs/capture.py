@@ -45,14 +45,6 @@ class GraphPool:
         """Later captures take new memory: no graph of the pool is left."""
         self.handle: Any = torch.cuda.graph_pool_handle() if self.stream is not None else None
         """torch's name of the memory."""
-        self._prepared = False
-
-    def prepare(self) -> None:
-        """Before a capture: the pool's first takes memory that was cached for eager work."""
-        if not self._prepared:
-            self._prepared = True
-            gc.collect()
-            torch.cuda.empty_cache()
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -100,13 +92,12 @@ class CapturedGraph:
     def _capture_cuda(self, stream: torch.cuda.Stream) -> Iterator[None]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._pool.device)
-        self._pool.prepare()
+        gc.collect()  # what is garbage may hold memory of the pool; and freeing it in the capture would break that
+        torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(self._pool.device)
         with torch.cuda.stream(stream):
             # Other threads go on (NCCL's watchdog asks events), so their calls are no errors.
             graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
-            collects = gc.isenabled()
-            gc.disable()  # a finalizer that frees device memory would break the capture
             try:
                 yield
             except BaseException as error:
@@ -116,9 +107,6 @@ class CapturedGraph:
                 kept = (torch.cuda.memory_reserved(self._pool.device) - reserved) >> 20
                 error.add_note(f"The failed capture keeps {kept} MiB of the device's memory.")
                 raise
-            finally:
-                if collects:
-                    gc.enable()
             graph.capture_end()
         self._graph = graph
 

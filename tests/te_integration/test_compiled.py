@@ -625,10 +625,3 @@ def test_graphs_of_torch_s_own_are_refused() -> None:
     """They would replay a write without its bookkeeping."""
     with pytest.raises(RuntimeError, match="own CUDA graphs"):
         train_on_a_gpu("reduce-overhead")
-
-
-@pytest.mark.gpu
-def test_graphs_of_torch_s_own_around_the_operator() -> None:
-    """What the refusal advises."""
-    with torch._inductor.config.patch(custom_should_partition_ops=["maingrad::wgrad"]):
-        train_on_a_gpu("reduce-overhead")
