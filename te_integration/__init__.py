@@ -1,5 +1,6 @@
 """Modules whose weight-gradient GEMM writes to ``main_grad``, and the conversion of existing models to them."""
 
+from ..ddp.graphs.capture import GraphPool as GraphPool
 from .convert import convert_linears as convert_linears
 from .convert import unconvert as unconvert
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
@@ -19,6 +20,7 @@ from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
 __all__ = [
+    "GraphPool",
     "GroupedLinear",
     "GroupedMLP",
     "LayerNormLinear",

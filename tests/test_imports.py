@@ -74,6 +74,7 @@ PUBLIC = {
         "fully_shard",
     },
     "maingrad.te_integration": {
+        "GraphPool",
         "GroupedLinear",
         "GroupedMLP",
         "LayerNormLinear",

@@ -31,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"use_distributed_optimizer": True},
     "ZeRO-1, overlap": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
 }
+FOUR_RANKS = {"hybrid": {**CONFIGS["ZeRO-1, overlap"], "num_distributed_optimizer_instances": 2}}
 COPY_ENGINES = {**CONFIGS["ZeRO-1, overlap"], "copy_engine_param_gather": True}
 FORMS = ("plain", "fused", "delayed", "queue", "recompute", "compiled", "dropout")
 EVENTS = (
@@ -140,7 +141,7 @@ class _Job:
             for block in module.blocks:
                 block.compile(fullgraph=True, backend="inductor" if self.device.type == "cuda" else "aot_eager")
         options = {
-            **CONFIGS.get(program.config, COPY_ENGINES),
+            **(CONFIGS | FOUR_RANKS).get(program.config, COPY_ENGINES),
             "bucket_size": 600,
             "calculate_per_token_loss": program.per_token,
         }

@@ -34,9 +34,9 @@ def test_everything_between_steps() -> None:
     check(Program(events=tuple(event for event in EVENTS if event != "mode")))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks(ranks: int) -> None:
-    check(Program(events=("evaluate", "rank 0 reads")), ranks)
+@pytest.mark.parametrize(("ranks", "config"), [(1, "ZeRO-1, overlap"), (3, "ZeRO-1, overlap"), (4, "hybrid")])
+def test_ranks(ranks: int, config: str) -> None:
+    check(Program(config=config, events=("evaluate", "rank 0 reads")), ranks)
 
 
 @pytest.mark.parametrize(
