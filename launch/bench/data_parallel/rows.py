@@ -274,15 +274,6 @@ OURS: Mapping[str, Row] = {
         )
         for name, label in (("", ""), ("_compiled", " under torch.compile"))
     },
-    **{
-        f"zero1{name}_graphed": Row(
-            f"maingrad ZeRO-1{label}, one CUDA graph",
-            partial(_zero1_graphed, compiled=bool(name), copy_engines=False),
-            close=reset_compiler,
-            refuse=_refuse_graphs,
-        )
-        for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))
-    },
     "zero1_copy_engines": Row(
         "maingrad ZeRO-1, gathers on copy engines", _zero1_copy_engines, refuse=refuse_copy_engines
     ),
@@ -291,12 +282,13 @@ OURS: Mapping[str, Row] = {
     "zero1_unfused": Row("maingrad ZeRO-1, nn.Linear", _zero1_unfused),
     "zero1_compiled": Row("maingrad ZeRO-1, blocks under torch.compile", _zero1_compiled, close=reset_compiler),
     **{
-        f"zero1{name}_graphed_copy_engines": Row(
-            f"maingrad ZeRO-1{label}, one CUDA graph, gathers on copy engines",
-            partial(_zero1_graphed, compiled=bool(name), copy_engines=True),
+        f"zero1{name}_graphed{suffix}": Row(
+            f"maingrad ZeRO-1{label}, one CUDA graph{way}",
+            partial(_zero1_graphed, compiled=bool(name), copy_engines=bool(suffix)),
             close=reset_compiler,
-            refuse=refuse_copy_engines,
+            refuse=refuse_copy_engines if suffix else _refuse_graphs,
         )
+        for suffix, way in (("", ""), ("_copy_engines", ", gathers on copy engines"))
         for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))
     },
     "hybrid": Row("maingrad hybrid, two instances", _hybrid, refuse=refuse_instances),

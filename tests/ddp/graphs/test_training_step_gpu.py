@@ -110,10 +110,9 @@ def test_a_failed_capture_leaves_the_model_usable() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_a_loss_that_was_kept_with_its_graph() -> None:
-    """Nodes of parameters that belong to the default stream are refused by name, where they are alive in a capture."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(8, 8).cuda())
+def job_of(module: nn.Module) -> tuple[DistributedDataParallel, Any, Any]:
+    """The wrapped module, one iteration of it, and the same iteration as a graph."""
+    model = DistributedDataParallel(module)
     optimizer = DistributedOptimizer(model)
 
     def train_step(x: torch.Tensor) -> torch.Tensor:
@@ -124,8 +123,14 @@ def test_a_loss_that_was_kept_with_its_graph() -> None:
         model.zero_grad_buffer()
         return loss
 
+    return model, train_step, GraphedTrainingStep(train_step, model, optimizer)
+
+
+def test_a_loss_that_was_kept_with_its_graph() -> None:
+    """Nodes of parameters that belong to the default stream are refused by name, where they are alive in a capture."""
+    torch.manual_seed(0)
+    model, train_step, step = job_of(nn.Linear(8, 8).cuda())
     x = torch.randn(4, 8, device="cuda")
-    step = GraphedTrainingStep(train_step, model, optimizer)
     kept = [train_step(x), model(x).sum()]
     losses = [step(x) for _ in range(2)]
     with pytest.raises(RuntimeError) as caught:
@@ -141,17 +146,7 @@ def test_a_loss_that_was_kept_with_its_graph() -> None:
 
 
 def test_memory_is_given_back_and_the_host_is_free() -> None:
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(24))).cuda().bfloat16())
-    optimizer = DistributedOptimizer(model)
-
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        model.finish_grad_sync()
-        optimizer.step()
-        model.zero_grad_buffer()
-        return loss
-
+    _, train_step, step = job_of(nn.Sequential(*(nn.Linear(512, 512) for _ in range(24))).cuda().bfloat16())
     x = torch.randn(65536, 512, device="cuda", dtype=torch.bfloat16)  # activations: 1.6 GiB
     train_step(x)
     torch.cuda.synchronize()
@@ -161,7 +156,6 @@ def test_memory_is_given_back_and_the_host_is_free() -> None:
     eager_peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    step = GraphedTrainingStep(train_step, model, optimizer)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(5):
         step(x)
