@@ -82,8 +82,8 @@ class GraphedTrainingStep(Generic[P, T]):
 
     Every call is one step of training, whether eager, captured or replayed. A call that differs in the shapes, dtypes
     or strides of tensors, in any other argument, in options of the optimizer other than the learning rate, in ``train``
-    or ``eval``, or in autocast around it, gets a graph of its own. Learning rates, moments, loss scales and data are
-    read from device memory at each replay; learning rates are rounded to fp32 there.
+    or ``eval``, in hooks or modules, or in autocast around it, gets a graph of its own. Learning rates, moments, loss scales and
+    data are read from device memory at each replay; learning rates are rounded to fp32 there.
 
     **What the host computes in ``train_step`` is computed once.** A Python number that changes from call to call must
     be an argument (a tensor, or every value is captured anew); counters, lists and hooks of the program are not
@@ -91,7 +91,8 @@ class GraphedTrainingStep(Generic[P, T]):
 
     Between calls the model and the optimizer are in the state that an eager step leaves. Refused by name: NaN checks
     (``check_for_nan_in_grad``), optimizers without fused kernels, step hooks, a recorded timeline, numbers of tokens
-    that are no tensors, ``expandable_segments`` with several ranks, an iteration that began before the call.
+    that are no tensors, ``expandable_segments`` with several ranks, an iteration that began before the call,
+    a second optimizer in the step, and parameters read behind the update where their gathers come later.
 
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
@@ -189,7 +190,7 @@ class GraphedTrainingStep(Generic[P, T]):
                 seen += wired.owned.param._backward_hooks or ()
                 seen += wired.owned.param._post_accumulate_grad_hooks or ()
         for module in self._model.module.modules():
-            seen.append(module.training)
+            seen += (id(module), module.training)
             if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
                 seen += (*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks)
             if module._forward_pre_hooks:
