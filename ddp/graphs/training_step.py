@@ -82,8 +82,8 @@ class GraphedTrainingStep(Generic[P, T]):
 
     Every call is one step of training, whether eager, captured or replayed. A call that differs in the shapes, dtypes
     or strides of tensors, in any other argument, in options of the optimizer other than the learning rate, in ``train``
-    or ``eval``, in hooks or modules, or in autocast around it, gets a graph of its own. Learning rates, moments, loss scales and
-    data are read from device memory at each replay; learning rates are rounded to fp32 there.
+    or ``eval``, in hooks or modules, or in autocast around it, gets a graph of its own. Learning rates, moments, loss
+    scales and data are read from device memory at each replay; learning rates are rounded to fp32 there.
 
     **What the host computes in ``train_step`` is computed once.** A Python number that changes from call to call must
     be an argument (a tensor, or every value is captured anew); counters, lists and hooks of the program are not
