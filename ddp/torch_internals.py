@@ -47,6 +47,7 @@ __all__ = [
     "grad_of_tensor",
     "has_one_hook",
     "has_tensor_hooks",
+    "hook_keys",
     "is_hooked",
     "is_profiling",
     "is_tracing",
@@ -104,6 +105,11 @@ grad_of_tensor: Any = vars(torch._C.TensorBase)["grad"]
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether somebody called ``tensor.register_hook``. torch does not list a tensor's hooks."""
     return bool(tensor._backward_hooks)
+
+
+def hook_keys(param: Tensor) -> tuple[int, ...]:
+    """Numbers of the hooks that somebody has registered on ``param``: another hook has another number."""
+    return (*(param._backward_hooks or ()), *(getattr(param, "_post_accumulate_grad_hooks", None) or ()))
 
 
 def is_hooked(param: Tensor) -> bool:

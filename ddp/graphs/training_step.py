@@ -26,7 +26,7 @@ from ..gathers.waiting_modules import is_waiting_hook, registered_params
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
 from ..optimizer.param_sync import CapturedUpdates
-from ..torch_internals import DisableTorchFunctionSubclass
+from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, detached_copies, signature
@@ -187,8 +187,7 @@ class GraphedTrainingStep(Generic[P, T]):
         seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
             for wired in self._model.wired:
-                seen += wired.owned.param._backward_hooks or ()
-                seen += wired.owned.param._post_accumulate_grad_hooks or ()
+                seen += hook_keys(wired.owned.param)
         for module in self._model.module.modules():
             seen += (id(module), module.training)
             if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
