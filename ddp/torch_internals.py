@@ -12,7 +12,7 @@ Some names with an underscore are used in other files all the same:
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -107,9 +107,15 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def hook_keys(param: Tensor) -> tuple[int, ...]:
-    """Numbers of the hooks that somebody has registered on ``param``: another hook has another number."""
-    return (*(param._backward_hooks or ()), *(getattr(param, "_post_accumulate_grad_hooks", None) or ()))
+def hook_keys(params: Iterable[Tensor]) -> list[int]:
+    """Numbers of the hooks that somebody has registered on ``params``: another hook has another number."""
+    keys: list[int] = []
+    for param in params:
+        if hooks := param._backward_hooks:
+            keys += hooks
+        if hooks := param._post_accumulate_grad_hooks:
+            keys += hooks
+    return keys
 
 
 def is_hooked(param: Tensor) -> bool:

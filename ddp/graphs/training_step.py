@@ -186,8 +186,7 @@ class GraphedTrainingStep(Generic[P, T]):
         kind = self._model.device.type
         seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
         with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-            for wired in self._model.wired:
-                seen += hook_keys(wired.owned.param)
+            seen += hook_keys(wired.owned.param for wired in self._model.wired)
         for module in self._model.module.modules():
             seen += (id(module), module.training)
             if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
