@@ -12,7 +12,7 @@ Some names with an underscore are used in other files all the same:
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,7 @@ __all__ = [
     "grad_of_tensor",
     "has_one_hook",
     "has_tensor_hooks",
+    "hook_keys",
     "is_hooked",
     "is_profiling",
     "is_tracing",
@@ -104,6 +105,17 @@ grad_of_tensor: Any = vars(torch._C.TensorBase)["grad"]
 def has_tensor_hooks(tensor: Tensor) -> bool:
     """Whether somebody called ``tensor.register_hook``. torch does not list a tensor's hooks."""
     return bool(tensor._backward_hooks)
+
+
+def hook_keys(params: Iterable[Tensor]) -> list[int]:
+    """Numbers of the hooks that somebody has registered on ``params``: another hook has another number."""
+    keys: list[int] = []
+    for param in params:
+        if hooks := param._backward_hooks:
+            keys += hooks
+        if hooks := param._post_accumulate_grad_hooks:
+            keys += hooks
+    return keys
 
 
 def is_hooked(param: Tensor) -> bool:

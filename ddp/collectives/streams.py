@@ -6,6 +6,7 @@ makes a new object at each call. Here each stream's object is made once, and lat
 address. What this and ``OnStream`` save was never measured alone.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,7 +15,7 @@ import torch
 
 from ..torch_internals import current_raw_stream
 
-__all__ = ["OnStream", "capturing", "current_stream", "is_capturing"]
+__all__ = ["OnStream", "capturing", "current_stream", "is_capturing", "is_capturing_here"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 """Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
@@ -54,6 +55,7 @@ class OnStream:
 
 _captures = 0
 """Under way in this process, and not in this thread: backward runs on threads of autograd's."""
+_local = threading.local()
 
 
 @contextmanager
@@ -61,10 +63,17 @@ def capturing() -> Iterator[None]:
     """The block captures."""
     global _captures
     _captures += 1
+    _local.captures = getattr(_local, "captures", 0) + 1
     try:
         yield
     finally:
         _captures -= 1
+        _local.captures -= 1
+
+
+def is_capturing_here() -> bool:
+    """Whether a ``capturing`` block runs in this thread."""
+    return getattr(_local, "captures", 0) > 0
 
 
 def is_capturing() -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from .param_gather import ParamGather
-from .waiting_modules import registered_params
+from .waiting_modules import COMPILED_HOOK, registered_params
 
 __all__ = ["wait_before_compiled_code"]
 
@@ -28,7 +28,8 @@ def wait_before_compiled_code(modules: Iterable[nn.Module], gathers: Sequence[Pa
                 module._compiled_call_impl = _waiting(compiled, _waiter(module, gathers))
         elif type(module).__name__ == "OptimizedModule" and _WAITS not in module.__dict__:
             wait = _waiter(module, gathers)
-            module.register_forward_pre_hook(lambda *_, wait=wait: wait())
+            hooks: dict[Any, Any] = module._forward_pre_hooks
+            hooks[COMPILED_HOOK] = lambda *_, wait=wait: wait()
             module.__dict__[_WAITS] = True
 
 

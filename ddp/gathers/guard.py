@@ -11,7 +11,7 @@ from .param_gather import ParamGather
 from .reader_threads import ReaderThreads
 from .waiting_modules import have_module_wait, kept_params, registered_params
 
-__all__ = ["Keeper", "find_keepers", "guard_reads"]
+__all__ = ["Keeper", "find_keepers", "guard_reads", "refuse_reads"]
 
 
 class Keeper(NamedTuple):
@@ -53,6 +53,30 @@ def guard_reads(
         for gather in gathers:
             if gather.holds(scripted):
                 gather.arrive()
+    for gather in _guard(modules, gathers, keepers, threads):
+        gather.arrive()
+
+
+def refuse_reads(
+    modules: Sequence[nn.Module],
+    gathers: Sequence[ParamGather],
+    keepers: Sequence[Keeper],
+    threads: ReaderThreads,
+    why: str,
+) -> None:
+    """Until ``allow_reads`` of each gather, every read of a parameter that could wait raises ``RuntimeError``.
+
+    why  the text of the error, with ``{name}`` for the bucket
+    """
+    for gather in gathers:
+        gather.refusal = why.format(name=gather.name)
+    _guard(modules, gathers, keepers, threads)
+
+
+def _guard(
+    modules: Sequence[nn.Module], gathers: Sequence[ParamGather], keepers: Sequence[Keeper], threads: ReaderThreads
+) -> list[ParamGather]:
+    """Returns the gathers whose parameters cannot wait."""
     with threads.lock:
         refused = [gather for gather in gathers if not gather.guard()]
         for module in modules:
@@ -61,8 +85,7 @@ def guard_reads(
             keeping = keeper.module()
             if keeping is not None:
                 _guard_module(keeping, [gather for gather in keeper.gathers if gather.guards])
-    for gather in refused:
-        gather.arrive()
+    return refused
 
 
 def _guard_module(module: nn.Module, kept: Sequence[ParamGather]) -> None:

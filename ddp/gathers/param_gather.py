@@ -69,6 +69,8 @@ class ParamGather:
         self._flight: _Flight | None = None
         self.guards = False
         """Parameters have the waiting class now."""
+        self.refusal: str | None = None
+        """No gather can come now: a read raises ``RuntimeError`` with this text. See ``refuse_reads``."""
         self._has_guarded = False  # parameters have had the waiting class at some time
         # Code that reads these parameters was compiled while they waited. It has guards on plain parameters.
         self._traced = False
@@ -127,7 +129,7 @@ class ParamGather:
 
         Returns False where parameters cannot wait, so that the caller must wait for the gather now.
         """
-        if self._flight is None or self._flight.collective.work is None:
+        if self.refusal is None and (self._flight is None or self._flight.collective.work is None):
             return True
         params = list(self.live_params())
         if self._traced or not all(map(can_wait, set(map(type, params)))):
@@ -147,6 +149,8 @@ class ParamGather:
 
         Several threads may call this at once; each returns when the gather is complete for that thread.
         """
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
         if self.guards:
             self.threads.note()
             self._traced = self._traced or is_tracing()
@@ -165,6 +169,12 @@ class ParamGather:
         self.arrive()
         if self.guards:
             self._take_off(at_once=True)
+
+    def allow_reads(self) -> None:
+        """``refusal`` is over: parameters and modules that it has guarded are plain again."""
+        if self.refusal is not None:
+            self.refusal = None
+            self.settle()
 
     def wait_in_graph(self) -> None:
         """At the start of a capture: wait here where no read of a parameter will (see ``arrive``)."""

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from .waiting_params import Gather, gathers_of, waited_for
 
-__all__ = ["have_module_wait", "is_waiting_hook", "kept_params", "let_module_go", "registered_params"]
+__all__ = ["COMPILED_HOOK", "have_module_wait", "is_waiting_hook", "kept_params", "let_module_go", "registered_params"]
 
 _HOOK = "maingrad gather"
 """Key of the hook in ``_forward_pre_hooks``; torch's own keys are numbers."""
+COMPILED_HOOK = "maingrad gathers of compiled code"
+"""That of ``compiled_modules.py``."""
 
 
 def registered_params(module: nn.Module) -> Mapping[str, Tensor | None]:
@@ -72,7 +74,7 @@ def let_module_go(module: nn.Module) -> None:
 
 def is_waiting_hook(key: object) -> bool:
     """Whether a module's forward pre-hook with this key is the one that waits for gathers."""
-    return key == _HOOK
+    return key in (_HOOK, COMPILED_HOOK)
 
 
 def kept_params(module: nn.Module) -> Iterator[Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = ["StaticInputs", "detached_copies", "signature"]
@@ -23,6 +23,8 @@ class StaticInputs:
         ]
         self.args = tree_unflatten(self._leaves, self._spec)
         """The arguments that the captured function gets."""
+        self._written: list[int] = []
+        self._grads: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def load(self, args: Any) -> None:
@@ -31,28 +33,63 @@ class StaticInputs:
             if isinstance(leaf, Tensor):
                 static.grad = None
                 static.copy_(leaf, non_blocking=True)
+        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
+
+    def note_effects(self) -> None:
+        """The function has run in Python on ``args``: note what it has done to them, for ``hand_back``."""
+        tensors = [(place, leaf) for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self._written = [place for place, static in tensors if static._version != self._versions[place]]
+        self._grads = {place: static.grad for place, static in tensors if static.grad is not None}
+
+    @torch.no_grad()
+    def hand_back(self, args: Any) -> None:
+        """After a run on a call's tensors: these get what an eager run leaves in them, new values and gradients."""
+        if not self._written and not self._grads:
+            return
+        leaves = tree_flatten(args)[0]
+        for place in self._written:
+            leaves[place].copy_(self._leaves[place])
+        for place, grad in self._grads.items():
+            leaf = leaves[place]
+            leaf.grad = grad.to(leaf.device, copy=True) if leaf.grad is None else leaf.grad + grad.to(leaf.device)
 
 
 def signature(args: Any) -> tuple[Hashable, ...]:
     """What two calls must have in common to run the same kernels: structure, shapes, dtypes, and all that is no tensor.
 
-    Raises ``TypeError`` for an argument that is neither a tensor nor hashable.
+    Raises ``TypeError`` for an argument that is neither a tensor nor a value, and ``ValueError`` for a tensor through
+    which gradients would go to something before the call.
     """
     leaves, spec = tree_flatten(args)
     parts: list[Hashable] = [spec]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
+            if leaf.requires_grad and (leaf.grad_fn is not None or isinstance(leaf, nn.Parameter)):
+                raise ValueError(
+                    f"a tensor of shape {list(leaf.shape)} among the arguments of a graphed function is "
+                    f"{'a parameter' if leaf.grad_fn is None else 'the result of operations with gradients'}, which "
+                    f"would get none from a copy: give what is computed in the function, or detach() the tensor"
+                )
             parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad))
             continue
-        try:
-            hash(leaf)
-        except TypeError:
+        if not _is_value(leaf):
             raise TypeError(
                 f"a graphed function takes tensors, numbers and strings, alone or in lists, tuples and dicts, not "
-                f"{type(leaf).__name__}"
-            ) from None
+                f"{type(leaf).__name__}: every replay would see what was in it, or came out of it, in the capture"
+            )
         parts.append((type(leaf), leaf))
     return tuple(parts)
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether an equal object means equal work: hashable by its value, or a function or module, which is code."""
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    kind: Any = type(leaf)
+    by_value: bool = leaf is None or kind.__hash__ is not object.__hash__ or kind.__module__ == "torch"
+    return by_value or callable(leaf)
 
 
 def detached_copies(outputs: Any, function: str) -> Any:

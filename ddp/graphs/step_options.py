@@ -36,6 +36,13 @@ class StepOptions:
         ]
         return (self._optimizer.max_grad_norm, *groups)
 
+    def changed(self, key: tuple[Any, ...]) -> list[str]:
+        """Names of the options that differ from those in an earlier ``key``."""
+        names = set() if key[0] == self._optimizer.max_grad_norm else {"max_grad_norm"}
+        for before, now in zip(key[1:], self.key()[1:], strict=True):
+            names |= {name for name, _ in set(before) ^ set(now)}  # type: ignore[call-overload]
+        return sorted(names)
+
     def load(self) -> None:
         """Before a replay: bring learning rates and moments to where the captured kernels read them."""
         for place, group in enumerate(self._optimizer.param_groups):

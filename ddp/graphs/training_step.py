@@ -20,12 +20,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from ..gathers.waiting_modules import registered_params
+from ..gathers.waiting_modules import is_waiting_hook, registered_params
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
 from ..optimizer.param_sync import CapturedUpdates
-from ..torch_internals import DisableTorchFunctionSubclass
+from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, detached_copies, signature
@@ -48,6 +49,8 @@ class _Variant:
         self.outputs: Any = None
         """What the captured function returned: memory that each replay overwrites."""
         self.grad_norm: Tensor | None = None
+        self.written: list[int] = []
+        """Parameters that the function changes after the update: indices of ``optimizer.slices``."""
         self.updates = CapturedUpdates()
         self.gathers: CapturedGraph | None = None
         """The gathers after the step, as a graph of their own: launching each from Python takes 0.2 ms. None: they are
@@ -79,8 +82,8 @@ class GraphedTrainingStep(Generic[P, T]):
 
     Every call is one step of training, whether eager, captured or replayed. A call that differs in the shapes, dtypes
     or strides of tensors, in any other argument, in options of the optimizer other than the learning rate, in ``train``
-    or ``eval``, or in autocast around it, gets a graph of its own. Learning rates, moments, loss scales and data are
-    read from device memory at each replay; learning rates are rounded to fp32 there.
+    or ``eval``, in hooks or modules, or in autocast around it, gets a graph of its own. Learning rates, moments, loss
+    scales and data are read from device memory at each replay; learning rates are rounded to fp32 there.
 
     **What the host computes in ``train_step`` is computed once.** A Python number that changes from call to call must
     be an argument (a tensor, or every value is captured anew); counters, lists and hooks of the program are not
@@ -88,7 +91,8 @@ class GraphedTrainingStep(Generic[P, T]):
 
     Between calls the model and the optimizer are in the state that an eager step leaves. Refused by name: NaN checks
     (``check_for_nan_in_grad``), optimizers without fused kernels, step hooks, a recorded timeline, numbers of tokens
-    that are no tensors, ``expandable_segments`` with several ranks, an iteration that began before the call.
+    that are no tensors, ``expandable_segments`` with several ranks, an iteration that began before the call,
+    a second optimizer in the step, and parameters read behind the update where their gathers come later.
 
     On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
     """
@@ -114,7 +118,7 @@ class GraphedTrainingStep(Generic[P, T]):
         self._options = StepOptions(optimizer, model.device)
         self._trained = {id(wired.owned.param) for wired in model.wired}
         self._pool = GraphPool(model.device)
-        self._variants: dict[Hashable, _Variant] = {}
+        self._variants: dict[tuple[Any, ...], _Variant] = {}
 
     def reset(self) -> None:
         """Free all graphs and their memory, but for cuBLAS's workspaces. Later calls warm up and capture anew."""
@@ -139,6 +143,7 @@ class GraphedTrainingStep(Generic[P, T]):
         if variant is None:
             variant = self._new_variant(key, call)
         with self._pool.on_stream():
+            self._optimizer.param_sync.finish_others()
             variant.inputs.load(call)
             self._options.load()
             if variant.graph.is_captured:
@@ -150,25 +155,44 @@ class GraphedTrainingStep(Generic[P, T]):
             else:
                 self._capture(variant)
             outputs: T = detached_copies(variant.outputs, self._name)
+            variant.inputs.hand_back(call)
         if not variant.graph.is_captured:
             variant.outputs = None
         return outputs
 
-    def _new_variant(self, key: Hashable, call: Any) -> _Variant:
+    def _new_variant(self, key: tuple[Any, ...], call: Any) -> _Variant:
         if len(self._variants) == self._max_graphs:
             raise RuntimeError(
-                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs: "
-                f"give numbers that change as tensors, pad batches to few shapes, or raise max_graphs"
+                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
+                f"last of them in {self._difference(key)}; or raise max_graphs"
             )
         variant = self._variants[key] = _Variant(call, self._model.device, self._pool)
         return variant
 
+    def _difference(self, key: tuple[Any, ...]) -> str:
+        """What makes a call with this key another kind, and what to do."""
+        arguments, options, _ = list(self._variants)[-1]
+        if key[0] != arguments:
+            return "its arguments: give numbers that change as tensors, pad batches to few shapes"
+        if key[1] != options:
+            return (
+                f"options of the optimizer ({', '.join(self._options.changed(options))}), which are numbers in the "
+                f"kernels: keep all but learning rates constant (cycle_momentum=False of torch's schedulers)"
+            )
+        return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
+
     def _surroundings(self) -> tuple[Hashable, ...]:
-        """What a forward reads beside its arguments: modes, buffers and parameters, frozen ones by their address."""
+        """What an iteration reads beside its arguments: modes, hooks, buffers, parameters (frozen: their addresses)."""
         kind = self._model.device.type
         seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+        with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
+            seen += hook_keys(wired.owned.param for wired in self._model.wired)
         for module in self._model.module.modules():
-            seen.append(module.training)
+            seen += (id(module), module.training)
+            if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+                seen += (*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks)
+            if module._forward_pre_hooks:
+                seen += [key for key in module._forward_pre_hooks if not is_waiting_hook(key)]
             seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
             for param in registered_params(module).values():
                 if id(param) in self._trained or param is None:
@@ -210,6 +234,7 @@ class GraphedTrainingStep(Generic[P, T]):
         before = model.iteration, sync.num_published
         args, kwargs = variant.inputs.args
         outputs = self._train_step(*args, **kwargs)
+        variant.inputs.note_effects()
         iterations, steps = model.iteration - before[0], sync.num_published - before[1]
         if iterations != 1 or steps != 1 or not model.is_clear:
             raise RuntimeError(
@@ -227,7 +252,7 @@ class GraphedTrainingStep(Generic[P, T]):
         try:
             with sync.captured() as variant.updates, self._options.in_device_memory(), variant.graph.capture():
                 sync.wait_in_graph()
-                variant.outputs = self._run(variant)
+                variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant))
         except BaseException:
             variant.graph.reset()
             self._optimizer.forget_step()
@@ -235,7 +260,8 @@ class GraphedTrainingStep(Generic[P, T]):
             raise
         finally:
             torch.clear_autocast_cache()
-        variant.grad_norm = self._optimizer.grad_norm
+        variant.grad_norm = None if self._optimizer.max_grad_norm is None else self._optimizer.grad_norm
+        variant.written = self._optimizer.written_since()
         self._capture_gathers(variant)
         if variant.graph.ran:
             self._after_replay(variant)
@@ -266,6 +292,7 @@ class GraphedTrainingStep(Generic[P, T]):
         """What Python does after the device's work of a step."""
         if variant.grad_norm is not None:
             self._optimizer.grad_norm = variant.grad_norm.clone()
+        self._optimizer.note_written(variant.written)
         sync = self._optimizer.param_sync
         if variant.gathers is None:
             sync.start_replayed(variant.updates)

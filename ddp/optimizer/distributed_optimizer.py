@@ -6,7 +6,7 @@ shard of the parameters. All-gathers (``gathers/param_gather.py``) collect the s
 ``overlap_param_gather``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
+from ..collectives.streams import is_capturing_here
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -121,6 +122,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "model.expose_grads()"
             )
         self._check_steppable()
+        if is_capturing_here() and not self.param_sync.is_captured:
+            raise RuntimeError(
+                "optimizer.step() in the captured step of another optimizer: replays would not do what this one does "
+                "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"
+            )
         self.model.check_started("optimizer.step()")
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
@@ -172,6 +178,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._versions[index] = version
                 same = held.master.to(held.param.dtype) == held.param
                 held.master.copy_(torch.where(same, held.master, held.param))
+
+    def written_since(self) -> list[int]:
+        """Indices of ``slices`` whose parameter a program has changed since the step, or since it was read."""
+        return [
+            index for index, held in enumerate(self.slices) if held.wired.owned.param._version != self._versions[index]
+        ]
+
+    def note_written(self, indices: Iterable[int]) -> None:
+        """A replay has changed these parameters after the update (``written_since`` its capture): masters follow."""
+        for index in indices:
+            self._versions[index] = -1
 
     def prepare_replay(self) -> None:
         """Before a replay of a captured step: a step's checks, and what changed parameters bring to the masters."""

@@ -1,5 +1,7 @@
 """``ParamSync``: the gathers of a model's updated parameters, and every reader's wait for them."""
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -7,13 +9,16 @@ import torch
 
 from ..collectives.placements import placements_of
 from ..gathers.compiled_modules import wait_before_compiled_code
-from ..gathers.guard import find_keepers, guard_reads
+from ..gathers.guard import find_keepers, guard_reads, refuse_reads
 from ..gathers.param_gather import ParamGather
 from ..gathers.reader_threads import ReaderThreads
 from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket
 
 __all__ = ["CapturedUpdates", "ParamSync"]
+
+_thread = threading.local()
+"""``syncs``: those of all optimizers that this thread steps."""
 
 
 class ParamSync:
@@ -53,10 +58,16 @@ class ParamSync:
         """Whether gathers run under what follows the step."""
         return self._overlaps and bool(self.gathers)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a ``captured`` block runs."""
+        return self._captured is not None
+
     def begin_step(self) -> None:
         """This thread calls ``step``: it is the home thread (see ``ReaderThreads``)."""
         self._threads.come_home()
         self._started = []
+        vars(_thread).setdefault("syncs", weakref.WeakSet()).add(self)
 
     def note_updated(self, flats: Sequence[FlatBucket]) -> None:
         """These buckets are up to date on this rank. If the next forward reads one first, start its gather."""
@@ -71,6 +82,8 @@ class ParamSync:
         self.num_published += 1
         if self._captured is None:
             self._publish(guarded=False)
+        else:
+            self._refuse_reads()
 
     def _publish(self, *, guarded: bool) -> None:
         self._start([gather for gather in self.gathers if gather not in self._started])
@@ -100,6 +113,12 @@ class ParamSync:
         for gather in self.gathers:
             gather.arrive()
 
+    def finish_others(self) -> None:
+        """Wait for the gathers of other models of this thread, whose parameters a replay may read (a teacher's)."""
+        for other in list(vars(_thread).get("syncs", ())):
+            if other is not self:
+                other.finish()
+
     # ---- Captured steps: all but the gathers is in the graph. ----
 
     @contextmanager
@@ -111,7 +130,19 @@ class ParamSync:
         finally:
             self._captured = None
             for gather in self.gathers:
+                gather.allow_reads()
                 gather.leave_graph()
+
+    def _refuse_reads(self) -> None:
+        """In a capture, behind the update: shards of other ranks come behind the replay, and no read can wait."""
+        why = (
+            "the captured function has read a parameter of {name} after optimizer.step(), and gathers of updated "
+            "parameters come behind the graph: do what reads them (an average of weights, a norm, an evaluation) "
+            "between two calls of the graphed step, where each read waits"
+        )
+        modules = list(self._model.module.modules())
+        wait_before_compiled_code(modules, self.gathers)
+        refuse_reads(modules, self.gathers, self._keepers, self._threads, why)
 
     def wait_in_graph(self) -> None:
         """At the start of a capture under ``captured``.

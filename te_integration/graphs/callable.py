@@ -21,8 +21,8 @@ class GraphedCallable(AroundModule):
     """A layer that runs by its graphs. ``module`` is the layer, and has all other attributes.
 
     Called like the layer, with tensors like those in ``sample_args``. Outputs lie in static memory: they hold until the
-    callable's next forward, and must not be changed in place before the backward. In evaluation (``eval()``, where the
-    layer was captured in training), without gradients, and after ``reset()`` the layer itself runs.
+    callable's next forward, and must not be changed in place before the backward. In evaluation (``eval()`` of the
+    layer or of a module inside, captured in training), without gradients, and after ``reset()`` the layer itself runs.
 
     Raises ``ReplayError`` for arguments of another kind, for a parameter that was replaced, moved or frozen, and out of
     the captured order.
@@ -32,7 +32,6 @@ class GraphedCallable(AroundModule):
         super().__init__()
         self.module = graphs.module
         self._graphs: LayerGraphs | None = graphs
-        self._training = graphs.module.training
         self._autocast = _autocast(graphs)
         self._end_making()
 
@@ -41,7 +40,7 @@ class GraphedCallable(AroundModule):
         if torch.compiler.is_compiling():
             return _run_outside_graph(GraphedCallable.forward, self, *args, **kwargs)
         graphs = self._graphs
-        if graphs is None or not torch.is_grad_enabled() or self.module.training is not self._training:
+        if graphs is None or not torch.is_grad_enabled() or not graphs.in_modes_of_capture():
             return self.module(*args, **kwargs)
         if is_capturing():
             raise ReplayError(f"{graphs.place} was called while another graph is captured: give that capture the layer")

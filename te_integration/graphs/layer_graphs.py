@@ -195,6 +195,10 @@ class LayerGraphs:
 
     # ---- Replay. ----
 
+    def in_modes_of_capture(self) -> bool:
+        """Whether the layer and all modules inside are in ``train()`` or ``eval()`` as they were captured."""
+        return self._weights.in_modes_of_capture()
+
     def replay_forward(self, tensors: Sequence[Tensor]) -> tuple["Forward", list[Tensor]]:
         """Run F for these inputs, which ``signature`` has checked. Returns a mark of this run, and static outputs."""
         self._weights.check()

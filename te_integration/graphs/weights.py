@@ -1,8 +1,8 @@
-"""``CapturedWeights``: the parameters and buffers whose places graphs have captured."""
+"""``CapturedWeights``: the parameters and buffers whose places graphs have captured, and the modules that hold them."""
 
 from torch import nn
 
-from ...ddp.gathers.waiting_modules import registered_params
+from ...ddp.gathers.waiting_modules import is_waiting_hook, registered_params
 from .captured_order import Place, ReplayError
 
 __all__ = ["CapturedWeights"]
@@ -18,6 +18,14 @@ class CapturedWeights:
             for prefix, owner in module.named_modules()
             for local, param in registered_params(owner).items()
             if param is not None
+        ]
+        modules = list(module.modules())
+        self._modes = [(each, each.training) for each in modules]
+        self._children = [(each, [*each._modules.values()]) for each in modules]
+        self._hooks = [
+            (each, hooks)
+            for each in modules
+            for hooks in (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
         ]
         self._buffers = [(name, buffer, buffer.data_ptr()) for name, buffer in module.named_buffers()]
 
@@ -36,6 +44,19 @@ class CapturedWeights:
         for name, buffer, address in self._buffers:
             if buffer.data_ptr() != address:
                 raise self._error(name, "lies elsewhere")
+        for module, hooks in self._hooks:
+            if hooks and not all(map(is_waiting_hook, hooks)):
+                raise ReplayError(
+                    f"{self._place}: {type(module).__name__} got a hook on its forward or backward after the capture, "
+                    f"which no replay would call: remove it, or hook the callable"
+                )
+        for module, children in self._children:
+            if [*module._modules.values()] != children:
+                raise self._error(type(module).__name__, "got another child")
+
+    def in_modes_of_capture(self) -> bool:
+        """Whether all modules inside are in ``train()`` or ``eval()`` as they were captured."""
+        return all(module.training is mode for module, mode in self._modes)
 
     def version(self) -> int:
         """Rises with each change in place of a parameter that torch sees."""

@@ -324,6 +324,29 @@ def test_weights_that_are_not_what_was_captured():
         graphed(x())
 
 
+def test_modules_that_are_not_what_was_captured():
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    (graphed,) = make_graphed_callables([layer], samples(1))
+    hooked = (
+        layer.register_forward_hook(print),
+        layer[0].register_forward_pre_hook(print),
+        layer[0].register_full_backward_hook(print),
+        layer[1].register_full_backward_pre_hook(print),
+    )
+    for handle in hooked:
+        with pytest.raises(RuntimeError, match="got a hook on its forward or backward after the capture"):
+            graphed(x())
+        handle.remove()
+    graphed(x()).sum().backward()
+    layer[1].eval()
+    given = x()
+    assert torch.equal(graphed(given), layer[0](given)), "the layer runs, and draws no mask"
+    layer[1].train()
+    layer[1] = nn.Identity()
+    with pytest.raises(RuntimeError, match="got another child"):
+        graphed(x())
+
+
 def test_a_wrapper_of_another_time():
     layer = linear(delay_wgrad_compute=False)
     ddp = wrapped(layer)

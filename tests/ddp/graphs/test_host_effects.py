@@ -1,0 +1,238 @@
+"""Effects on the host that a replay would lose: a graphed step does them again, takes another graph, or refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
+from maingrad.launch import simulate
+
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+class Model:
+    """A bf16 model, its optimizer, and an iteration of them."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
+        self.ddp = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=70, **config))
+        self.optimizer = DistributedOptimizer(self.ddp, lr=2**-5, max_grad_norm=1.0)
+
+    def iterate(self, loss: Tensor) -> Tensor:
+        loss.backward()
+        self.ddp.finish_grad_sync()
+        self.optimizer.step()
+        self.ddp.zero_grad_buffer()
+        return loss
+
+    def train(self, x: Tensor, *rest: Any) -> Any:
+        return self.iterate(self.ddp(x).float().square().mean())
+
+    def graphed(self, train_step: Callable[..., Any], on: bool) -> Callable[..., Any]:
+        return GraphedTrainingStep(train_step, self.ddp, self.optimizer) if on else train_step
+
+    def params(self) -> list[Tensor]:
+        self.optimizer.finish_param_sync()
+        return [param.detach().clone() for param in self.ddp.module.parameters()]
+
+
+Program = Callable[[bool], list[Any]]
+"""Whether to graph -> all that a program can see."""
+
+
+def check_equal(program: Program, ranks: int = 2) -> None:
+    def both() -> list[int]:
+        torch.manual_seed(0)
+        eager = program(False)
+        torch.manual_seed(0)
+        graphed = program(True)
+        assert len(eager) == len(graphed)
+        return [place for place, (a, b) in enumerate(zip(eager, graphed, strict=True)) if not torch.equal(a, b)]
+
+    assert simulate(both, ranks) == [[]] * ranks
+
+
+def test_parameters_that_the_step_writes_after_the_update() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+
+        def train_step(x: Tensor) -> Any:
+            model.train(x)
+            with torch.no_grad():
+                for param in model.ddp.module.parameters():
+                    param.clamp_(-0.125, 0.125)
+
+        step = model.graphed(train_step, graphed)
+        for _ in range(6):
+            step(torch.randn(3, 8).bfloat16())
+        return model.params()
+
+    check_equal(program)
+
+
+@pytest.mark.parametrize("config", [OVERLAP, {"use_distributed_optimizer": True}], ids=["overlap", "ZeRO-1"])
+def test_parameters_that_the_step_reads_after_the_update(config: dict[str, Any]) -> None:
+    def program() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Model(config)
+        reads = True
+
+        def train_step(x: Tensor) -> Any:
+            loss = model.train(x)
+            return loss, model.ddp.module[2].weight.norm() if reads else None
+
+        step = GraphedTrainingStep(train_step, model.ddp, model.optimizer)
+        x = torch.ones(3, 8).bfloat16()
+        for _ in range(2):
+            step(x)
+        with pytest.raises(RuntimeError, match=r"after optimizer\.step\(\).*between two calls"):
+            step(x)
+        reads = False
+        norms = []
+        for _ in range(3):
+            step(x)
+            norms.append(model.ddp.module[2].weight.detach().norm())
+        assert step.num_graphs == 1
+        assert len(set(map(float, norms))) == 3, "it trains"
+        return [*norms, *model.params()]
+
+    one, other = simulate(program, 2)
+    assert all(map(torch.equal, one, other))
+
+
+def test_a_model_that_another_step_trains() -> None:
+    def program(graphed: bool) -> list[Any]:
+        student, teacher = Model(OVERLAP), Model(OVERLAP)
+
+        def distil(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                goal = teacher.ddp(x)
+            return student.iterate((student.ddp(x) - goal).float().square().mean())
+
+        teach, learn = teacher.graphed(teacher.train, graphed), student.graphed(distil, graphed)
+        seen = []
+        for _ in range(6):
+            x = torch.randn(3, 8).bfloat16()
+            seen += [teach(x), learn(x)]
+        return [*seen, *student.params(), *teacher.params()]
+
+    check_equal(program)
+
+
+def test_two_optimizers_in_one_step() -> None:
+    one, other = Model({}), Model({})
+    step = GraphedTrainingStep(lambda x: one.train(x) + other.train(x), one.ddp, one.optimizer)
+    x = torch.ones(3, 8).bfloat16()
+    for _ in range(2):
+        step(x)
+    with pytest.raises(RuntimeError, match="a GraphedTrainingStep for each optimizer"):
+        step(x)
+
+
+def test_what_the_step_leaves_in_its_arguments() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+        total = torch.zeros(())
+
+        def train_step(x: Tensor, total: Tensor) -> Any:
+            total += model.train(x).detach()
+
+        step = model.graphed(train_step, graphed)
+        seen = []
+        for _ in range(5):
+            x = torch.randn(3, 8).bfloat16().requires_grad_()
+            step(x, total)
+            step(x, total)
+            seen += [x.grad, total.clone()]
+        return seen
+
+    check_equal(program, ranks=1)
+
+
+HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
+    "forward": lambda layer: layer.register_forward_hook(lambda _, args, output: output * 2),
+    "forward pre": lambda layer: layer.register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda _, grads, __: (grads[0] * 2,)),
+    "backward pre": lambda layer: layer.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,)),
+    "parameter": lambda layer: layer.weight.register_hook(lambda grad: grad * 2),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_of_another_time_than_the_capture(kind: str) -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model(OVERLAP)
+        step = model.graphed(model.train, graphed)
+        seen = []
+        for number in range(10):
+            if number == 4:
+                handle = HOOKS[kind](model.ddp.module[2])
+            if number == 8:
+                handle.remove()
+            seen.append(step(torch.randn(3, 8).bfloat16()))
+        if isinstance(step, GraphedTrainingStep):
+            assert step.num_graphs == 2
+        return [*seen, *model.params()]
+
+    check_equal(program)
+
+
+def test_the_norm_of_steps_that_clip_now_and_then() -> None:
+    def program(graphed: bool) -> list[Any]:
+        model = Model({})
+        step = model.graphed(model.train, graphed)
+        seen = []
+        for number in range(10):
+            model.optimizer.max_grad_norm = 1.0 if number % 2 else None
+            step(torch.randn(3, 8).bfloat16())
+            seen.append(torch.zeros(()) if model.optimizer.grad_norm is None else model.optimizer.grad_norm)
+        return seen
+
+    check_equal(program, ranks=1)
+
+
+class Batch:
+    """Data that Python may change."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(3, 8).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (lambda: Batch(), "not Batch"),
+        (lambda: iter([torch.ones(3, 8)]), "not list_iterator"),
+        (lambda: torch.ones(3, 8, requires_grad=True) * 2, "operations with gradients"),
+        (lambda: nn.Parameter(torch.ones(3, 8)), "is a parameter"),
+    ],
+    ids=["object", "iterator", "graph", "parameter"],
+)
+def test_arguments_that_a_replay_could_not_follow(argument: Callable[[], Any], message: str) -> None:
+    model = Model({})
+    step = GraphedTrainingStep(model.train, model.ddp, model.optimizer)
+    with pytest.raises((TypeError, ValueError), match=message):
+        step(torch.ones(3, 8).bfloat16(), argument())
+    x = torch.ones(3, 8).bfloat16()
+    for value in (None, torch.bfloat16, torch.relu, {"a": (1, "b", None)}):
+        step(x, value)
+
+
+def test_too_many_graphs_name_what_differs() -> None:
+    model = Model({})
+    step = GraphedTrainingStep(model.train, model.ddp, model.optimizer, max_graphs=2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(model.optimizer, 2**-4, total_steps=20)
+    x = torch.ones(3, 8).bfloat16()
+    for _ in range(2):
+        step(x)
+        scheduler.step()
+    with pytest.raises(RuntimeError, match=r"options of the optimizer \(betas\)"):
+        step(x)
