@@ -10,6 +10,7 @@ from dataclasses import replace
 import known
 from extras import AFTER, FORWARDS, RANK_DEPENDENT, VARIED
 from gradients import CANCELS, NOT_OF_SHARDS, READS_OF_ALL, SLICES, shows
+from graphed_steps import as_calls, with_exact_rate
 from layers import (
     ONCE_DIFFERENTIABLE,
     all_paths,
@@ -52,6 +53,8 @@ def _valid(program: Program) -> Program:
     if program.optimizer.name == "LBFGS":
         program = _for_closures(program)
     phases = [_phase(program, phase) for phase in program.phases]
+    if any(phase.graphed for phase in phases):
+        program = replace(program, optimizer=with_exact_rate(program.optimizer))
     return replace(program, phases=tuple(_checkpoints(phases)))
 
 
@@ -113,6 +116,8 @@ def _phase(program: Program, phase: Phase) -> Phase:
     if phase.queue or sums or program.optimizer.scaled or program.dtype in ROUNDED:  # which would be the second's too
         phase = replace(phase, second=None)
     phase = replace(phase, wrapper=made, clip=None if _steps_in_hooks(made) else phase.clip)
+    phase = replace(phase, iterations=as_calls(program, phase))
+    phase = replace(phase, warmups=phase.warmups if phase.graphed else 2)
     iterations: list[Iteration] = []
     for iteration in phase.iterations:
         begins = not iterations or iterations[-1].outcome != "accumulate"
