@@ -423,6 +423,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
         return None
+    if kind == "put by hand" and program.model.frozen_stem and program.model.tie == "embedding":
+        return None  # the head's weight is not trained
     if kind == "unwrapped" and program.dtype == "bfloat16":  # whose masters go with the wrapper
         return None
     if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):
