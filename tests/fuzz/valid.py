@@ -96,8 +96,15 @@ def _checkpoints(phases: Sequence[Phase]) -> list[Phase]:
         before = found[index - 1].wrapper if index else None
         stock = any(isinstance(each, Ddp) and each.stock for each in (before, phase.wrapper))
         loads = "weights" if index and stock else phase.loads if index else "all"
-        found[index] = replace(phase, loads=loads, damages=phase.damages if index else ())
+        damages = () if not index or _left_out(found[:index], phase) else phase.damages
+        found[index] = replace(phase, loads=loads, damages=damages)
     return found
+
+
+def _left_out(before: Sequence[Phase], phase: Phase) -> bool:
+    """Whether the undamaged checkpoint is refused: a step left out one of the parameters that are updated together."""
+    some = any(iteration.change == "none" for each in before for iteration in each.iterations)
+    return some and isinstance(phase.wrapper, Ddp)
 
 
 def _phase(program: Program, phase: Phase) -> Phase:
