@@ -146,7 +146,10 @@ def _graphed_phase(dice: Dice, phase: Phase) -> Phase:
         own, rows = _iteration(dice, phase.ranks), dice.one_of({3: 8, 2: 1})
         changes = {"micros": tuple(replace(micro, rows=rows) for micro in micros), "graphed": True}
         overflow = own.overflow if dice.chance(0.3) else ()
-        iterations.append(replace(first, extras=own.extras, see=own.see, overflow=overflow, **changes))
+        extras = own.extras
+        if dice.chance(0.25):  # what was taken before the capture comes back after it
+            extras = (*extras, Extra(dice.choice(("load_state_dict", "rollback"))))
+        iterations.append(replace(first, extras=extras, see=own.see, overflow=overflow, **changes))
     wrapper = replace(phase.wrapper, check_nan=False)
     return replace(phase, wrapper=wrapper, iterations=tuple(iterations), warmups=dice.one_of({2: 3, 1: 1}))
 

@@ -150,9 +150,12 @@ def write_call(pen: Pen, iteration: Iteration, number: int) -> None:
     if _has_factor(pen):
         arguments.append(f"torch.tensor({factor_of(iteration) if iteration.overflow else 1.0})")
     pen(f"noted = step({', '.join(arguments)})")
-    if pen.phase.clip is not None and iteration.overflow:
+    optimizers = pen.ddp is not None and pen.ddp.max_grad_norm
+    if pen.phase.clip is not None and iteration.overflow and not optimizers:
         pen('del noted["norm N"]')
     pen(f"seen.update(numbered(noted, {number}))")
+    if pen.phase.clip is not None and not iteration.overflow and optimizers:
+        pen.see(f"norm {number}", "optimizer.grad_norm")
     if pen.program.optimizer.schedule != "no":
         pen("schedule.step()")
 

@@ -215,9 +215,14 @@ def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
         pen("scaler.step(optimizer)", "scaler.update()")
     else:
         pen("optimizer.step()")
-    if clip is not None and (pen.captured or not iteration.overflow):
-        pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if ddp and ddp.max_grad_norm else "norm.item()")
-    if wanted.schedule != "no" and not pen.captured:
+    optimizers = ddp is not None and ddp.max_grad_norm
+    if pen.captured:
+        if clip is not None and not optimizers:
+            pen.see(f"norm {name}", "norm.item()")
+        return
+    if clip is not None and not iteration.overflow:
+        pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if optimizers else "norm.item()")
+    if wanted.schedule != "no":
         pen("schedule.step()")
 
 
