@@ -148,7 +148,7 @@ def _graphed_phase(dice: Dice, phase: Phase) -> Phase:
         overflow = own.overflow if dice.chance(0.3) else ()
         extras = own.extras
         if dice.chance(0.25):  # what was taken before the capture comes back after it
-            extras = (*extras, Extra(dice.choice(("load_state_dict", "rollback"))))
+            extras = (*extras, Extra(dice.choice(("load_state_dict", "rollback", "rollback", "decay raised"))))
         iterations.append(replace(first, extras=extras, see=own.see, overflow=overflow, **changes))
     wrapper = replace(phase.wrapper, check_nan=False)
     return replace(phase, wrapper=wrapper, iterations=tuple(iterations), warmups=dice.one_of({2: 3, 1: 1}))
@@ -364,6 +364,7 @@ def _extra(dice: Dice, ranks: int, count: int) -> Extra:
         "snapshot": 0.5,
         "rollback": 1.5,
         "unwrapped": 1.5,
+        "decay raised": 0.0,  # beside graphed steps
     }
     return Extra(
         kind=dice.one_of(kinds),

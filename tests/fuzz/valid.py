@@ -430,6 +430,10 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
         return None
+    if kind == "decay raised" and (len(program.phases) > 1 or program.optimizer.name not in ("SGD", "Adam", "AdamW")):
+        return None  # of a checkpoint options are those of the new optimizer
+    if kind == "decay raised" and _steps_in_hooks(phase.wrapper):
+        return None
     if kind == "put by hand" and program.model.frozen_stem and program.model.tie == "embedding":
         return None  # the head's weight is not trained
     if kind == "unwrapped" and program.dtype == "bfloat16":  # whose masters go with the wrapper
