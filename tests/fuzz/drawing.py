@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from extras import AFTER, DURING
 from gradients import CHANGES, WAYS
-from graphed_steps import AS_ONE_CALL, HOST_READS
+from graphed_steps import AS_ONE_CALL, FUSED, HOST_READS
 from layers import KINDS, all_paths
 from microbatches import PATTERNS
 from pipeline_programs import Pipeline, draw_pipeline
@@ -127,7 +127,7 @@ def _graphed(dice: Dice, program: Program) -> Program:
 def _takes_graphs(program: Program, phase: Phase) -> bool:
     if not isinstance(phase.wrapper, Ddp) or (phase.wrapper.stock and program.dtype != "bfloat16"):
         return False
-    return program.optimizer.name in ("SGD", "Adam", "AdamW")
+    return program.optimizer.name in FUSED
 
 
 def _graphed_phase(dice: Dice, phase: Phase) -> Phase:

@@ -11,6 +11,8 @@ from pen import Pen
 from programs import Block, Ddp, Extra, Iteration, Micro, Optimizer, Phase, Program
 from wrappers import write_finish, write_step, write_zero
 
+FUSED = ("SGD", "Adam", "AdamW")
+"""Optimizers that can be captured."""
 HOST_READS = ("branch", "shared branch", "grouped linear", "grouped mlp")
 """Kinds of blocks that look at values on the host, of experts on CPUs alone."""
 AS_ONE_CALL = tuple(pattern for pattern in PATTERNS if pattern not in ("offloaded", "attack", "judged"))
@@ -31,7 +33,7 @@ def can_be_graphed(program: Program, phase: Phase) -> bool:
     model, optimizer, wrapper = program.model, program.optimizer, phase.wrapper
     if not isinstance(wrapper, Ddp) or wrapper.stock or wrapper.check_nan:
         return False
-    if optimizer.name not in ("SGD", "Adam", "AdamW") or dict(optimizer.options).get("foreach"):
+    if optimizer.name not in FUSED or dict(optimizer.options).get("foreach"):
         return False
     return model.recompute == "no" and not any(_reads(block) for block in model.blocks)
 
@@ -162,8 +164,6 @@ def write_call(pen: Pen, iteration: Iteration, number: int) -> None:
 
 def write_remade(pen: Pen, extra: Extra) -> None:
     """After an extra that the captured step does not survive, or does not see."""
-    if pen.plain:
-        return
     if extra.kind == "unwrapped":
         _write_made(pen)
     elif extra.kind in CHANGED_ON_HOST:

@@ -216,7 +216,7 @@ def _write_extras(pen: Pen, iteration: Iteration, number: int, at: int) -> None:
         if extra.at == at:
             with pen.for_each_rank() if between_steps and extra.kind in DURING else nullcontext():
                 write_extra(pen, extra, f"{number}.{index}", number)
-            if pen.phase.graphed:
+            if pen.phase.graphed and not pen.plain:
                 write_remade(pen, extra)
 
 

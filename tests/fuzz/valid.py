@@ -10,7 +10,7 @@ from dataclasses import replace
 import known
 from extras import AFTER, FORWARDS, RANK_DEPENDENT, VARIED
 from gradients import CANCELS, NOT_OF_SHARDS, READS_OF_ALL, SLICES, shows
-from graphed_steps import as_calls, with_exact_rate
+from graphed_steps import FUSED, as_calls, with_exact_rate
 from layers import (
     ONCE_DIFFERENTIABLE,
     all_paths,
@@ -430,7 +430,7 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
         return None
-    if kind == "decay raised" and (len(program.phases) > 1 or program.optimizer.name not in ("SGD", "Adam", "AdamW")):
+    if kind == "decay raised" and (len(program.phases) > 1 or program.optimizer.name not in FUSED):
         return None  # of a checkpoint options are those of the new optimizer
     if kind == "decay raised" and _steps_in_hooks(phase.wrapper):
         return None
