@@ -138,12 +138,13 @@ def _graphed_phase(dice: Dice, phase: Phase) -> Phase:
         replace(_micro(dice, phase.ranks), pattern=dice.choice(patterns) if dice.chance(0.4) else "plain")
         for _ in range(count)
     )
+    shapes = {3: 1, 2: 1} if dice.chance(0.2) else {3: 1}  # each has a graph, after warm-ups of its own
     first = _iteration(dice, phase.ranks)
     iterations: list[Iteration] = []
     for _ in range(dice.one_of({5: 2, 6: 2, 8: 1})):
         if dice.chance(0.2):
             iterations.append(_iteration(dice, phase.ranks))
-        own, rows = _iteration(dice, phase.ranks), dice.one_of({3: 8, 2: 1})
+        own, rows = _iteration(dice, phase.ranks), dice.one_of(shapes)
         changes = {"micros": tuple(replace(micro, rows=rows) for micro in micros), "graphed": True}
         overflow = own.overflow if dice.chance(0.3) else ()
         extras = own.extras
