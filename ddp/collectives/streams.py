@@ -15,7 +15,7 @@ import torch
 
 from ..torch_internals import current_raw_stream
 
-__all__ = ["OnStream", "capturing", "current_stream", "is_capturing", "is_capturing_here"]
+__all__ = ["OnStream", "capturing", "current_stream", "is_capturing"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 """Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
@@ -53,29 +53,28 @@ class OnStream:
 # ``torch.cuda.is_current_stream_capturing()`` asks one stream, and does not tell who captures. Here is what this
 # library captures: whoever captures does the effects on the host again at each replay.
 
-_captures = 0
-"""Under way in this process, and not in this thread: backward runs on threads of autograd's."""
-_local = threading.local()
+_capturing: list[int] = []
+"""The threads that capture, one entry for each block: ranks may be threads, and each captures for itself."""
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
     """The block captures."""
-    global _captures
-    _captures += 1
-    _local.captures = getattr(_local, "captures", 0) + 1
+    thread = threading.get_ident()
+    _capturing.append(thread)
     try:
         yield
     finally:
-        _captures -= 1
-        _local.captures -= 1
-
-
-def is_capturing_here() -> bool:
-    """Whether a ``capturing`` block runs in this thread."""
-    return getattr(_local, "captures", 0) > 0
+        _capturing.remove(thread)
 
 
 def is_capturing() -> bool:
-    """Whether a ``capturing`` block runs."""
-    return _captures > 0
+    """Whether the caller's work belongs to a ``capturing`` block: on its thread, or in a backward of it.
+
+    CUDA's backwards run on threads of autograd's, where the captured stream is the current one.
+    """
+    if not _capturing:
+        return False
+    return threading.get_ident() in _capturing or (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )

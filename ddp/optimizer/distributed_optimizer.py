@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
-from ..collectives.streams import is_capturing_here
+from ..collectives.streams import is_capturing
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -122,7 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "model.expose_grads()"
             )
         self._check_steppable()
-        if is_capturing_here() and not self.param_sync.is_captured:
+        if is_capturing() and not self.param_sync.is_captured:
             raise RuntimeError(
                 "optimizer.step() in the captured step of another optimizer: replays would not do what this one does "
                 "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"

@@ -3,6 +3,8 @@
     python tests/fuzz --seconds 600         new seeds until the time is over
     python tests/fuzz --seeds 0:100         these
     python tests/fuzz --seed 1234           this one: prints its script, and the shrunk one where it finds something
+    python tests/fuzz --seconds 600 --having iteration.graphed=True
+                                            only programs in which this dimension has this value
     python tests/fuzz --seeds 0:100 --unlike FILE
                                             until one ends otherwise than ``--outcomes FILE`` has noted it
 
@@ -27,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from apart import Child, finished, run_apart, shrink_apart, start, warm_up
 from drawing import draw_any
 from pipeline_programs import Pipeline
-from programs import Program
+from programs import Program, dimensions
 from running import Outcome, run_program
 from scripts import script
 from tally import Tally
@@ -125,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--seconds", type=float, help="draw new seeds for so long")
     which.add_argument("--seeds", help="FIRST:END")
     which.add_argument("--seed", type=int, help="this one, in full")
+    parser.add_argument("--having", help="DIMENSION=VALUE: only programs that have it, as the table names both")
     parser.add_argument("--workers", type=int, default=2, help="processes at once")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one program")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false")
@@ -140,6 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = count(first) if options.seeds is None else iter(range(*map(int, options.seeds.split(":"))))
     if options.seeds is None:
         print(f"seeds from {first} on", flush=True)
+    if options.having is not None:
+        wanted = tuple(options.having.split("=", 1))
+        seeds = (seed for seed in seeds if wanted in dimensions(draw_any(seed)))
     run = Run(options)
     run.of(seeds)
     gc.unfreeze()

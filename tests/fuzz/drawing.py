@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from extras import AFTER, DURING
 from gradients import CHANGES, WAYS
+from graphed_steps import AS_ONE_CALL, FUSED, HOST_READS
 from layers import KINDS, all_paths
 from microbatches import PATTERNS
 from pipeline_programs import Pipeline, draw_pipeline
@@ -76,7 +77,8 @@ def draw(seed: int) -> Program:
     model = valid_model(model, dtype)  # units are drawn of the modules that there are
     phases = tuple(_phase(dice, model) for _ in range(dice.one_of({1: 8, 2: 2, 3: 0.3})))
     program = Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000))
-    return valid(_beside(Dice(f"beside {seed}"), program))
+    program = _beside(Dice(f"beside {seed}"), program)
+    return valid(_graphed(Dice(f"graphed {seed}"), program))
 
 
 # ---- What comes beside. It has dice of its own: seeds mean what they have meant without it. ----
@@ -104,6 +106,53 @@ def _beside_iteration(dice: Dice, iteration: Iteration) -> Iteration:
         second=dice.one_of({"together": 2, "through": 1, "frozen": 1}),
         alternates=dice.chance(0.5),
     )
+
+
+# ---- Iterations as one function, which is captured. Dice of its own again. ----
+
+
+def _graphed(dice: Dice, program: Program) -> Program:
+    """Where there is a fused optimizer of the library's; the model loses what reads values on the host."""
+    fits = [_takes_graphs(program, phase) for phase in program.phases]
+    if not any(fits) or not dice.chance(0.5):
+        return program
+    blocks = tuple(replace(each, kind="mlp") if each.kind in HOST_READS else each for each in program.model.blocks)
+    blocks = tuple(replace(block, recompute="no") for block in blocks)
+    model = valid_model(replace(program.model, blocks=blocks, recompute="no"), program.dtype)
+    phases = [_graphed_phase(dice, phase) if fit else phase for phase, fit in zip(program.phases, fits, strict=True)]
+    options = tuple(each for each in program.optimizer.options if each[0] != "foreach")
+    return replace(program, model=model, optimizer=replace(program.optimizer, options=options), phases=tuple(phases))
+
+
+def _takes_graphs(program: Program, phase: Phase) -> bool:
+    if not isinstance(phase.wrapper, Ddp) or (phase.wrapper.stock and program.dtype != "bfloat16"):
+        return False
+    return program.optimizer.name in FUSED
+
+
+def _graphed_phase(dice: Dice, phase: Phase) -> Phase:
+    """Two eager calls, a capture and replays, with all that comes between; and iterations that are no calls."""
+    patterns = [pattern for pattern in AS_ONE_CALL if pattern != "plain"]
+    count = dice.one_of({1: 4, 2: 4, 3: 1})
+    micros = tuple(
+        replace(_micro(dice, phase.ranks), pattern=dice.choice(patterns) if dice.chance(0.4) else "plain")
+        for _ in range(count)
+    )
+    shapes = {3: 1, 2: 1} if dice.chance(0.2) else {3: 1}  # each has a graph, after warm-ups of its own
+    first = _iteration(dice, phase.ranks)
+    iterations: list[Iteration] = []
+    for _ in range(dice.one_of({5: 2, 6: 2, 8: 1})):
+        if dice.chance(0.2):
+            iterations.append(_iteration(dice, phase.ranks))
+        own, rows = _iteration(dice, phase.ranks), dice.one_of(shapes)
+        changes = {"micros": tuple(replace(micro, rows=rows) for micro in micros), "graphed": True}
+        overflow = own.overflow if dice.chance(0.3) else ()
+        extras = own.extras
+        if dice.chance(0.25):  # what was taken before the capture comes back after it
+            extras = (*extras, Extra(dice.choice(("load_state_dict", "rollback", "rollback", "decay raised"))))
+        iterations.append(replace(first, extras=extras, see=own.see, overflow=overflow, **changes))
+    wrapper = replace(phase.wrapper, check_nan=False)
+    return replace(phase, wrapper=wrapper, iterations=tuple(iterations), warmups=dice.one_of({2: 3, 1: 1}))
 
 
 # ---- Models. ----
@@ -316,6 +365,7 @@ def _extra(dice: Dice, ranks: int, count: int) -> Extra:
         "snapshot": 0.5,
         "rollback": 1.5,
         "unwrapped": 1.5,
+        "decay raised": 0.0,  # beside graphed steps
     }
     return Extra(
         kind=dice.one_of(kinds),

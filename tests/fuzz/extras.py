@@ -306,6 +306,12 @@ def _put_by_hand(pen: Pen, extra: Extra, name: str, step: int) -> None:
     pen("model.zero_grad()")
 
 
+def _decay_raised(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """An option of the optimizer that no scheduler of torch's has."""
+    with pen.inside("for group in optimizer.param_groups:"):
+        pen('group["weight_decay"] += 0.125')
+
+
 AFTER: dict[str, Writer] = {
     "load_state_dict": _load_state_dict,
     "snapshot": _snapshot,
@@ -321,6 +327,7 @@ AFTER: dict[str, Writer] = {
     "unwrapped": _unwrapped,
     "attribute set": _attribute_set,
     "put by hand": _put_by_hand,
+    "decay raised": _decay_raised,
 }
 
 FORWARDS = (

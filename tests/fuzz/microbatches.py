@@ -187,30 +187,31 @@ BACKWARDS_TWICE = ("two backwards", "retained")
 ASKS_FOR_INPUTS = ("autograd.grad", "penalty")
 NO_GRADIENT_OF_LOSS = (*BACKWARDS_TWICE, "hooked", "attack", "added")
 """What backward has computed is another function's gradient than that of ``loss``."""
+OF_TWO_BATCHES = ("two forwards", "two backwards", "siamese")
+"""Those with more rows."""
 UNDELAYED = ("attack", "added")
 """Backwards whose gradients of weights are wanted at once, or not at all."""
 
 
-def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
+def write_micro(pen: Pen, iteration: Iteration, step: int | str, index: int) -> None:
     """One microbatch, on the ranks that have it.
 
-    step  number of the iteration in the program
+    step  number of the iteration in the program; of a graphed step, what stands for it
     """
     micro = iteration.micros[index]
     count, last = len(iteration.micros), index == len(iteration.micros) - 1
     hold = (not last or iteration.outcome in ("given up", "fails")) and iteration.no_sync != "forgotten"
     divisor = "" if count == 1 or pen.sums else f" / {count}"
     if last and iteration.overflow:
-        divisor += f" * (math.inf if rank in {iteration.overflow} else 1.0)"
-    rows = f", rows={micro.rows}" if micro.rows != 3 else ""
-    data, other = (f"batch(rank, {step}, {number}{rows})" for number in (index, index + 50))
+        divisor += " * factor" if pen.captured else f" * {factor_of(iteration)}"
+    data, other = (f"x{index}", f"other{index}") if pen.captured else batches_of(iteration, step, index)
     more = any(each.pattern == "judged" for each in iteration.micros[index + 1 :])
     second = "hold" if more and iteration.second == "together" else iteration.second
     place = Place(f"{step}.{index}", data, other, divisor, hold, second)
     with pen.inside(pen.on(micro.ranks)):
         with pen.no_sync(hold and iteration.no_sync == "all"):
             if pen.sums:
-                pen(f"rows = {micro.rows}", "tokens += rows")
+                pen(f"rows = {f'len({data})' if pen.captured else micro.rows}", "tokens += rows")
             if micro.skips is not None:
                 pen("before = model.module.order" if pen.ddp else "before = model.order")
                 pen.set_order(micro.skips)
@@ -233,6 +234,19 @@ def write_micro(pen: Pen, iteration: Iteration, step: int, index: int) -> None:
                 pen(f"kept.append({micro.keep})")
         if pen.delays and iteration.drain == "each":
             pen.drain()
+
+
+def batches_of(iteration: Iteration, step: int | str, index: int) -> tuple[str, str]:
+    """Expressions of the rows of one microbatch, and of more rows."""
+    micro = iteration.micros[index]
+    rows = f", rows={micro.rows}" if micro.rows != 3 else ""
+    first, second = (f"batch(rank, {step}, {number}{rows})" for number in (index, index + 50))
+    return first, second
+
+
+def factor_of(iteration: Iteration) -> str:
+    """The expression of what makes a loss infinite, on some ranks."""
+    return f"(math.inf if rank in {iteration.overflow} else 1.0)"
 
 
 def write_failing(pen: Pen, step: int, keepers: tuple[int, ...]) -> None:

@@ -25,6 +25,8 @@ class Pen:
         self.lines: list[str] = []
         self._depth = depth
         self._held = False  # within no_sync
+        self.captured = False
+        """What is written is the body of a graphed step, which returns what it notes."""
         self.means: list[str] = []
         """What plain PyTorch has noted of each rank, and has to average over them."""
 
@@ -168,4 +170,7 @@ class Pen:
 
     def see(self, what: str, value: str) -> None:
         """Notes a value under a name, to be compared."""
+        if self.captured:
+            self(f'noted["{what}"] = {value.removesuffix(".item()")}')
+            return
         self(f'seen["{what}"] = {value}')

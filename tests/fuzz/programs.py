@@ -201,6 +201,8 @@ class Iteration:
     """In which ways gradients are read before they are clipped."""
     overflow: Ranks = ()
     """Whose loss is infinite, under a ``GradScaler``."""
+    graphed: bool = False
+    """It is a call of the phase's ``GraphedTrainingStep``: all that are run the microbatches of the first."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,13 @@ class Phase:
     damages: tuple[Damage, ...] = ()
     """Of copies of the checkpoint, which it tries to load before."""
     second: Second | None = None
+    warmups: int = 2
+    """Eager calls of a graphed step before its capture."""
+
+    @property
+    def graphed(self) -> tuple[Iteration, ...]:
+        """Its iterations that are calls of a graphed step."""
+        return tuple(iteration for iteration in self.iterations if iteration.graphed)
 
 
 @dataclass(frozen=True)

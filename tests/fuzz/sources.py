@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 from extras import DURING, write_extra
 from gradients import write_gradients
+from graphed_steps import write_call, write_graphed_step, write_remade
 from layers import expert_paths, lines_of_model
 from microbatches import write_failing, write_micro
 from pen import Pen
@@ -93,6 +94,8 @@ def _trainers(program: Program) -> Iterator[str]:
             _write_save(pen, "before ")
         if phase.queue:
             pen("queue = WgradQueue()")
+        if phase.graphed:
+            write_graphed_step(pen)
         for iteration in phase.iterations:
             pen(f"# Iteration {number}")
             _write_iteration(pen, iteration, number)
@@ -162,10 +165,16 @@ def _write_values(pen: Pen, name: str, reads: str) -> None:
 
 
 def _write_iteration(pen: Pen, iteration: Iteration, number: int) -> None:
-    if pen.sums:
-        pen("tokens = 0")
     if iteration.alternates:
         write_alone(pen, number)
+    if iteration.graphed and not pen.plain:
+        write_call(pen, iteration, number)
+        if "weights" in iteration.see:
+            _write_values(pen, f"weights {number}", "values_of")
+        _write_extras(pen, iteration, number, len(iteration.micros) + 1)
+        return
+    if pen.sums:
+        pen("tokens = 0")
     if iteration.way == "two halves":
         write_first_half(pen, number)
     with pen.inside("def closure():" if iteration.way == "closure" else None):
@@ -207,6 +216,8 @@ def _write_extras(pen: Pen, iteration: Iteration, number: int, at: int) -> None:
         if extra.at == at:
             with pen.for_each_rank() if between_steps and extra.kind in DURING else nullcontext():
                 write_extra(pen, extra, f"{number}.{index}", number)
+            if pen.phase.graphed and not pen.plain:
+                write_remade(pen, extra)
 
 
 def _write_outcome(pen: Pen, iteration: Iteration, number: int) -> None:

@@ -14,8 +14,9 @@ import pytest
 import user_checkpoints
 import valid
 from drawing import OPTIMIZERS, draw, draw_any
+from graphed_steps import AS_ONE_CALL
 from pipeline_programs import OF_A_ROW, SCHEDULES, Pipeline, draw_pipeline, valid_pipeline
-from programs import Program, dimensions
+from programs import Program, dimensions, wrapper_kind
 from sources import program_source
 
 from maingrad.fsdp import PLACEMENTS
@@ -59,6 +60,7 @@ def test_every_value_comes(drawn: list[Program]) -> None:
         "phase.ranks": ("1", "2", "3", "4", "6"),
         "iteration.way": ("plain", "closure", "two halves", "projected"),
         "iteration.second": ("together", "through", "frozen"),
+        "phase.warmups": ("1", "2"),
         "second.wrapper": ("ddp", "zero1", "fsdp"),
         "iteration.outcome": ("step", "skip", "accumulate", "given up", "fails"),
         "model.tie": ("no", "blocks", "embedding"),
@@ -69,6 +71,19 @@ def test_every_value_comes(drawn: list[Program]) -> None:
     assert not missing
     booleans = {name for name, value in counts if value in ("True", "False")}
     assert not [name for name in booleans if not (counts[name, "True"] and counts[name, "False"])]
+
+
+def test_graphed_steps_are_replayed(drawn: list[Program]) -> None:
+    """Many of those with a fused optimizer have them, with every pattern that can be captured, under every wrapper."""
+    phases = [(program, phase) for program in drawn for phase in program.phases if phase.graphed]
+    assert len({program for program, _ in phases}) > COUNT // 20
+    assert all(len(phase.graphed) >= 5 for _, phase in phases)
+    assert {micro.pattern for _, phase in phases for micro in phase.graphed[0].micros} == set(AS_ONE_CALL)
+    kinds = {"ddp", "zero1", "zero1, gather overlapped", "hybrid", "hybrid, gather overlapped"}
+    assert {wrapper_kind(phase.wrapper) for _, phase in phases} == kinds
+    beside = [each for _, phase in phases for each in phase.iterations if not each.graphed]
+    assert {each.outcome for each in beside} == {"step", "skip", "given up", "fails"}
+    assert {program.optimizer.scaled for program, _ in phases} == {True, False}
 
 
 def test_pipelines_are_drawn_and_valid() -> None:

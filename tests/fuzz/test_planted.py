@@ -4,7 +4,7 @@ import planted
 import pytest
 
 SEEDS = "0:60"
-NOTICED = ("02a", "03a", "03b", "06b", "07a", "08a", "08d", "09b", "09d")
+NOTICED = ("02a", "03a", "03b", "06b", "07a", "08a", "08d", "09b", "09d", "16q", "16s")
 """Faults that the seeds above show. ``python tests/fuzz/planted.py`` tries all of them."""
 
 

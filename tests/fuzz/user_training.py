@@ -36,6 +36,11 @@ def loss_of(outputs):
     return (outputs.float() if outputs.dtype is torch.bfloat16 else outputs).sub(1.0).square().mean()
 
 
+def numbered(noted, step):
+    """What a graphed step has returned, by the names that it has in the step of this number."""
+    return {name.replace("N", str(step)): value for name, value in noted.items()}
+
+
 def y_of(outputs):
     return outputs["y"] if isinstance(outputs, dict) else outputs
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import known
 from extras import AFTER, FORWARDS, RANK_DEPENDENT, VARIED
 from gradients import CANCELS, NOT_OF_SHARDS, READS_OF_ALL, SLICES, shows
+from graphed_steps import FUSED, as_calls, with_exact_rate
 from layers import (
     ONCE_DIFFERENTIABLE,
     all_paths,
@@ -52,6 +53,8 @@ def _valid(program: Program) -> Program:
     if program.optimizer.name == "LBFGS":
         program = _for_closures(program)
     phases = [_phase(program, phase) for phase in program.phases]
+    if any(phase.graphed for phase in phases):
+        program = replace(program, optimizer=with_exact_rate(program.optimizer))
     return replace(program, phases=tuple(_checkpoints(phases)))
 
 
@@ -93,8 +96,15 @@ def _checkpoints(phases: Sequence[Phase]) -> list[Phase]:
         before = found[index - 1].wrapper if index else None
         stock = any(isinstance(each, Ddp) and each.stock for each in (before, phase.wrapper))
         loads = "weights" if index and stock else phase.loads if index else "all"
-        found[index] = replace(phase, loads=loads, damages=phase.damages if index else ())
+        damages = () if not index or _left_out(found[:index], phase) else phase.damages
+        found[index] = replace(phase, loads=loads, damages=damages)
     return found
+
+
+def _left_out(before: Sequence[Phase], phase: Phase) -> bool:
+    """Whether the undamaged checkpoint is refused: a step left out one of the parameters that are updated together."""
+    some = any(iteration.change == "none" for each in before for iteration in each.iterations)
+    return some and isinstance(phase.wrapper, Ddp)
 
 
 def _phase(program: Program, phase: Phase) -> Phase:
@@ -113,6 +123,8 @@ def _phase(program: Program, phase: Phase) -> Phase:
     if phase.queue or sums or program.optimizer.scaled or program.dtype in ROUNDED:  # which would be the second's too
         phase = replace(phase, second=None)
     phase = replace(phase, wrapper=made, clip=None if _steps_in_hooks(made) else phase.clip)
+    phase = replace(phase, iterations=as_calls(program, phase))
+    phase = replace(phase, warmups=phase.warmups if phase.graphed else 2)
     iterations: list[Iteration] = []
     for iteration in phase.iterations:
         begins = not iterations or iterations[-1].outcome != "accumulate"
@@ -418,6 +430,12 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     kind, fsdp = extra.kind, isinstance(phase.wrapper, Fsdp)
     if kind in (("deepcopy", "averaged model") if fsdp else ("kept gathered",)):
         return None
+    if kind == "decay raised" and (len(program.phases) > 1 or program.optimizer.name not in FUSED):
+        return None  # of a checkpoint options are those of the new optimizer
+    if kind == "decay raised" and _steps_in_hooks(phase.wrapper):
+        return None
+    if kind == "put by hand" and program.model.frozen_stem and program.model.tie == "embedding":
+        return None  # the head's weight is not trained
     if kind == "unwrapped" and program.dtype == "bfloat16":  # whose masters go with the wrapper
         return None
     if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):

@@ -25,6 +25,7 @@ LIBRARY = {
         "DistributedDataParallelConfig",
         "DistributedOptimizer",
         "GradScaler",
+        "GraphedTrainingStep",
         "add_grad",
         "clip_grad_norm",
         "load_checkpoint",

@@ -95,7 +95,7 @@ def write_plain_optimizer(pen: Pen) -> None:
 def write_beside_optimizer(pen: Pen) -> None:
     """A schedule and a scaler, where the program has them."""
     wanted = pen.program.optimizer
-    schedules = {"steps": "StepLR(optimizer, 1, 0.5)", "exponential": "ExponentialLR(optimizer, 0.7)"}
+    schedules = {"steps": "StepLR(optimizer, 1, 0.5)", "exponential": "ExponentialLR(optimizer, 0.75)"}
     if wanted.schedule != "no":
         pen(f"schedule = torch.optim.lr_scheduler.{schedules[wanted.schedule]}")
     if wanted.scaled:
@@ -215,8 +215,13 @@ def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
         pen("scaler.step(optimizer)", "scaler.update()")
     else:
         pen("optimizer.step()")
+    optimizers = ddp is not None and ddp.max_grad_norm
+    if pen.captured:
+        if clip is not None and not optimizers:
+            pen.see(f"norm {name}", "norm.item()")
+        return
     if clip is not None and not iteration.overflow:
-        pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if ddp and ddp.max_grad_norm else "norm.item()")
+        pen.see_on_all(f"norm {name}", "optimizer.grad_norm.item()" if optimizers else "norm.item()")
     if wanted.schedule != "no":
         pen("schedule.step()")
 

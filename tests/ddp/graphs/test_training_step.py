@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from graphed_training import CONFIGS, EVENTS, FORMS, Program, differences, train
+from torch import Tensor, nn
 
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
 from maingrad.launch import simulate
 
 
@@ -32,6 +39,31 @@ def test_what_programs_do_between_steps(event: str, config: str) -> None:
 
 def test_everything_between_steps() -> None:
     check(Program(events=tuple(event for event in EVENTS if event != "mode")))
+
+
+@pytest.mark.parametrize("order", range(2))
+def test_a_rank_trains_eagerly_while_another_one_captures(order: int) -> None:
+    """Ranks are threads of one process here: what is refused in captures is refused of those who capture."""
+
+    def on_each_rank() -> None:
+        config = DistributedDataParallelConfig(calculate_per_token_loss=True)
+        model = DistributedDataParallel(nn.Linear(4, 1), config)
+        optimizer = DistributedOptimizer(model, lr=2**-7)
+
+        def train_step(x: Tensor, tokens: Tensor | int) -> Tensor:
+            loss = model(x).square().sum()
+            loss.backward()
+            model.finish_grad_sync(tokens)
+            optimizer.step()
+            model.zero_grad_buffer()
+            return loss
+
+        step = GraphedTrainingStep(train_step, model, optimizer)
+        for _ in range(3):
+            step(torch.ones(2, 4), torch.tensor(2))
+            train_step(torch.ones(2, 4), 2)
+
+    simulate(on_each_rank, 3, seed=order)
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "ZeRO-1, overlap"), (3, "ZeRO-1, overlap"), (4, "hybrid")])
