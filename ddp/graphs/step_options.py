@@ -54,9 +54,13 @@ class StepOptions:
                 self._rates[place].fill_(rate)
                 self._loaded[place] = rate
         state = self._optimizer.state
+        groups = [group for group in self._optimizer.param_groups if group.get("dampening")]
+        dampened = {id(master) for group in groups for master in group["params"]}
         for master, name, tensor in self._state:
             now = state[master].get(name)
-            if now is not tensor:
+            if now is None and id(master) not in dampened:  # loaded from before the first step, which begins with zeros
+                state[master][name] = tensor.zero_()
+            elif now is not tensor:
                 if not isinstance(now, Tensor) or now.shape != tensor.shape:
                     raise RuntimeError(
                         f"the optimizer's state '{name}' was replaced by {_describe(now)} since its step was captured: "
@@ -64,6 +68,10 @@ class StepOptions:
                     )
                 tensor.copy_(now)
                 state[master][name] = tensor
+
+    def forget_state(self) -> None:
+        """No captured kernel reads the state any more."""
+        self._state = []
 
     def note_state(self) -> None:
         """After an eager step: these tensors are the state that captured kernels read and write."""

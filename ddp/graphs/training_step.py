@@ -116,6 +116,7 @@ class GraphedTrainingStep(Generic[P, T]):
         self._max_graphs = max_graphs
         self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
         self._options = StepOptions(optimizer, model.device)
+        self._num_loads = optimizer.num_loads
         self._trained = {id(wired.owned.param) for wired in model.wired}
         self._pool = GraphPool(model.device)
         self._variants: dict[tuple[Any, ...], _Variant] = {}
@@ -127,6 +128,7 @@ class GraphedTrainingStep(Generic[P, T]):
             if variant.gathers is not None:
                 variant.gathers.reset()
         self._variants.clear()
+        self._options.forget_state()
         self._pool.forget()
 
     @property
@@ -137,6 +139,7 @@ class GraphedTrainingStep(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run one iteration."""
         call = (args, kwargs)
+        self._follow_loads()
         key = (signature(call), self._options.key(), self._surroundings())
         variant = self._variants.get(key)
         self._check_startable(known=variant is not None and variant.graph.is_captured)
@@ -159,6 +162,14 @@ class GraphedTrainingStep(Generic[P, T]):
         if not variant.graph.is_captured:
             variant.outputs = None
         return outputs
+
+    def _follow_loads(self) -> None:
+        """Capture anew where the state that was loaded since may have no momentum, and dampening makes a first step
+        another one. Each rank decides alike: one without a shard cannot see what is missing."""
+        if self._num_loads != self._optimizer.num_loads:
+            self._num_loads = self._optimizer.num_loads
+            if any(group.get("dampening") for group in self._optimizer.param_groups):
+                self.reset()
 
     def _new_variant(self, key: tuple[Any, ...], call: Any) -> _Variant:
         if len(self._variants) == self._max_graphs:

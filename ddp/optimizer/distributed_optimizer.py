@@ -92,6 +92,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
+        self.num_loads = 0
+        """How often a program has replaced masters or state: alike on all ranks."""
         self._sealed = True
         self._agreed_in = -1  # last iteration in which all ranks looked for Inf together
 
@@ -231,6 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_sync.start_and_finish()
         self._versions = [held.wired.owned.param._version for held in self.slices]
         self._masters.note()
+        self.num_loads += 1
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: Tensor) -> Tensor:

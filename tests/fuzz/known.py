@@ -5,37 +5,10 @@ mends a finding takes its entry out.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from programs import Iteration, Phase, Program
+from programs import Program
 
-
-def _without_early_rollbacks(program: Program) -> Program:
-    return replace(program, phases=tuple(map(_with_late_rollbacks, program.phases)))
-
-
-def _with_late_rollbacks(phase: Phase) -> Phase:
-    if not phase.graphed:
-        return phase
-    stepped = late = False
-    iterations: list[Iteration] = []
-    for iteration in phase.iterations:
-        stepped = stepped or iteration.outcome == "step"
-        extras = []
-        for extra in sorted(iteration.extras, key=lambda extra: extra.at):
-            stepped = stepped and extra.kind != "unwrapped"
-            late = stepped if extra.kind == "snapshot" else late
-            if extra.kind != "rollback" or late:
-                extras.append(extra)
-        iterations.append(replace(iteration, extras=tuple(extras)))
-    return replace(phase, iterations=tuple(iterations))
-
-
-KNOWN: dict[str, Callable[[Program], Program]] = {
-    "a graphed step refuses an optimizer that was rolled back to before its first step, on ranks with a shard alone": (
-        _without_early_rollbacks
-    ),
-}
+KNOWN: dict[str, Callable[[Program], Program]] = {}
 
 
 def without(program: Program) -> Program:

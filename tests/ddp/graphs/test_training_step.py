@@ -1,7 +1,9 @@
 """``GraphedTrainingStep``: programs of users give the numbers of eager training, bit for bit. On CPUs: the stand-in."""
 
+import copy
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,46 @@ def test_a_rank_trains_eagerly_while_another_one_captures(order: int) -> None:
             train_step(torch.ones(2, 4), 2)
 
     simulate(on_each_rank, 3, seed=order)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer_class": torch.optim.SGD, "momentum": 0.5},
+        {"optimizer_class": torch.optim.SGD, "momentum": 0.5, "dampening": 0.25},
+    ],
+    ids=["AdamW", "SGD", "SGD with dampening"],
+)
+def test_an_optimizer_that_goes_back_to_before_its_first_step(options: dict[str, Any]) -> None:
+    """Also where a rank has no shard, and so no state that it could miss."""
+
+    def on_each_rank() -> None:
+        torch.manual_seed(0)
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(nn.Linear(1, 1), config)
+        optimizer = DistributedOptimizer(model, lr=2**-7, **options)
+
+        def train_step(x: Tensor) -> Tensor:
+            loss = model(x).square().sum()
+            loss.backward()
+            model.finish_grad_sync()
+            optimizer.step()
+            model.zero_grad_buffer()
+            return loss
+
+        step = GraphedTrainingStep(train_step, model, optimizer)
+        start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        losses = []
+        for calls in (1, 5, 4):  # eager, captured and replayed
+            model.load_state_dict(start[0])
+            optimizer.load_state_dict(copy.deepcopy(start[1]))
+            losses.append([float(step(torch.ones(2, 1))) for _ in range(calls)])
+        assert losses[0] == losses[1][:1]
+        assert losses[2] == losses[1][:4]
+        assert len(set(losses[1])) == 5
+
+    simulate(on_each_rank, 3)
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "ZeRO-1, overlap"), (3, "ZeRO-1, overlap"), (4, "hybrid")])
