@@ -34,9 +34,17 @@ def test_equals_eager(config: str, form: str) -> None:
 @pytest.mark.parametrize(
     ("event", "config"), list(itertools.product(EVENTS, ("all-reduce, overlap", "ZeRO-1, overlap")))
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 def test_what_programs_do_between_steps(event: str, config: str) -> None:
     check(Program(config=config, events=(event,), form="dropout" if event == "mode" else "fused"))
+
+
+def test_a_module_that_is_switched_to_evaluation() -> None:
+    check(Program(events=("mode",), form="dropout"))
+
+
+def test_weights_that_are_loaded() -> None:
+    check(Program(events=("loads weights",)))
 
 
 def test_everything_between_steps() -> None:
