@@ -145,7 +145,7 @@ class DistributedDataParallel(AroundModule):
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
-        # Hooks and accumulators, and the first rank's values.
+        # Hooks and accumulators on the parameters, and the first rank's values in them.
         self.readiness = Readiness(self._wired, self._launcher, config, self.device)
         hooks = self.readiness.listen()
         self._attachment = attach_params(self, self._wired, hooks, self.grids)
@@ -158,11 +158,12 @@ class DistributedDataParallel(AroundModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        self.observer.forward_started()
+        observer = self.observer  # a recording may begin or end in the forward
+        observer.forward_started()
         try:
             return self._forward(*args, **kwargs)
         finally:
-            self.observer.forward_ended()
+            observer.forward_ended()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,11 +83,12 @@ def test_replays_wait_for_gathers() -> None:
     assert run_ranks(compare_delayed, 2, timeout=120.0) == [{"differences": []}] * 2
 
 
-def test_a_failed_capture_leaves_the_model_usable() -> None:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(8, 8).cuda())
+def job_of(
+    module: nn.Module, look_at: Callable[[torch.Tensor], Any] = lambda loss: None
+) -> tuple[DistributedDataParallel, Any, Any]:
+    """The wrapped module, an iteration of it that ends with a look at the loss, and the same iteration as a graph."""
+    model = DistributedDataParallel(module)
     optimizer = DistributedOptimizer(model)
-    losses = []
 
     def train_step(x: torch.Tensor) -> torch.Tensor:
         loss = model(x).square().mean()
@@ -94,10 +96,16 @@ def test_a_failed_capture_leaves_the_model_usable() -> None:
         model.finish_grad_sync()
         optimizer.step()
         model.zero_grad_buffer()
-        losses.append(loss.item())
+        look_at(loss)
         return loss
 
-    step = GraphedTrainingStep(train_step, model, optimizer)
+    return model, train_step, GraphedTrainingStep(train_step, model, optimizer)
+
+
+def test_a_failed_capture_leaves_the_model_usable() -> None:
+    torch.manual_seed(0)
+    losses: list[float] = []
+    model, train_step, step = job_of(nn.Linear(8, 8).cuda(), lambda loss: losses.append(loss.item()))
     x = torch.randn(4, 8, device="cuda")
     step(x)
     step(x)
@@ -108,22 +116,6 @@ def test_a_failed_capture_leaves_the_model_usable() -> None:
     for _ in range(3):
         train_step(x)
     assert losses == sorted(losses, reverse=True)
-
-
-def job_of(module: nn.Module) -> tuple[DistributedDataParallel, Any, Any]:
-    """The wrapped module, one iteration of it, and the same iteration as a graph."""
-    model = DistributedDataParallel(module)
-    optimizer = DistributedOptimizer(model)
-
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
-        loss.backward()
-        model.finish_grad_sync()
-        optimizer.step()
-        model.zero_grad_buffer()
-        return loss
-
-    return model, train_step, GraphedTrainingStep(train_step, model, optimizer)
 
 
 def test_a_loss_that_was_kept_with_its_graph() -> None:
