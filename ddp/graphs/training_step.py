@@ -14,7 +14,7 @@ A replay runs no Python. What Python leaves behind after an eager iteration, ``_
 """
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..gathers.waiting_modules import is_waiting_hook, registered_params
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
 from ..optimizer.param_sync import CapturedUpdates
-from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, detached_copies, signature
 from .step_options import StepOptions
+from .surroundings import surroundings
 
 __all__ = ["GraphedTrainingStep"]
 
@@ -117,7 +116,6 @@ class GraphedTrainingStep(Generic[P, T]):
         self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
         self._options = StepOptions(optimizer, model.device)
         self._num_loads = optimizer.num_loads
-        self._trained = {id(wired.owned.param) for wired in model.wired}
         self._pool = GraphPool(model.device)
         self._variants: dict[tuple[Any, ...], _Variant] = {}
 
@@ -140,7 +138,7 @@ class GraphedTrainingStep(Generic[P, T]):
         """Run one iteration."""
         call = (args, kwargs)
         self._follow_loads()
-        key = (signature(call), self._options.key(), self._surroundings())
+        key = (signature(call), self._options.key(), surroundings(self._model))
         variant = self._variants.get(key)
         self._check_startable(known=variant is not None and variant.graph.is_captured)
         if variant is None:
@@ -192,30 +190,10 @@ class GraphedTrainingStep(Generic[P, T]):
             )
         return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
 
-    def _surroundings(self) -> tuple[Hashable, ...]:
-        """What an iteration reads beside its arguments: modes, hooks, buffers, parameters (frozen: their addresses)."""
-        kind = self._model.device.type
-        seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
-        with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-            seen += hook_keys(wired.owned.param for wired in self._model.wired)
-        for module in self._model.module.modules():
-            seen += (id(module), module.training)
-            if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
-                seen += (*module._forward_hooks, *module._backward_hooks, *module._backward_pre_hooks)
-            if module._forward_pre_hooks:
-                seen += [key for key in module._forward_pre_hooks if not is_waiting_hook(key)]
-            seen += [buffer.data_ptr() for buffer in module._buffers.values() if buffer is not None]
-            for param in registered_params(module).values():
-                if id(param) in self._trained or param is None:
-                    seen.append(id(param))
-                else:
-                    seen += [id(param), param.data_ptr(), param.requires_grad]
-        return tuple(seen)
-
     def _check_startable(self, *, known: bool) -> None:
         """Raise where an eager iteration would raise, and where this one would not start as the captured one did.
 
-        known  a call with the same parameters was captured
+        known  a call in the same surroundings was captured: its parameters were checked
         """
         model, optimizer = self._model, self._optimizer
         check_graphable(model, optimizer)
@@ -232,9 +210,6 @@ class GraphedTrainingStep(Generic[P, T]):
             )
         if known:
             model.check_in_use(self._name)
-            with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-                for wired in model.wired:
-                    wired.check()
         else:
             model.check_before_forward()
         optimizer.prepare_replay()

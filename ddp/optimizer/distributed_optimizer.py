@@ -101,7 +101,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._flats, self._segments, lambda wired: groups[wired.owned.name], self.state
         )
         """What this rank updates of each parameter: for checkpoints and exports."""
-        self._versions = [held.wired.owned.param._version for held in self.slices]
+        self._params = [held.wired.owned.param for held in self.slices]
+        self._addresses = [held.view.data_ptr() for held in self.slices]
+        self._versions = [param._version for param in self._params]
 
         self.param_sync = ParamSync(model, self._flats)
         """The gathers of updated parameters."""
@@ -171,21 +173,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         the parameter itself under ``torch.no_grad()``.
         """
         self._check_storage()
-        for index, held in enumerate(self.slices):
-            param = held.wired.owned.param
-            if param.grad is not None and not held.wired.record.exposed:
+        with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
+            grads = [param.grad for param in self._params]
+            versions = [param._version for param in self._params]
+        for held, grad in zip(self.slices, grads, strict=True):
+            if grad is not None and not held.wired.record.exposed:
                 raise late_grad(held.name)
-            version = param._version
-            if version != self._versions[index]:
-                self._versions[index] = version
-                same = held.master.to(held.param.dtype) == held.param
-                held.master.copy_(torch.where(same, held.master, held.param))
+        for index in [i for i, version in enumerate(versions) if version != self._versions[i]]:
+            held = self.slices[index]
+            same = held.master.to(held.param.dtype) == held.param
+            held.master.copy_(torch.where(same, held.master, held.param))
+        self._versions = versions
 
     def written_since(self) -> list[int]:
         """Indices of ``slices`` whose parameter a program has changed since the step, or since it was read."""
-        return [
-            index for index, held in enumerate(self.slices) if held.wired.owned.param._version != self._versions[index]
-        ]
+        return [index for index, param in enumerate(self._params) if param._version != self._versions[index]]
 
     def note_written(self, indices: Iterable[int]) -> None:
         """A replay has changed these parameters after the update (``written_since`` its capture): masters follow."""
@@ -231,7 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not whole:
             self._round(self._flats)
             self.param_sync.start_and_finish()
-        self._versions = [held.wired.owned.param._version for held in self.slices]
+        self._versions = [param._version for param in self._params]
         self._masters.note()
         self.num_loads += 1
 
@@ -387,12 +389,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _check_storage(self) -> None:
-        for held in self.slices:
-            param = held.wired.owned.param
-            with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-                address = param.data_ptr()
-            if address != held.view.data_ptr():
-                raise RuntimeError(
-                    f"parameter '{held.name}' was given other storage (.to(), .data = ...) after the optimizer was "
-                    f"built: updates would not reach it; move the model before wrapping it"
-                )
+        with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
+            addresses = [param.data_ptr() for param in self._params]
+        if addresses != self._addresses:
+            moved = [held for held, now in zip(self.slices, addresses, strict=True) if now != held.view.data_ptr()]
+            raise RuntimeError(
+                f"parameter '{moved[0].name}' was given other storage (.to(), .data = ...) after the optimizer was "
+                f"built: updates would not reach it; move the model before wrapping it"
+            )

@@ -1,0 +1,50 @@
+"""``surroundings``: what an iteration reads beside its arguments, as a key that tells one kind of call from another.
+
+Every replay asks, so each module costs a microsecond at most.
+"""
+
+from collections.abc import Hashable
+
+import torch
+from torch import nn
+
+from ..gathers.waiting_modules import is_waiting_hook, registered_params
+from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
+from ..wrapper.data_parallel import DistributedDataParallel
+
+__all__ = ["surroundings"]
+
+
+def surroundings(model: DistributedDataParallel) -> tuple[Hashable, ...]:
+    """Autocast, and of each module: itself, its mode, hooks, buffers and parameters (places, and which are frozen)."""
+    kind = model.device.type
+    seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+    with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
+        seen += hook_keys(wired.owned.param for wired in model.wired)
+        for module in _modules(model.module):
+            own = module.__dict__
+            seen += (id(module), module.training)
+            for hooks in (own["_forward_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"]):
+                if hooks:
+                    seen += hooks
+            if hooks := own["_forward_pre_hooks"]:
+                seen += [key for key in hooks if not is_waiting_hook(key)]
+            if buffers := module._buffers:
+                seen += [buffer.data_ptr() for buffer in buffers.values() if buffer is not None]
+            if params := registered_params(module):
+                for param in params.values():
+                    seen += (None,) if param is None else (id(param), param.data_ptr(), param.requires_grad)
+    return tuple(seen)
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """``root.modules()`` in another order, in a quarter of its time."""
+    found: dict[nn.Module, None] = {root: None}
+    reached = [root]
+    for module in reached:  # grows under way
+        if children := module._modules:
+            for child in children.values():
+                if child is not None and child not in found:
+                    found[child] = None
+                    reached.append(child)
+    return reached
