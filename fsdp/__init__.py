@@ -7,12 +7,14 @@ gradients), ``unit`` (one unit), ``iteration`` (all units of a model) and ``stat
 from ..ddp.collectives.placements import PLACEMENTS, AxisPlacement, Placement, Placements
 from .fully_shard import fully_shard
 from .module import FSDPModule
+from .training_step import GraphedTrainingStep
 from .unit.mixed_precision import MixedPrecisionPolicy
 
 __all__ = [
     "PLACEMENTS",
     "AxisPlacement",
     "FSDPModule",
+    "GraphedTrainingStep",
     "MixedPrecisionPolicy",
     "Placement",
     "Placements",

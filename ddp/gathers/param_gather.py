@@ -48,6 +48,7 @@ class ParamGather:
     grid      the ranks
     failures  reports a gather that fails; reading its parameters raises from then on
     threads   the threads that read the model; one object for all guarded gathers of a model
+    in_graph  a graph that captures reads of the parameters captures the gather too
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class ParamGather:
         grid: RankGrid,
         failures: FailureReporter,
         threads: ReaderThreads | None = None,
+        *,
+        in_graph: bool = False,
     ) -> None:
         self.name = name
         self.flat = flat
@@ -76,6 +79,7 @@ class ParamGather:
         self._traced = False
         self.modules: list[weakref.ref[nn.Module]] = []
         """Modules that wait for this gather now."""
+        self._in_graph = in_graph
         self._captured: InFlight | None = None  # keeps the tensors of a captured gather
         self._event: torch.cuda.Event | None = None  # the end of the latest gather
         self._streams: set[int] = set()  # raw addresses of streams that wait for _event already
@@ -107,8 +111,8 @@ class ParamGather:
             collective = self._launch(observer)
             collective.wait()
             if self._event is None:
-                # External: where a wait for it is captured, each replay waits for the gather that was started last.
-                self._event = torch.cuda.Event(external=True)
+                # External: where only waits are captured, each replay waits for the gather that was started last.
+                self._event = torch.cuda.Event(external=not self._in_graph)
             self._event.record(stream)
         self._streams = set()
         self._flight = _Flight(collective, home, observer)
@@ -193,8 +197,13 @@ class ParamGather:
         if self._flight is not None:
             self._captured, self._flight = self._flight.collective, None
 
+    def forget_capture(self) -> None:
+        """Starts and waits were captured, and have not run."""
+        self._flight = self._event = None
+        self._streams = set()
+
     def leave_graph(self) -> None:
-        """A capture is over: order the current stream behind the gather, since waits in the capture ordered nothing."""
+        """A capture of waits is over: the current stream waits for the gather, since those waits ordered nothing."""
         self._streams = set()
         if self._event is not None:
             self._order_stream(self._event)

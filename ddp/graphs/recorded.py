@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..torch_internals import tree_leaves, tree_map
+from ..torch_internals import DisableTorchFunctionSubclass, tree_leaves, tree_map
 
-__all__ = ["RecordedGraph", "RecordedLaunch", "record_launch"]
+__all__ = ["RecordedGraph", "RecordedLaunch", "record_call", "record_launch"]
 
 _HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "unique_consecutive", "_unique2", "unique_dim"}
 _MAKE_NO_VALUES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -28,7 +28,7 @@ class RecordedGraph:
     """The operations of one block."""
 
     def __init__(self) -> None:
-        self.calls: list[Callable[[], None]] = []
+        self.calls: list[Callable[[], Any]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class RecordedGraph:
 
     def replay(self) -> None:
         """Run the operations again."""
-        with torch.no_grad():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             for call in self.calls:
                 call()
 
@@ -106,6 +106,13 @@ def record_launch(start: Callable[[], Any]) -> RecordedLaunch | None:
     return None if graph is None else RecordedLaunch(graph, start)
 
 
+def record_call(call: Callable[[], Any]) -> None:
+    """Where this thread records, have replays call ``call``: what changes memory and is no operation of torch."""
+    graph: RecordedGraph | None = getattr(_local, "graph", None)
+    if graph is not None:
+        graph.calls.append(call)
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +149,10 @@ class _Recorder(TorchDispatchMode):
 
 def _plain(value: Any) -> Any:
     """A tensor's memory without its graph and version counter."""
-    return value.data if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    with DisableTorchFunctionSubclass():
+        return value.data
 
 
 def _memory(tensor: Tensor) -> int:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..optimizer.distributed_optimizer import DistributedOptimizer
+from torch.optim import Optimizer
 
 __all__ = ["StepOptions"]
 
@@ -20,11 +19,15 @@ __all__ = ["StepOptions"]
 class StepOptions:
     """The options and the state of ``optimizer`` under graphs."""
 
-    def __init__(self, optimizer: DistributedOptimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
         self._loaded: list[Any] = [None] * len(self._rates)
         self._state: list[tuple[Tensor, str, Tensor]] = []
+
+    @property
+    def _max_grad_norm(self) -> Hashable:
+        return getattr(self._optimizer, "max_grad_norm", None)  # torch's own optimizers do not clip
 
     def key(self) -> tuple[Hashable, ...]:
         """What is part of the kernels' arguments."""
@@ -34,11 +37,11 @@ class StepOptions:
             )
             for group in self._optimizer.param_groups
         ]
-        return (self._optimizer.max_grad_norm, *groups)
+        return (self._max_grad_norm, *groups)
 
     def changed(self, key: tuple[Any, ...]) -> list[str]:
         """Names of the options that differ from those in an earlier ``key``."""
-        names = set() if key[0] == self._optimizer.max_grad_norm else {"max_grad_norm"}
+        names = set() if key[0] == self._max_grad_norm else {"max_grad_norm"}
         for before, now in zip(key[1:], self.key()[1:], strict=True):
             names |= {name for name, _ in set(before) ^ set(now)}  # type: ignore[call-overload]
         return sorted(names)

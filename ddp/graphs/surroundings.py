@@ -3,25 +3,27 @@
 Every replay asks, so each module costs a microsecond at most.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..gathers.waiting_modules import is_waiting_hook, registered_params
 from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
-from ..wrapper.data_parallel import DistributedDataParallel
 
 __all__ = ["surroundings"]
 
 
-def surroundings(model: DistributedDataParallel) -> tuple[Hashable, ...]:
-    """Autocast, and of each module: itself, its mode, hooks, buffers and parameters (places, and which are frozen)."""
-    kind = model.device.type
+def surroundings(root: nn.Module, trained: Sequence[Tensor], kind: str) -> tuple[Hashable, ...]:
+    """Autocast, and of each module: itself, its mode, hooks, buffers and parameters (places, and which are frozen).
+
+    trained  the parameters whose own hooks count
+    kind     "cuda" or "cpu"
+    """
     seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
     with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
-        seen += hook_keys(wired.owned.param for wired in model.wired)
-        for module in _modules(model.module):
+        seen += hook_keys(trained)
+        for module in _modules(root):
             own = module.__dict__
             seen += (id(module), module.training)
             for hooks in (own["_forward_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"]):

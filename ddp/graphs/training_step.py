@@ -10,43 +10,31 @@ that logs a norm) waits for them as it always does, no rank alone has to start a
 next replay's forward. A captured wait for an external event refers to what was recorded last before the graph was
 launched, however far ahead of the device the host is.
 
-A replay runs no Python. What Python leaves behind after an eager iteration, ``_replay`` does again.
+A replay runs no Python. What Python leaves behind after an eager iteration, ``_after_replay`` does again.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from ..gathers.gathered_models import GatheredModel
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
 from ..optimizer.param_sync import CapturedUpdates
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
-from .inputs import StaticInputs, detached_copies, signature
-from .step_options import StepOptions
-from .surroundings import surroundings
+from .step_graphs import P, StepGraphs, T, Variant, check_stock_hooks
 
 __all__ = ["GraphedTrainingStep"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-class _Variant:
-    """The graph of one kind of call."""
-
+class _Variant(Variant):
     def __init__(self, args: Any, device: torch.device, pool: GraphPool) -> None:
-        self.inputs = StaticInputs(args, device)
-        self.graph = CapturedGraph(pool)
-        self.num_eager = 0
-        """Calls of this kind so far that ran eagerly."""
-        self.outputs: Any = None
-        """What the captured function returned: memory that each replay overwrites."""
+        super().__init__(args, device, pool)
         self.grad_norm: Tensor | None = None
         self.written: list[int] = []
         """Parameters that the function changes after the update: indices of ``optimizer.slices``."""
@@ -56,7 +44,7 @@ class _Variant:
         launched so, which those on copy engines must be."""
 
 
-class GraphedTrainingStep(Generic[P, T]):
+class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     """A function that runs one whole iteration, called eagerly at first, then captured and replayed as a CUDA graph::
 
         def train_step(tokens, targets):                 # one iteration, as a program without graphs writes it
@@ -106,62 +94,31 @@ class GraphedTrainingStep(Generic[P, T]):
         max_graphs: int = 8,
     ) -> None:
         check_graphable(model, optimizer)
-        if num_warmup_steps < 1:
-            raise ValueError(f"num_warmup_steps must be at least 1 (states are made in it), got {num_warmup_steps}")
-        self._train_step = train_step
+        super().__init__(
+            train_step,
+            optimizer,
+            model.module,
+            [wired.owned.param for wired in model.wired],
+            model.device,
+            num_warmup_steps=num_warmup_steps,
+            max_graphs=max_graphs,
+        )
         self._model = model
         self._optimizer = optimizer
-        self._num_warmup_steps = num_warmup_steps
-        self._max_graphs = max_graphs
-        self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
-        self._options = StepOptions(optimizer, model.device)
         self._num_loads = optimizer.num_loads
-        self._pool = GraphPool(model.device)
-        self._variants: dict[tuple[Any, ...], _Variant] = {}
-
-    def reset(self) -> None:
-        """Free all graphs and their memory, but for cuBLAS's workspaces. Later calls warm up and capture anew."""
-        for variant in self._variants.values():
-            variant.graph.reset()
-            if variant.gathers is not None:
-                variant.gathers.reset()
-        self._variants.clear()
-        self._options.forget_state()
-        self._pool.forget()
 
     @property
-    def num_graphs(self) -> int:
-        """Number of kinds of calls that are captured."""
-        return sum(variant.graph.is_captured for variant in self._variants.values())
+    def _gathers(self) -> GatheredModel:
+        return self._optimizer.param_sync
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run one iteration."""
-        call = (args, kwargs)
-        self._follow_loads()
-        key = (signature(call), self._options.key(), surroundings(self._model))
-        variant = self._variants.get(key)
-        self._check_startable(known=variant is not None and variant.graph.is_captured)
-        if variant is None:
-            variant = self._new_variant(key, call)
-        with self._pool.on_stream():
-            self._optimizer.param_sync.finish_others()
-            variant.inputs.load(call)
-            self._options.load()
-            if variant.graph.is_captured:
-                self._replay(variant)
-            elif variant.num_eager < self._num_warmup_steps:
-                variant.outputs = self._run(variant)
-                variant.num_eager += 1
-                self._options.note_state()
-            else:
-                self._capture(variant)
-            outputs: T = detached_copies(variant.outputs, self._name)
-            variant.inputs.hand_back(call)
-        if not variant.graph.is_captured:
-            variant.outputs = None
-        return outputs
+    @property
+    def _num_ranks(self) -> int:
+        return self._model.grids["dense"].size
 
-    def _follow_loads(self) -> None:
+    def _new_variant(self, call: Any) -> _Variant:
+        return _Variant(call, self._device, self._pool)
+
+    def _begin_call(self) -> None:
         """Capture anew where the state that was loaded since may have no momentum, and dampening makes a first step
         another one. Each rank decides alike: one without a shard cannot see what is missing."""
         if self._num_loads != self._optimizer.num_loads:
@@ -169,32 +126,7 @@ class GraphedTrainingStep(Generic[P, T]):
             if any(group.get("dampening") for group in self._optimizer.param_groups):
                 self.reset()
 
-    def _new_variant(self, key: tuple[Any, ...], call: Any) -> _Variant:
-        if len(self._variants) == self._max_graphs:
-            raise RuntimeError(
-                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
-                f"last of them in {self._difference(key)}; or raise max_graphs"
-            )
-        variant = self._variants[key] = _Variant(call, self._model.device, self._pool)
-        return variant
-
-    def _difference(self, key: tuple[Any, ...]) -> str:
-        """What makes a call with this key another kind, and what to do."""
-        arguments, options, _ = list(self._variants)[-1]
-        if key[0] != arguments:
-            return "its arguments: give numbers that change as tensors, pad batches to few shapes"
-        if key[1] != options:
-            return (
-                f"options of the optimizer ({', '.join(self._options.changed(options))}), which are numbers in the "
-                f"kernels: keep all but learning rates constant (cycle_momentum=False of torch's schedulers)"
-            )
-        return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
-
     def _check_startable(self, *, known: bool) -> None:
-        """Raise where an eager iteration would raise, and where this one would not start as the captured one did.
-
-        known  a call in the same surroundings was captured: its parameters were checked
-        """
         model, optimizer = self._model, self._optimizer
         check_graphable(model, optimizer)
         if not torch.is_grad_enabled():
@@ -214,13 +146,11 @@ class GraphedTrainingStep(Generic[P, T]):
             model.check_before_forward()
         optimizer.prepare_replay()
 
-    def _run(self, variant: _Variant) -> Any:
-        """Call the function, and check that it was one iteration."""
+    @contextmanager
+    def _one_iteration(self) -> Iterator[None]:
         model, sync = self._model, self._optimizer.param_sync
         before = model.iteration, sync.num_published
-        args, kwargs = variant.inputs.args
-        outputs = self._train_step(*args, **kwargs)
-        variant.inputs.note_effects()
+        yield
         iterations, steps = model.iteration - before[0], sync.num_published - before[1]
         if iterations != 1 or steps != 1 or not model.is_clear:
             raise RuntimeError(
@@ -228,38 +158,30 @@ class GraphedTrainingStep(Generic[P, T]):
                 f"model.zero_grad_buffer() {iterations} times after a backward"
                 + ("" if model.is_clear else ", and has left gradients: let zero_grad_buffer() be its last call")
             )
-        return outputs
 
-    def _capture(self, variant: _Variant) -> None:
+    @contextmanager
+    def _captured(self, variant: _Variant) -> Iterator[None]:
         sync = self._optimizer.param_sync
-        check_memory_settings(self._model)
-        torch.clear_autocast_cache()  # casts made before would be read at replays, after their parameters have changed
         sync.start_again()
-        try:
-            with sync.captured() as variant.updates, self._options.in_device_memory(), variant.graph.capture():
-                sync.wait_in_graph()
-                variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant))
-        except BaseException:
-            variant.graph.reset()
-            self._optimizer.forget_step()
-            self._model.forget_iteration()
-            raise
-        finally:
-            torch.clear_autocast_cache()
+        with sync.captured() as variant.updates:
+            yield
+
+    def _begin_capture(self) -> None:
+        self._optimizer.param_sync.wait_in_graph()
+
+    def _capture_failed(self) -> None:
+        self._optimizer.forget_step()
+        self._model.forget_iteration()
+
+    def _end_capture(self, variant: _Variant) -> None:
         variant.grad_norm = None if self._optimizer.max_grad_norm is None else self._optimizer.grad_norm
         variant.written = self._optimizer.written_since()
-        self._capture_gathers(variant)
-        if variant.graph.ran:
-            self._after_replay(variant)
-        else:
+        if not variant.graph.ran:
             self._model.iteration -= 1  # the capture's Python has counted the step that the first replay runs
-            self._replay(variant)
-
-    def _capture_gathers(self, variant: _Variant) -> None:
         sync = self._optimizer.param_sync
         if sync.stream is None or self._model.ddp_config.copy_engine_param_gather:
             return
-        variant.gathers = CapturedGraph(GraphPool(self._model.device, sync.stream))
+        variant.gathers = CapturedGraph(GraphPool(self._device, sync.stream))
         try:
             with variant.gathers.capture():
                 sync.start_replayed(variant.updates)
@@ -267,15 +189,14 @@ class GraphedTrainingStep(Generic[P, T]):
             for gather in sync.gathers:
                 gather.leave_capture()
 
-    def _replay(self, variant: _Variant) -> None:
+    def _before_replay(self) -> None:
         if self._pool.stream is None:
             self._optimizer.finish_param_sync()  # on CPUs threads wait for collectives, and no operation does
-        variant.graph.replay()
+
+    def _note_replay(self) -> None:
         self._model.note_replay()
-        self._after_replay(variant)
 
     def _after_replay(self, variant: _Variant) -> None:
-        """What Python does after the device's work of a step."""
         if variant.grad_norm is not None:
             self._optimizer.grad_norm = variant.grad_norm.clone()
         self._optimizer.note_written(variant.written)
@@ -290,13 +211,18 @@ class GraphedTrainingStep(Generic[P, T]):
         with torch.cuda.stream(self._optimizer.param_sync.stream):
             gathers.replay()
 
+    def _free(self, variant: _Variant) -> None:
+        super()._free(variant)
+        if variant.gathers is not None:
+            variant.gathers.reset()
+
 
 def check_graphable(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> None:
     """Raise ``TypeError`` or ``ValueError`` for what cannot be captured, whatever the function does."""
     if not isinstance(model, DistributedDataParallel) or not isinstance(optimizer, DistributedOptimizer):
         raise TypeError(
             f"GraphedTrainingStep takes a maingrad.ddp.DistributedDataParallel and its DistributedOptimizer, not "
-            f"{type(model).__name__} and {type(optimizer).__name__}"
+            f"{type(model).__name__} and {type(optimizer).__name__}; for fully_shard: maingrad.fsdp.GraphedTrainingStep"
         )
     if optimizer.model is not model:
         raise ValueError("GraphedTrainingStep: the optimizer was built over another model")
@@ -310,18 +236,4 @@ def check_graphable(model: DistributedDataParallel, optimizer: DistributedOptimi
             f"GraphedTrainingStep: {optimizer.optimizer_class.__name__} reads learning rates and counters on the host; "
             f"AdamW, Adam and SGD with fused=True (the default) can be captured"
         )
-    if vars(optimizer).get("_optimizer_step_pre_hooks") or vars(optimizer).get("_optimizer_step_post_hooks"):
-        raise ValueError(
-            "GraphedTrainingStep: hooks of optimizer.register_step_pre_hook and register_step_post_hook would not run "
-            "at replays; call what they do before or after the graphed step"
-        )
-
-
-def check_memory_settings(model: DistributedDataParallel) -> None:
-    """Raise ``RuntimeError`` where NCCL would read, in replays, memory that the allocator may have mapped elsewhere."""
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    if model.device.type == "cuda" and model.grids["dense"].size > 1 and "expandable_segments:True" in settings:
-        raise RuntimeError(
-            "GraphedTrainingStep with several ranks: captured collectives hang or fail under the allocator's setting "
-            "expandable_segments:True; unset it in PYTORCH_CUDA_ALLOC_CONF"
-        )
+    check_stock_hooks(optimizer)

@@ -1,7 +1,5 @@
 """``ParamSync``: the gathers of a model's updated parameters, and every reader's wait for them."""
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,6 +7,7 @@ import torch
 
 from ..collectives.placements import placements_of
 from ..gathers.compiled_modules import wait_before_compiled_code
+from ..gathers.gathered_models import note_gathered_model
 from ..gathers.guard import find_keepers, guard_reads, refuse_reads
 from ..gathers.param_gather import ParamGather
 from ..gathers.reader_threads import ReaderThreads
@@ -16,9 +15,6 @@ from ..wrapper.data_parallel import DistributedDataParallel
 from .flat_params import FlatBucket
 
 __all__ = ["CapturedUpdates", "ParamSync"]
-
-_thread = threading.local()
-"""``syncs``: those of all optimizers that this thread steps."""
 
 
 class ParamSync:
@@ -67,7 +63,7 @@ class ParamSync:
         """This thread calls ``step``: it is the home thread (see ``ReaderThreads``)."""
         self._threads.come_home()
         self._started = []
-        vars(_thread).setdefault("syncs", weakref.WeakSet()).add(self)
+        note_gathered_model(self)
 
     def note_updated(self, flats: Sequence[FlatBucket]) -> None:
         """These buckets are up to date on this rank. If the next forward reads one first, start its gather."""
@@ -113,11 +109,11 @@ class ParamSync:
         for gather in self.gathers:
             gather.arrive()
 
-    def finish_others(self) -> None:
-        """Wait for the gathers of other models of this thread, whose parameters a replay may read (a teacher's)."""
-        for other in list(vars(_thread).get("syncs", ())):
-            if other is not self:
-                other.finish()
+    def begin_capture(self) -> None:
+        """See ``GatheredModel``. All gathers have ended, and a captured read has none to wait for."""
+
+    def end_capture(self) -> None:
+        """See ``GatheredModel``."""
 
     # ---- Captured steps: all but the gathers is in the graph. ----
 

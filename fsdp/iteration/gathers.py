@@ -11,6 +11,7 @@ import torch
 from ...ddp.collectives.mapped_memory import MappedPool
 from ...ddp.collectives.observer import UNOBSERVED, Observer
 from ...ddp.collectives.streams import OnStream, current_stream
+from ...ddp.gathers.gathered_models import note_gathered_model
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter
 from ..unit.unit import Unit
@@ -91,6 +92,7 @@ class UnitGathers:
 
         Units between ``unshard()`` and ``reshard()`` are gathered at once.
         """
+        note_gathered_model(self)
         if not any(bucket.changed for bucket in self._buckets):
             return
         if self.stream is not None:
@@ -103,6 +105,35 @@ class UnitGathers:
                 if unit.num_unshards:
                     self.gather(unit)
                     self.arrive(unit)
+
+    # ---- Captures (``GatheredModel``). ----
+
+    def finish(self) -> None:
+        """Wait for the gathers under way."""
+        for unit in self._units:
+            self.arrive(unit)
+
+    def begin_capture(self) -> None:
+        """Free all whole parameters; the captured forwards gather each anew."""
+        self.release_all()
+        for bucket in self._buckets:
+            bucket.note_change()
+        self._freed.clear()  # the capture begins when all work is done
+
+    def end_capture(self) -> None:
+        """What was captured has not run: its events are none to wait for."""
+        for bucket in self._buckets:
+            assert bucket.gather is not None, "connected"
+            bucket.gather.forget_capture()
+            bucket.note_change()
+        self.release_all()
+        self._freed.clear()
+
+    def note_replay(self) -> None:
+        """A captured iteration was replayed: the shards have new values."""
+        for bucket in self._buckets:
+            if bucket.trainable:
+                bucket.note_change()
 
     def map_memory(self, num_units: int) -> None:
         """Reserve memory that copy engines can reach, for the units that are gathered at the same time.

@@ -283,6 +283,14 @@ class Root:
         self.grads.give_up()
         self.gathers.release_all()
 
+    def begin_graphed(self) -> None:
+        """Before an iteration that runs, is captured or is replayed as a whole; no ``.grad`` is set."""
+        self._begin()
+        if self.grads.under_way:  # its .grad were set to None
+            self.grads.give_up()
+            self.grads.begin()
+        self.gathers.release_all()
+
     # ---- Events of buckets. ----
 
     def _make_room(self, bucket: ShardedBucket) -> None:

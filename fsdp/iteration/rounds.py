@@ -92,7 +92,7 @@ class GradRounds:
         if self._sending:
             self._sending = False
             self.give_up()
-        if not self._under_way:
+        if not self.under_way:
             for bucket in self._buckets:
                 bucket.grad_shard.free_if_cleared()
 
@@ -144,7 +144,7 @@ class GradRounds:
     def start_grad_sync(self) -> None:
         """Send all rounds that are left, without waiting; ``finish_grad_sync`` waits."""
         self._check_complete("start_grad_sync()")
-        if self._under_way:
+        if self.under_way:
             self._notice_all_cleared()
             self._due = [grad_set for grad_set in self._all if grad_set.round.is_left]
             self._send_due(finish=False)
@@ -152,7 +152,7 @@ class GradRounds:
     def finish_grad_sync(self) -> None:
         """Send all rounds that are left, and wait. Then ``.grad`` of every shard is complete."""
         self._check_complete("finish_grad_sync()")
-        if self._under_way:
+        if self.under_way:
             self._notice_all_cleared()
             self._end_iteration()
         for grad_set in self._all:
@@ -174,7 +174,7 @@ class GradRounds:
     @property
     def is_clear(self) -> bool:
         """Whether no gradients of an iteration are left to be sent, or all ``.grad`` were set to None."""
-        return not self._under_way or all(bucket.grad_shard.is_cleared for bucket in self._buckets)
+        return not self.under_way or all(bucket.grad_shard.is_cleared for bucket in self._buckets)
 
     def give_up(self) -> None:
         """Give the iteration up: wait for reductions under way, and discard the other gradients."""
@@ -188,7 +188,8 @@ class GradRounds:
     # ---- The end of an iteration. ----
 
     @property
-    def _under_way(self) -> bool:
+    def under_way(self) -> bool:
+        """Whether an iteration has begun and has not ended."""
         return any(grad_set.round.under_way for grad_set in self._all)
 
     def _end_iteration(self) -> None:

@@ -22,7 +22,7 @@ from ...ddp.torch_internals import (
 from .gradient import adopt_grad
 from .shard_info import ShardInfo, local_shape
 
-__all__ = ["ShardInfo", "ShardedParameter", "call_grad_hooks", "local_shape", "make_sharded"]
+__all__ = ["ShardInfo", "ShardedParameter", "call_grad_hooks", "grad_hook_keys", "local_shape", "make_sharded"]
 
 _HOOKS = "_maingrad_grad_hooks"
 
@@ -138,6 +138,11 @@ def call_grad_hooks(params: Iterable[ShardedParameter]) -> None:
         hooks = param.__dict__.get(_HOOKS)
         for hook in list(hooks.values()) if hooks else ():
             hook(param)
+
+
+def grad_hook_keys(params: Iterable[ShardedParameter]) -> list[int]:
+    """Numbers of the hooks that ``call_grad_hooks`` would call: another hook has another number."""
+    return [key for param in params if (hooks := param.__dict__.get(_HOOKS)) for key in hooks]
 
 
 def make_sharded(flat_view: Tensor, info: ShardInfo, requires_grad: bool) -> ShardedParameter:

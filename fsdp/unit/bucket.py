@@ -163,13 +163,20 @@ class ShardedBucket:
         return self.shard._version != self._gathered_version
 
     def note_change(self) -> None:
-        """An optimizer has stepped. Fused optimizers do not raise the version of what they write."""
+        """The shard may have other values. Fused optimizers do not raise the version of what they write."""
         self._gathered_version = -1
 
     def note_whole_changed(self) -> None:
         """Gather again before the next use, if whole parameters are kept: the user may have written to them."""
         if self.whole_params_at_rest:
             self._gathered_version = -1
+
+    @property
+    def memory_at_rest(self) -> tuple[int, int]:
+        """Addresses of the whole parameters and the whole gradients, where they keep their memory; else 0."""
+        params = self.gathered.data.data_ptr() if self.whole_params_at_rest else 0
+        grads = self.grads.data.data_ptr() if self.trainable and self.whole_grads_at_rest else 0
+        return params, grads
 
     @property
     def cuts_parameters(self) -> bool:
@@ -198,7 +205,7 @@ class ShardedBucket:
     def connect(self, index: int, failures: FailureReporter, events: BucketEvents) -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
         wholes = [pair.whole for pair in self.pairs]
-        self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures)
+        self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures, in_graph=True)
         if not self.trainable:
             return
         here = weakref.ref(self)

@@ -4,11 +4,14 @@ Autograd saves views of a weight (``weight.t()``) for backward. Such a view must
 freed and gathered again. So the views are made once, and the one storage below them is resized.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ...ddp.collectives.mapped_memory import MappedPool
 from ...ddp.collectives.streams import current_stream
+from ...ddp.graphs.recorded import record_call
 
 __all__ = ["Meter", "ReleasableBuffer"]
 
@@ -63,10 +66,10 @@ class ReleasableBuffer:
         if self.data.is_cuda:
             self.stream = current_stream(self.data.device)
         if self.pool is None:
-            self._storage.resize_(self._nbytes)
+            self._resize(self._nbytes)
         else:
             with self.pool.allocating():
-                self._storage.resize_(self._nbytes)
+                self._resize(self._nbytes)
         self.resident = True
         if self.meter is not None:
             self.meter.add(self._nbytes)
@@ -75,7 +78,12 @@ class ReleasableBuffer:
         """Free the memory, if the buffer has some."""
         if not self.resident or self._nbytes == 0:
             return
-        self._storage.resize_(0)
+        self._resize(0)
         self.resident = False
         if self.meter is not None:
             self.meter.add(-self._nbytes)
+
+    def _resize(self, nbytes: int) -> None:
+        self._storage.resize_(nbytes)
+        if not self.data.is_cuda:
+            record_call(partial(self._storage.resize_, nbytes))  # a CUDA graph has memory of its own

@@ -145,8 +145,9 @@ class TrainConfig:
     """Backend of ``compile``. ``inductor`` makes fast code, and needs Triton on a GPU and a C++ compiler on a CPU. The
     other two are for tests and for the search of errors."""
     cuda_graph: bool = False
-    """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with ``fsdp``, ``hsdp``
-    and ``ddp.check_for_nan_in_grad``. On a CPU recorded operations stand in for the graph, for tests."""
+    """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with
+    ``fsdp.offload_to_cpu``, ``fsdp.copy_engine_gather`` and ``ddp.check_for_nan_in_grad``. On a CPU recorded operations
+    stand in for the graph, for tests."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA if there is a GPU."""
     out_dir: str = "runs/default"
@@ -237,10 +238,11 @@ class Config:
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
         )
         require(
-            not (self.train.cuda_graph and self.fully_sharded),
+            not (self.train.cuda_graph and (self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather)),
             "train.cuda_graph",
             True,
-            f'cannot capture sharded units (parallel = "{self.parallel}"): set parallel to "ddp", "zero1" or "hybrid"',
+            "does not go with fsdp.offload_to_cpu, whose update runs on the host, and fsdp.copy_engine_gather, whose "
+            "memory is not the graph's",
         )
         require(
             not (self.train.cuda_graph and self.ddp.check_for_nan_in_grad),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ... import fsdp
 from ...ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.timeline import Timeline
@@ -73,9 +74,9 @@ class Wrapped(abc.ABC):
     def clear_grads(self) -> None:
         """Begin a new iteration."""
 
+    @abc.abstractmethod
     def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         """``iteration``, which runs one whole iteration of two tensors, as one CUDA graph."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     @property
     @abc.abstractmethod
@@ -239,6 +240,19 @@ class _FullySharded(Wrapped):
 
     def clear_grads(self) -> None:
         self.optimizer.zero_grad()
+
+    def graphed(self, iteration: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def train_step(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+            loss = iteration(inputs, targets)
+            return loss, self._grad_norm
+
+        step = fsdp.GraphedTrainingStep(train_step, self.model, self.optimizer)
+
+        def run(inputs: Tensor, targets: Tensor) -> Tensor:
+            loss, self._grad_norm = step(inputs, targets)
+            return loss
+
+        return run
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -4,7 +4,7 @@ The units are the same as the peers': each block, then the model, whose own unit
 the head. The optimizer updates fp32 shards; forward and backward compute in bf16.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ....fsdp import MixedPrecisionPolicy, fully_shard
+from ....fsdp import GraphedTrainingStep, MixedPrecisionPolicy, fully_shard
 from ..steps import accumulate
 from .model import GPT, fused_linear, make_model, plain_linear
 from .ranks import make_mesh
-from .rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_instances, reset_compiler
+from .rows import LEARNING_RATE, Case, Row, Step, refuse_copy_engines, refuse_graphs, refuse_instances, reset_compiler
 
 __all__ = ["FSDP", "shard_model"]
 
@@ -66,13 +66,14 @@ def _build(
     copy_engines: bool = False,
     num_instances: int = 1,
     compiled: bool = False,
+    graphed: bool = False,
 ) -> Step:
     module = make_model(case.setting, fused_linear if fused else plain_linear, torch.float32, case.device)
     if compiled:
         module.compile_parts()
     outer = {} if num_instances == 1 else {"outer": num_instances}
     mesh = make_mesh(case.device, {**outer, "inner": case.num_ranks // num_instances})
-    model = shard_model(
+    model: Any = shard_model(
         module,
         placements,
         mesh,
@@ -84,15 +85,14 @@ def _build(
     )
     adamw = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     tokens = case.tokens()
-    no_sync: Callable[[], Any] = model.no_sync  # type: ignore[assignment]  # ``shard_model`` has added it
 
-    def step() -> Tensor:
-        loss = accumulate(model, tokens, not_last=no_sync)
+    def train_step(tokens: Tensor) -> Tensor:
+        loss = accumulate(model, tokens, not_last=model.no_sync)
         adamw.step()
         adamw.zero_grad()
         return loss
 
-    return step
+    return partial(GraphedTrainingStep(train_step, model, adamw) if graphed else train_step, tokens)
 
 
 FSDP: Mapping[str, Row] = {
@@ -135,6 +135,15 @@ FSDP: Mapping[str, Row] = {
         partial(_build, placements="zero3", compiled=True),
         close=reset_compiler,
     ),
+    **{
+        f"fsdp_zero3{name}_graphed": Row(
+            f"maingrad FSDP, ZeRO-3{label}, one CUDA graph",
+            partial(_build, placements="zero3", compiled=bool(name), graphed=True),
+            close=reset_compiler,
+            refuse=refuse_graphs,
+        )
+        for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))
+    },
     "fsdp_zero2": Row("maingrad FSDP, ZeRO-2", partial(_build, placements="zero2")),
     "fsdp_zero2_copy_engines": Row(
         "maingrad FSDP, ZeRO-2, gathers on copy engines",

@@ -34,6 +34,7 @@ __all__ = [
     "Row",
     "Step",
     "refuse_copy_engines",
+    "refuse_graphs",
     "refuse_instances",
     "reset_compiler",
 ]
@@ -250,7 +251,7 @@ def _zero1_graphed(case: Case, *, compiled: bool, copy_engines: bool) -> Step:
     return _build_ours(case, config, compiled=compiled, graphed=True)
 
 
-def _refuse_graphs(case: Case) -> str | None:
+def refuse_graphs(case: Case) -> str | None:
     return None if case.device.type == "cuda" else "CUDA graphs need CUDA devices"
 
 
@@ -270,7 +271,7 @@ OURS: Mapping[str, Row] = {
             with_groups=False,
             trains=False,
             close=reset_compiler,
-            refuse=_refuse_graphs,
+            refuse=refuse_graphs,
         )
         for name, label in (("", ""), ("_compiled", " under torch.compile"))
     },
@@ -286,7 +287,7 @@ OURS: Mapping[str, Row] = {
             f"maingrad ZeRO-1{label}, one CUDA graph{way}",
             partial(_zero1_graphed, compiled=bool(name), copy_engines=bool(suffix)),
             close=reset_compiler,
-            refuse=refuse_copy_engines if suffix else _refuse_graphs,
+            refuse=refuse_copy_engines if suffix else refuse_graphs,
         )
         for suffix, way in (("", ""), ("_copy_engines", ", gathers on copy engines"))
         for name, label in (("", ""), ("_compiled", ", blocks under torch.compile"))

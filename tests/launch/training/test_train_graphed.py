@@ -30,12 +30,13 @@ def run(folder: Path, *, graphed: bool, ranks: int = 2, **sections: dict[str, An
     [
         {"model": {"param_dtype": "bfloat16", "dropout": 0.1}},
         {"parallel": "ddp"},
+        {"parallel": "fsdp", "ddp": {}},
         {"model": {"delay_wgrad_layers": 2}},
         {"model": {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16, "moe_layer_freq": 2}},
     ],
-    ids=["bf16, dropout", "ddp", "delayed", "experts"],
+    ids=["bf16, dropout", "ddp", "fsdp", "delayed", "experts"],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 def test_trains_the_same(tmp_path: Path, sections: dict[str, Any]) -> None:
     eager, told = run(tmp_path / "eager", graphed=False, **sections)
     graphed, told_graphed = run(tmp_path / "graphed", graphed=True, **sections)
@@ -47,7 +48,14 @@ def test_trains_the_same(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert len(set(graphed_norms)) == len(norms)
 
 
-@pytest.mark.parametrize("sections", [{"parallel": "fsdp", "ddp": {}}, {"ddp": {"check_for_nan_in_grad": True}}])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"parallel": "fsdp", "ddp": {}, "fsdp": {"offload_to_cpu": True}},
+        {"parallel": "fsdp", "ddp": {}, "fsdp": {"copy_engine_gather": True}},
+        {"ddp": {"check_for_nan_in_grad": True}},
+    ],
+)
 def test_what_cannot_be_captured_is_refused_before_the_run(tmp_path: Path, sections: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"train\.cuda_graph"):
         tiny_config(tmp_path, **{**sections, "train": {"cuda_graph": True}})

@@ -1,0 +1,33 @@
+"""The models of a thread whose parameters are gathered: a captured step may read them beside its own (a teacher)."""
+
+import threading
+import weakref
+from typing import Protocol
+
+__all__ = ["GatheredModel", "gathered_models", "note_gathered_model"]
+
+_thread = threading.local()
+"""``models``: each simulated rank is a thread."""
+
+
+class GatheredModel(Protocol):
+    """The gathers of one model."""
+
+    def finish(self) -> None:
+        """Wait for the gathers under way."""
+
+    def begin_capture(self) -> None:
+        """A capture that may read the model begins."""
+
+    def end_capture(self) -> None:
+        """That capture is over, and nothing of it has run."""
+
+
+def note_gathered_model(model: GatheredModel) -> None:
+    """This thread uses ``model``, which is referred to weakly."""
+    vars(_thread).setdefault("models", weakref.WeakSet()).add(model)
+
+
+def gathered_models() -> list[GatheredModel]:
+    """The models that this thread has used, and that are alive."""
+    return list(vars(_thread).get("models", ()))

@@ -1,0 +1,280 @@
+"""``StepGraphs``: an iteration's graphs, one for each kind of call. What is particular to a wrapper is in a subclass.
+
+The order of the methods is that of a call: find the graph, then run the function, capture it, or replay its graph.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from ..gathers.gathered_models import GatheredModel, gathered_models
+from .capture import CapturedGraph, GraphPool
+from .inputs import StaticInputs, detached_copies, signature
+from .step_options import StepOptions
+from .surroundings import surroundings
+
+__all__ = ["StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Variant:
+    """The graph of one kind of call."""
+
+    def __init__(self, args: Any, device: torch.device, pool: GraphPool) -> None:
+        self.inputs = StaticInputs(args, device)
+        self.graph = CapturedGraph(pool)
+        self.num_eager = 0
+        """Calls of this kind so far that ran eagerly."""
+        self.outputs: Any = None
+        """What the captured function returned: memory that each replay overwrites."""
+
+
+V = TypeVar("V", bound=Variant)
+
+
+class StepGraphs(ABC, Generic[P, T, V]):
+    """Calls ``train_step`` eagerly at first, then captures it, and replays the graph.
+
+    train_step        runs one whole iteration
+    optimizer         the one optimizer that steps in it
+    module            its modes, hooks, buffers and parameters decide which graph serves a call
+    params            its trained parameters, whose hooks do so too
+    device            a CUDA device with an index, or the CPU
+    num_warmup_steps  eager calls of each kind before its capture
+    max_graphs        of kinds of calls
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[P, T],
+        optimizer: Optimizer,
+        module: nn.Module,
+        params: Sequence[Tensor],
+        device: torch.device,
+        *,
+        num_warmup_steps: int,
+        max_graphs: int,
+    ) -> None:
+        if num_warmup_steps < 1:
+            raise ValueError(f"num_warmup_steps must be at least 1 (states are made in it), got {num_warmup_steps}")
+        self._train_step = train_step
+        self._module = module
+        self._params = params
+        self._device = device
+        self._num_warmup_steps = num_warmup_steps
+        self._max_graphs = max_graphs
+        self._name = getattr(train_step, "__qualname__", type(train_step).__name__)
+        self._options = StepOptions(optimizer, device)
+        self._pool = GraphPool(device)
+        self._variants: dict[tuple[Any, ...], V] = {}
+
+    def reset(self) -> None:
+        """Free all graphs and their memory, but for cuBLAS's workspaces. Later calls warm up and capture anew."""
+        for variant in self._variants.values():
+            self._free(variant)
+        self._variants.clear()
+        self._options.forget_state()
+        self._pool.forget()
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of kinds of calls that are captured."""
+        return sum(variant.graph.is_captured for variant in self._variants.values())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one iteration."""
+        call = (args, kwargs)
+        self._begin_call()
+        around = (*surroundings(self._module, self._params, self._device.type), *self._hooks())
+        key = (signature(call), self._options.key(), around)
+        variant = self._variants.get(key)
+        self._check_startable(known=variant is not None and variant.graph.is_captured)
+        if variant is None:
+            variant = self._add_variant(key, call)
+        with self._pool.on_stream():
+            for model in gathered_models():  # a replay may read others (a teacher), and waits for none
+                if model is not self._gathers:
+                    model.finish()
+            self._prepare()
+            variant.inputs.load(call)
+            self._options.load()
+            if variant.graph.is_captured:
+                self._replay(variant)
+            elif variant.num_eager < self._num_warmup_steps:
+                variant.outputs = self._run(variant)
+                variant.num_eager += 1
+                self._options.note_state()
+            else:
+                self._capture(variant)
+            outputs: T = detached_copies(variant.outputs, self._name)
+            variant.inputs.hand_back(call)
+        if not variant.graph.is_captured:
+            variant.outputs = None
+        return outputs
+
+    # ---- Which graph serves a call. ----
+
+    def _add_variant(self, key: tuple[Any, ...], call: Any) -> V:
+        if len(self._variants) == self._max_graphs:
+            raise RuntimeError(
+                f"{self._name}: {self._max_graphs} kinds of calls have a graph each, and this one differs from the "
+                f"last of them in {self._difference(key)}; or raise max_graphs"
+            )
+        variant = self._variants[key] = self._new_variant(call)
+        return variant
+
+    def _difference(self, key: tuple[Any, ...]) -> str:
+        """What makes a call with this key another kind, and what to do."""
+        arguments, options, _ = list(self._variants)[-1]
+        if key[0] != arguments:
+            return "its arguments: give numbers that change as tensors, pad batches to few shapes"
+        if key[1] != options:
+            return (
+                f"options of the optimizer ({', '.join(self._options.changed(options))}), which are numbers in the "
+                f"kernels: keep all but learning rates constant (cycle_momentum=False of torch's schedulers)"
+            )
+        return "the model or what is around the call: train() or eval(), hooks, buffers, frozen parameters, autocast"
+
+    # ---- Run, capture, replay. ----
+
+    def _run(self, variant: V) -> Any:
+        """Call the function, and check that it was one iteration."""
+        args, kwargs = variant.inputs.args
+        with self._one_iteration():
+            outputs = self._train_step(*args, **kwargs)
+            variant.inputs.note_effects()
+        return outputs
+
+    def _capture(self, variant: V) -> None:
+        check_memory_settings(self._device, self._num_ranks)
+        torch.clear_autocast_cache()  # casts made before would be read at replays, after their parameters have changed
+        try:
+            with (
+                self._captured(variant),
+                _captured_gathers(),
+                self._options.in_device_memory(),
+                variant.graph.capture(),
+            ):
+                self._begin_capture()
+                variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant))
+        except BaseException:
+            variant.graph.reset()
+            self._capture_failed()
+            raise
+        finally:
+            torch.clear_autocast_cache()
+        self._end_capture(variant)
+        if variant.graph.ran:
+            self._after_replay(variant)
+        else:
+            self._replay(variant)
+
+    def _replay(self, variant: V) -> None:
+        self._before_replay()
+        variant.graph.replay()
+        self._note_replay()
+        self._after_replay(variant)
+
+    def _free(self, variant: V) -> None:
+        variant.graph.reset()
+
+    # ---- What a subclass says of its wrapper. ----
+
+    @property
+    @abstractmethod
+    def _gathers(self) -> GatheredModel:
+        """Those of the trained model."""
+
+    @property
+    @abstractmethod
+    def _num_ranks(self) -> int:
+        """Ranks whose collectives are captured."""
+
+    @abstractmethod
+    def _new_variant(self, call: Any) -> V: ...
+
+    def _begin_call(self) -> None:
+        """Before a graph is looked for."""
+
+    def _hooks(self) -> Sequence[Hashable]:
+        """Hooks of the wrapper's own that are called in an iteration."""
+        return ()
+
+    @abstractmethod
+    def _check_startable(self, *, known: bool) -> None:
+        """Raise where an eager iteration would raise, and where this one would not start as the captured one did.
+
+        known  a call in the same surroundings was captured: its parameters were checked
+        """
+
+    def _prepare(self) -> None:
+        """Before an eager call, a capture or a replay, on its stream."""
+
+    @abstractmethod
+    def _one_iteration(self) -> AbstractContextManager[None]:
+        """Around the function's Python: raise ``RuntimeError`` at the end unless it was one whole iteration."""
+
+    @contextmanager
+    def _captured(self, variant: V) -> Iterator[None]:
+        """Around a capture."""
+        yield
+
+    def _begin_capture(self) -> None:
+        """In a capture, before the function is called."""
+
+    def _end_capture(self, variant: V) -> None:
+        """After a capture. On CUDA nothing of it has run."""
+
+    @abstractmethod
+    def _capture_failed(self) -> None:
+        """Give up the iteration of a capture that has failed."""
+
+    def _before_replay(self) -> None: ...
+
+    def _note_replay(self) -> None:
+        """The captured work was launched: count what its Python would have counted."""
+
+    @abstractmethod
+    def _after_replay(self, variant: V) -> None:
+        """What Python does after the device's work of a step."""
+
+
+@contextmanager
+def _captured_gathers() -> Iterator[None]:
+    """Around a capture: gathers of all models that it may read."""
+    models = gathered_models()
+    for model in models:
+        model.begin_capture()
+    try:
+        yield
+    finally:
+        for model in models:
+            model.end_capture()
+
+
+def check_stock_hooks(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` for hooks of ``step``, which replays do not call."""
+    if vars(optimizer).get("_optimizer_step_pre_hooks") or vars(optimizer).get("_optimizer_step_post_hooks"):
+        raise ValueError(
+            "GraphedTrainingStep: hooks of optimizer.register_step_pre_hook and register_step_post_hook would not run "
+            "at replays; call what they do before or after the graphed step"
+        )
+
+
+def check_memory_settings(device: torch.device, num_ranks: int) -> None:
+    """Raise ``RuntimeError`` where NCCL would read, in replays, memory that the allocator may have mapped elsewhere."""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if device.type == "cuda" and num_ranks > 1 and "expandable_segments:True" in settings:
+        raise RuntimeError(
+            "GraphedTrainingStep with several ranks: captured collectives hang or fail under the allocator's setting "
+            "expandable_segments:True; unset it in PYTORCH_CUDA_ALLOC_CONF"
+        )

@@ -1,0 +1,217 @@
+"""``GraphedTrainingStep``: a whole iteration of a sharded model, replayed as one CUDA graph.
+
+All of it is in the graph: each unit's gathers, forwards and backwards, reductions, and the update of the shards. Whole
+parameters and gradients come and go in the graph's own memory. Nothing is gathered between two calls, so that nothing
+has to wait there. A replay runs no Python. After it the host notes that shards have changed, and the next eager use
+gathers anew.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..ddp.gathers.gathered_models import GatheredModel
+from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks
+from ..ddp.optimizer.param_groups import is_fused
+from ..ddp.torch_internals import DisableTorchFunctionSubclass
+from .iteration.root import Root
+from .module import FSDPModule, root_of
+from .tensors.gradient import step_ended
+from .tensors.parameter import grad_hook_keys
+
+__all__ = ["GraphedTrainingStep"]
+
+
+class _Variant(Variant):
+    memory: tuple[int, ...] = ()
+    """Addresses, at the capture, of what is whole at rest."""
+
+
+class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
+    """A function that runs one whole iteration, called eagerly at first, then captured and replayed as a CUDA graph::
+
+        def train_step(tokens, targets):                 # one iteration, as a program without graphs writes it
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()                        # it ends like this: nothing of an iteration is left
+            return loss
+
+        step = GraphedTrainingStep(train_step, model, optimizer)
+        for tokens, targets in batches:
+            losses.append(step(tokens, targets))         # new tensors in every call
+            scheduler.step()
+
+    train_step        takes tensors, numbers and strings, alone or in lists, tuples and dicts; returns tensors or None,
+                      alone or so. Microbatches, ``no_sync``, delayed weight gradients, clipping, loss scaling
+                      (``torch.amp.GradScaler``) and compiled blocks may be in it
+    model             the outermost module that ``fully_shard`` was called on
+    optimizer         a torch optimizer over ``model.parameters()`` with ``fused=True``: AdamW, Adam or SGD
+    num_warmup_steps  eager calls before the capture: optimizer states, compiled code and communicators are made in them
+    max_graphs        how many kinds of calls are captured, as by ``maingrad.ddp.GraphedTrainingStep``, which also says
+                      what the function may do
+
+    Every call is one step of training, whether eager, captured or replayed. Between calls the model and the optimizer
+    are in the state that an eager step leaves. An iteration that was given up takes the memory of placements that keep
+    gradients whole: then the step is warmed up and captured anew.
+
+    Refused by name: optimizers without fused kernels, step hooks, a second optimizer over the model in the step, a
+    recorded timeline, ``offload_to_cpu``, gathers by copy engines, ``expandable_segments`` with several ranks, a step
+    around which ``no_sync()`` or ``unshard()`` holds, and one that begins with gradients.
+
+    On CPUs operations are recorded and run again in place of a CUDA graph: slower than eager, for tests.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[P, T],
+        model: FSDPModule,
+        optimizer: Optimizer,
+        *,
+        num_warmup_steps: int = 2,
+        max_graphs: int = 8,
+    ) -> None:
+        if not isinstance(model, FSDPModule):
+            raise TypeError(
+                f"maingrad.fsdp.GraphedTrainingStep takes a module of fully_shard, not {type(model).__name__}; for "
+                f"DistributedDataParallel it is maingrad.ddp.GraphedTrainingStep"
+            )
+        root = root_of(model)
+        if root.module() is not model:
+            raise ValueError("GraphedTrainingStep: the module is a unit inside another; give the outermost one")
+        self._root = root
+        self._shards = [pair.sharded for bucket in root.buckets for pair in bucket.pairs]
+        self._optimizer = optimizer
+        check_graphable(root, optimizer)
+        super().__init__(
+            train_step,
+            optimizer,
+            model,
+            self._shards,
+            root.device,
+            num_warmup_steps=num_warmup_steps,
+            max_graphs=max_graphs,
+        )
+
+    @property
+    def _gathers(self) -> GatheredModel:
+        return self._root.gathers
+
+    @property
+    def _num_ranks(self) -> int:
+        return self._root.units[0].grid.size
+
+    def _new_variant(self, call: Any) -> _Variant:
+        return _Variant(call, self._device, self._pool)
+
+    def _begin_call(self) -> None:
+        """Forget graphs whose memory at rest is gone: an iteration was given up since."""
+        memory = self._memory_at_rest()
+        for key, variant in list(self._variants.items()):
+            if variant.graph.is_captured and variant.memory != memory:
+                self._free(self._variants.pop(key))
+                if not self.num_graphs:
+                    self._pool.forget()  # torch frees it with its last graph
+
+    def _memory_at_rest(self) -> tuple[int, ...]:
+        return tuple(address for bucket in self._root.buckets for address in bucket.memory_at_rest)
+
+    def _hooks(self) -> list[Hashable]:
+        return [*grad_hook_keys(self._shards)]
+
+    def _check_startable(self, *, known: bool) -> None:
+        root = self._root
+        check_graphable(root, self._optimizer)
+        if not torch.is_grad_enabled():
+            raise RuntimeError(f"{self._name}: gradients are disabled around the graphed step")
+        if root.observer.recording:
+            raise RuntimeError(
+                f"{self._name}: record_timeline() around a graphed step would record its capture; record eager steps"
+            )
+        if not root.sync:
+            raise RuntimeError(f"{self._name}: no_sync() around the graphed step; open it in the function")
+        held = next((unit.label for unit in root.units if unit.num_unshards), None)
+        if held is not None:
+            raise RuntimeError(f"{self._name}: {held} is unsharded; call reshard() before the graphed step")
+        if self._has_grads():
+            raise RuntimeError(
+                f"{self._name}: an iteration has begun outside of the graphed step, or its .grad are left: call "
+                f"optimizer.zero_grad() before it"
+            )
+
+    def _has_grads(self) -> bool:
+        with DisableTorchFunctionSubclass():  # for speed: no value is read
+            return any(shard.grad is not None for shard in self._shards)
+
+    def _prepare(self) -> None:
+        self._root.begin_graphed()
+
+    @contextmanager
+    def _one_iteration(self) -> Iterator[None]:
+        mine, others = [], []
+
+        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if optimizer is self._optimizer:
+                mine.append(optimizer)
+            elif any(param is shard for param in params for shard in self._shards):
+                others.append(type(optimizer).__name__)
+
+        handle = register_optimizer_step_post_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if others:
+            raise RuntimeError(
+                f"{self._name}: {others[0]} has stepped over the model beside the optimizer of the graphed step, and "
+                f"replays would not read its learning rates: one optimizer with several param_groups can be captured"
+            )
+        if len(mine) != 1 or self._has_grads() or not self._root.grads.is_clear:
+            left = ", and has left .grad: let optimizer.zero_grad() be its last call" if self._has_grads() else ""
+            raise RuntimeError(
+                f"{self._name} must run one whole iteration: it called optimizer.step() {len(mine)} times{left}"
+            )
+
+    def _end_capture(self, variant: _Variant) -> None:
+        self._root.grads.begin()  # lets go of the captured sums
+        variant.memory = self._memory_at_rest()
+
+    def _capture_failed(self) -> None:
+        step_ended(self._optimizer)
+        self._root.grads.launcher.forget()
+        self._root.abandon()
+        for shard in self._shards:
+            shard.grad = None
+        vars(self._optimizer).pop("grad_scale", None)
+        vars(self._optimizer).pop("found_inf", None)
+
+    def _after_replay(self, variant: _Variant) -> None:
+        self._root.gathers.note_replay()
+
+
+def check_graphable(root: Root, optimizer: Optimizer) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for what cannot be captured, whatever the function does."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"GraphedTrainingStep takes a torch optimizer, not {type(optimizer).__name__}")
+    shards = {id(pair.sharded) for bucket in root.buckets for pair in bucket.pairs}
+    if not any(id(param) in shards for group in optimizer.param_groups for param in group["params"]):
+        raise ValueError("GraphedTrainingStep: the optimizer has no parameter of the model")
+    if not (is_fused(type(optimizer)) and all(group.get("fused") for group in optimizer.param_groups)):
+        raise ValueError(
+            f"GraphedTrainingStep: {type(optimizer).__name__} without fused=True reads learning rates and counters on "
+            f"the host; AdamW, Adam and SGD with fused=True can be captured"
+        )
+    if any(bucket.shard.device != root.device for bucket in root.buckets):
+        raise ValueError("GraphedTrainingStep: offload_to_cpu updates shards on the host, which no graph replays")
+    if any(unit.copy_engines for unit in root.units):
+        raise ValueError(
+            "GraphedTrainingStep: gathers by copy engines take memory that all ranks map, and not the graph's; build "
+            "the units without copy_engine_gather"
+        )
+    check_stock_hooks(optimizer)

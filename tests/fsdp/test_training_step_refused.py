@@ -1,0 +1,184 @@
+"""``maingrad.fsdp.GraphedTrainingStep``: what it refuses, and what is right after an error."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.ddp import GraphedTrainingStep as StepOfWrapper
+from maingrad.fsdp import GraphedTrainingStep, fully_shard
+from maingrad.launch import simulate
+
+
+class Job:
+    """Two units and an iteration. ``extra`` is called at the end of the iteration, before gradients are cleared."""
+
+    def __init__(self, extra: Callable[["Job"], Any] = lambda job: None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.extra = extra
+        self.model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*self.model, self.model):
+            fully_shard(module)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), **{"lr": 2**-4, "fused": True, **options})
+        self.graphed = GraphedTrainingStep(self.train_step, self.model, self.optimizer)
+
+    def train_step(self, x: Tensor) -> Tensor:
+        self.loss = self.model(x).square().mean()
+        self.loss.backward()
+        self.optimizer.step()
+        self.extra(self)
+        self.optimizer.zero_grad()
+        return self.loss
+
+    def warm(self) -> Tensor:
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            self.graphed(x)
+        return x
+
+
+def capturing() -> bool:
+    return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+
+def fail_in_backward(job: Job) -> None:
+    hidden = job.model[0](torch.ones(2, 4))
+    hidden.register_hook(lambda grad: grad / (1 // 0))
+    job.model[1](hidden).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        (lambda job: job.loss.item(), RuntimeError, "capturing"),
+        (lambda job: job.optimizer.param_groups[0].update(lr=0.5), RuntimeError, r"scheduler\.step\(\) after"),
+        (lambda job: 1 / 0, ZeroDivisionError, "division"),
+        (fail_in_backward, ZeroDivisionError, "division"),
+    ],
+    ids=["reads a value", "scheduler", "an error of its own", "an error in a backward"],
+)
+def test_a_capture_that_fails(extra: Callable[[Job], Any], error: type[Exception], message: str) -> None:
+    def program() -> None:
+        job = Job(lambda job: extra(job) if capturing() else None)
+        x = job.warm()
+        with pytest.raises(error, match=message):
+            job.graphed(x)
+        assert job.graphed.num_graphs == 0
+        assert all(param.grad is None for param in job.model.parameters())
+        assert job.optimizer.param_groups[0]["lr"] == 2**-4
+        job.extra = lambda job: None
+        losses = [float(job.train_step(x).detach()) for _ in range(2)] + [float(job.graphed(x)) for _ in range(4)]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < losses[0]
+        assert job.graphed.num_graphs == 1
+
+    simulate(program, 2)
+
+
+def hook_optimizer(job: Job) -> None:
+    job.optimizer.register_step_pre_hook(lambda *_: None)
+
+
+def leave_gradients(job: Job) -> None:
+    job.model(torch.ones(2, 4)).sum().backward()
+
+
+def unfuse(job: Job) -> None:
+    job.optimizer.param_groups[0]["fused"] = False
+
+
+def unshard(job: Job) -> None:
+    job.model[0].unshard()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(hook_optimizer, "hooks"), (leave_gradients, "zero_grad"), (unfuse, "fused=True"), (unshard, r"reshard\(\)")],
+)
+def test_what_a_replay_cannot_take(change: Callable[[Job], Any], message: str) -> None:
+    def program() -> None:
+        job = Job()
+        x = job.warm()
+        job.graphed(x)
+        job.graphed(x)
+        change(job)
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            job.graphed(x)
+
+    simulate(program, 2)
+
+
+def test_around_a_call() -> None:
+    job = Job()
+    x = job.warm()
+    with job.model.no_sync(), pytest.raises(RuntimeError, match="open it in the function"):
+        job.graphed(x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="gradients are disabled"):
+        job.graphed(x)
+    with job.model.record_timeline(), pytest.raises(RuntimeError, match="record eager steps"):
+        job.graphed(x)
+    assert job.graphed(x).shape == ()
+
+
+def test_a_step_is_one_iteration() -> None:
+    twice = Job(lambda job: job.optimizer.step())
+    with pytest.raises(RuntimeError, match=r"optimizer\.step\(\) 2 times"):
+        twice.graphed(torch.ones(2, 4))
+    left = Job(lambda job: setattr(job.optimizer, "zero_grad", lambda: None))
+    with pytest.raises(RuntimeError, match=r"has left \.grad"):
+        left.graphed(torch.ones(2, 4))
+    other = Job()
+    second = torch.optim.SGD(other.model.parameters(), lr=0.1, fused=True)
+    other.extra = lambda job: second.step()
+    with pytest.raises(RuntimeError, match="param_groups can be captured"):
+        other.graphed(torch.ones(2, 4))
+
+
+def test_what_is_built() -> None:
+    job = Job()
+    with pytest.raises(ValueError, match="outermost"):
+        GraphedTrainingStep(job.train_step, job.model[0], job.optimizer)
+    stranger = torch.optim.SGD([nn.Parameter(torch.ones(1))], fused=True)
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        GraphedTrainingStep(job.train_step, job.model, stranger)
+    with pytest.raises(ValueError, match="fused=True"):
+        GraphedTrainingStep(job.train_step, job.model, torch.optim.Adagrad(job.model.parameters()))
+    with pytest.raises(TypeError, match="torch optimizer"):
+        GraphedTrainingStep(job.train_step, job.model, job.model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"maingrad\.ddp\.GraphedTrainingStep"):
+        GraphedTrainingStep(job.train_step, nn.Linear(2, 2), job.optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"maingrad\.fsdp\.GraphedTrainingStep"):
+        StepOfWrapper(job.train_step, job.model, job.optimizer)
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="module of fully_shard"):
+        GraphedTrainingStep(job.train_step, wrapped, DistributedOptimizer(wrapped))  # type: ignore[arg-type]
+
+
+def test_hooks_that_are_registered_later() -> None:
+    """A hook of a shard is called by later calls, and a hook that was removed is not."""
+    job = Job()
+    x = job.warm()
+    job.graphed(x)
+    handle = job.model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.zero_())
+    before = job.model[0].weight.detach().clone()
+    for _ in range(4):
+        job.graphed(x)
+    assert torch.equal(job.model[0].weight.detach(), before)
+    handle.remove()
+    job.graphed(x)
+    assert not torch.equal(job.model[0].weight.detach(), before)
+    assert job.graphed.num_graphs == 2
+
+
+def test_reset() -> None:
+    job = Job()
+    x = job.warm()
+    losses = [float(job.graphed(x)) for _ in range(2)]
+    job.graphed.reset()
+    assert job.graphed.num_graphs == 0
+    losses += [float(job.graphed(x)) for _ in range(4)]
+    assert job.graphed.num_graphs == 1
+    assert losses == sorted(losses, reverse=True)
