@@ -26,12 +26,7 @@ from .tensors.parameter import grad_hook_keys
 __all__ = ["GraphedTrainingStep"]
 
 
-class _Variant(Variant):
-    memory: tuple[int, ...] = ()
-    """Addresses, at the capture, of what is whole at rest."""
-
-
-class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
+class GraphedTrainingStep(StepGraphs[P, T, Variant]):
     """A function that runs one whole iteration, called eagerly at first, then captured and replayed as a CUDA graph::
 
         def train_step(tokens, targets):                 # one iteration, as a program without graphs writes it
@@ -57,8 +52,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
                       what the function may do
 
     Every call is one step of training, whether eager, captured or replayed. Between calls the model and the optimizer
-    are in the state that an eager step leaves. An iteration that was given up takes the memory of placements that keep
-    gradients whole: then the step is warmed up and captured anew.
+    are in the state that an eager step leaves.
 
     Refused by name: optimizers without fused kernels, step hooks, a second optimizer over the model in the step, a
     recorded timeline, ``offload_to_cpu``, gathers by copy engines, ``expandable_segments`` with several ranks, a step
@@ -106,20 +100,8 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     def _num_ranks(self) -> int:
         return self._root.units[0].grid.size
 
-    def _new_variant(self, call: Any) -> _Variant:
-        return _Variant(call, self._device, self._pool)
-
-    def _begin_call(self) -> None:
-        """Forget graphs whose memory at rest is gone: an iteration was given up since."""
-        memory = self._memory_at_rest()
-        for key, variant in list(self._variants.items()):
-            if variant.graph.is_captured and variant.memory != memory:
-                self._free(self._variants.pop(key))
-                if not self.num_graphs:
-                    self._pool.forget()  # torch frees it with its last graph
-
-    def _memory_at_rest(self) -> tuple[int, ...]:
-        return tuple(address for bucket in self._root.buckets for address in bucket.memory_at_rest)
+    def _new_variant(self, call: Any) -> Variant:
+        return Variant(call, self._device, self._pool)
 
     def _hooks(self) -> list[Hashable]:
         return [*grad_hook_keys(self._shards)]
@@ -178,9 +160,8 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
                 f"{self._name} must run one whole iteration: it called optimizer.step() {len(mine)} times{left}"
             )
 
-    def _end_capture(self, variant: _Variant) -> None:
+    def _end_capture(self, variant: Variant) -> None:
         self._root.grads.begin()  # lets go of the captured sums
-        variant.memory = self._memory_at_rest()
 
     def _capture_failed(self) -> None:
         step_ended(self._optimizer)
@@ -191,7 +172,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         vars(self._optimizer).pop("grad_scale", None)
         vars(self._optimizer).pop("found_inf", None)
 
-    def _after_replay(self, variant: _Variant) -> None:
+    def _after_replay(self, variant: Variant) -> None:
         self._root.gathers.note_replay()
 
 

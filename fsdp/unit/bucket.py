@@ -172,13 +172,6 @@ class ShardedBucket:
             self._gathered_version = -1
 
     @property
-    def memory_at_rest(self) -> tuple[int, int]:
-        """Addresses of the whole parameters and the whole gradients, where they keep their memory; else 0."""
-        params = self.gathered.data.data_ptr() if self.whole_params_at_rest else 0
-        grads = self.grads.data.data_ptr() if self.trainable and self.whole_grads_at_rest else 0
-        return params, grads
-
-    @property
     def cuts_parameters(self) -> bool:
         """Whether a border between shards lies inside a parameter."""
         size = self.shard.numel()
@@ -253,7 +246,8 @@ class ShardedBucket:
         """Discard this rank's gradients of the iteration. The caller has waited for a reduction of them."""
         assert self.grad_bucket is not None, "trainable"
         self.grad_shard.give_up()
-        self.grads.release()
+        if not self.whole_grads_at_rest:
+            self.grads.release()
         self.grad_bucket.reset()
         for pair, record in zip(self.pairs, self.records, strict=True):
             forget_failed_backward(pair.whole)

@@ -30,6 +30,15 @@ def test_what_programs_do_between_steps(event: str, placements: str) -> None:
     check(ShardedProgram(placements=placements, events=(event,), form="dropout" if event == "mode" else "fused"))
 
 
+def test_evaluation_of_whole_parameters() -> None:
+    """Placements that keep parameters whole: evaluations before the capture and between replays."""
+    check(ShardedProgram(placements="zero1", events=("evaluate",)))
+
+
+def test_an_iteration_is_given_up() -> None:
+    check(ShardedProgram(placements="zero1", events=("adversary", "aborts")))
+
+
 @pytest.mark.parametrize(
     "program",
     [

@@ -120,14 +120,16 @@ def _graphed(dice: Dice, program: Program) -> Program:
     blocks = tuple(replace(block, recompute="no") for block in blocks)
     model = valid_model(replace(program.model, blocks=blocks, recompute="no"), program.dtype)
     phases = [_graphed_phase(dice, phase) if fit else phase for phase, fit in zip(program.phases, fits, strict=True)]
-    options = tuple(each for each in program.optimizer.options if each[0] != "foreach")
+    options = tuple(each for each in program.optimizer.options if each[0] not in ("foreach", "fused"))
+    if any(fit and isinstance(phase.wrapper, Fsdp) for phase, fit in zip(program.phases, fits, strict=True)):
+        options += (("fused", True),)
     return replace(program, model=model, optimizer=replace(program.optimizer, options=options), phases=tuple(phases))
 
 
 def _takes_graphs(program: Program, phase: Phase) -> bool:
-    if not isinstance(phase.wrapper, Ddp) or (phase.wrapper.stock and program.dtype != "bfloat16"):
-        return False
-    return program.optimizer.name in FUSED
+    wrapper = phase.wrapper
+    fits = not wrapper.stepping_hooks if isinstance(wrapper, Fsdp) else not wrapper.stock or program.dtype == "bfloat16"
+    return fits and program.optimizer.name in FUSED
 
 
 def _graphed_phase(dice: Dice, phase: Phase) -> Phase:
@@ -151,7 +153,12 @@ def _graphed_phase(dice: Dice, phase: Phase) -> Phase:
         if dice.chance(0.25):  # what was taken before the capture comes back after it
             extras = (*extras, Extra(dice.choice(("load_state_dict", "rollback", "rollback", "decay raised"))))
         iterations.append(replace(first, extras=extras, see=own.see, overflow=overflow, **changes))
-    wrapper = replace(phase.wrapper, check_nan=False)
+    wrapper = phase.wrapper
+    wrapper = (
+        replace(wrapper, check_nan=False)
+        if isinstance(wrapper, Ddp)
+        else replace(wrapper, zero="optimizer.zero_grad()")
+    )
     return replace(phase, wrapper=wrapper, iterations=tuple(iterations), warmups=dice.one_of({2: 3, 1: 1}))
 
 

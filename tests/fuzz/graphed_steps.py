@@ -31,9 +31,12 @@ EXACT_RATE = 0.0078125
 def can_be_graphed(program: Program, phase: Phase) -> bool:
     """Whether the documentation allows an iteration of this phase to be captured."""
     model, optimizer, wrapper = program.model, program.optimizer, phase.wrapper
-    if not isinstance(wrapper, Ddp) or wrapper.stock or wrapper.check_nan:
-        return False
-    if optimizer.name not in FUSED or dict(optimizer.options).get("foreach"):
+    options = dict(optimizer.options)
+    if isinstance(wrapper, Ddp):
+        fits = not (wrapper.stock or wrapper.check_nan)
+    else:
+        fits = options.get("fused", False) and not wrapper.stepping_hooks
+    if not fits or optimizer.name not in FUSED or options.get("foreach"):
         return False
     return model.recompute == "no" and not any(_reads(block) for block in model.blocks)
 
@@ -86,7 +89,8 @@ def _captured(program: Program, micro: Micro) -> Micro:
 def _beside_calls(iteration: Iteration) -> Iteration:
     """What is kept of it would be alive in a capture."""
     micros = tuple(replace(micro, keep="nothing", raises=()) for micro in iteration.micros)
-    return replace(iteration, micros=micros, extras=tuple(map(_kept, iteration.extras)))
+    outcome = "step" if iteration.outcome == "accumulate" else iteration.outcome  # a call begins without gradients
+    return replace(iteration, micros=micros, extras=tuple(map(_kept, iteration.extras)), outcome=outcome)
 
 
 def _kept(extra: Extra) -> Extra:
@@ -118,7 +122,7 @@ def write_graphed_step(pen: Pen) -> None:
             pen.drain()
         write_finish(pen, first)
         if first.scaled:
-            pen("model.scale_gradients(0.5)")
+            pen("model.scale_gradients(0.5)" if pen.ddp else f"scale_grads({pen.owner}, 0.5)")
         write_step(pen, first, "N")
         write_zero(pen)
         pen.captured = False
@@ -128,7 +132,8 @@ def write_graphed_step(pen: Pen) -> None:
 
 def _write_made(pen: Pen) -> None:
     options = f", num_warmup_steps={pen.phase.warmups}" if pen.phase.warmups != 2 else ""
-    pen(f"step = GraphedTrainingStep(train_step, model, optimizer{options})")
+    made = "GraphedTrainingStep" if pen.ddp else "fsdp.GraphedTrainingStep"
+    pen(f"step = {made}(train_step, model, optimizer{options})")
 
 
 def _parameters(pen: Pen) -> list[str]:

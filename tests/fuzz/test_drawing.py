@@ -80,7 +80,8 @@ def test_graphed_steps_are_replayed(drawn: list[Program]) -> None:
     assert all(len(phase.graphed) >= 5 for _, phase in phases)
     assert {micro.pattern for _, phase in phases for micro in phase.graphed[0].micros} == set(AS_ONE_CALL)
     kinds = {"ddp", "zero1", "zero1, gather overlapped", "hybrid", "hybrid, gather overlapped"}
-    assert {wrapper_kind(phase.wrapper) for _, phase in phases} == kinds
+    kinds |= {f"fully_shard {placements}" for placements in ("zero1", "zero2", "zero3", "hsdp")}
+    assert kinds <= {wrapper_kind(phase.wrapper) for _, phase in phases}
     beside = [each for _, phase in phases for each in phase.iterations if not each.graphed]
     assert {each.outcome for each in beside} == {"step", "skip", "given up", "fails"}
     assert {program.optimizer.scaled for program, _ in phases} == {True, False}

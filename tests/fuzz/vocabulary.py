@@ -58,6 +58,7 @@ TORCH = {
     "contextmanager": "from contextlib import contextmanager",
     "pipelining": "from torch.distributed import pipelining",
     "checkpoint": "from torch.utils.checkpoint import checkpoint",
+    "fsdp": "from maingrad import fsdp",
 }
 TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
 STANDARD = {name: f"import {name}" for name in ("copy", "gc", "math", "os", "random", "shutil", "tempfile", "zlib")}
