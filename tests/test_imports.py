@@ -68,6 +68,7 @@ PUBLIC = {
         "PLACEMENTS",
         "AxisPlacement",
         "FSDPModule",
+        "GraphedTrainingStep",
         "MixedPrecisionPolicy",
         "Placement",
         "Placements",

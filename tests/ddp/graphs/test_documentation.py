@@ -11,12 +11,15 @@ SECTION = PAGE.split("## A whole training step")[1].split("\n## ")[0]
 
 
 def test_the_code_of_the_section_about_steps_runs() -> None:
-    first, attention = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
+    first, sharded, attention = re.findall(r"```python\n(.*?)```", SECTION, flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(first, names)
     kept = torch.stack(names["kept"])  # type: ignore[arg-type]
     assert kept.shape == (6, 2)
     assert len(set(kept.flatten().tolist())) == 12
+    assert names["step"].num_graphs == 1  # type: ignore[attr-defined]
+    names = {}
+    exec(sharded, names)
     assert names["step"].num_graphs == 1  # type: ignore[attr-defined]
     pytest.importorskip("transformers")
     exec(attention, names)
