@@ -102,3 +102,10 @@ def peak_gib(device: torch.device) -> float:
         if tuple(segment["segment_pool_id"]) != (0, 0) and segment["device"] == device.index
     )
     return (torch.cuda.max_memory_allocated(device) + kept) / 2**30
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back the memory of a model that nobody refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

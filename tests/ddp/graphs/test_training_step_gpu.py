@@ -147,6 +147,11 @@ def test_memory_is_given_back_and_the_host_is_free() -> None:
     torch.cuda.synchronize()
     eager_peak = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train_step(x)
+    torch.cuda.synchronize()
+    eager_reserved = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(5):
@@ -154,7 +159,9 @@ def test_memory_is_given_back_and_the_host_is_free() -> None:
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() <= 1.1 * eager_peak
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= 1.1 * eager_peak + 2**27  # with the graph's pool, and cuBLAS's workspaces
+    # The graph's pool. The stream has workspaces of cuBLAS, and the arguments have static memory.
+    print(f"reserved {torch.cuda.memory_reserved()}, eager {eager_reserved}, allocated {eager_peak}")
+    assert torch.cuda.memory_reserved() <= 1.1 * eager_reserved + 2**27
     times = []
     for _ in range(20):
         torch.cuda.synchronize()
