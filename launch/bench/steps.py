@@ -96,12 +96,13 @@ def peak_gib(device: torch.device) -> float:
     """
     if device.type != "cuda":
         return 0.0
-    kept = sum(
+    kept: int = sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
         if tuple(segment["segment_pool_id"]) != (0, 0) and segment["device"] == device.index
     )
-    return (torch.cuda.max_memory_allocated(device) + kept) / 2**30
+    allocated: int = torch.cuda.max_memory_allocated(device)
+    return (allocated + kept) / 2**30
 
 
 def free_memory(device: torch.device) -> None:
