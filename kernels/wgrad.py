@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .compat import HAS_TRITON
+from .quantized import Quantized, scaled_product, scaled_wgrad_accumulate
 from .reference import wgrad_accumulate_reference
 from .tuning import Problem, gpu_name, tuned_config
 
@@ -16,12 +17,28 @@ if HAS_TRITON:
     from .grouped.wgrad_triton import grouped_wgrad_triton
     from .wgrad_config import WgradConfig
 
-__all__ = ["cublas_wgrad", "wgrad_accumulate"]
+__all__ = ["WgradOperand", "cublas_wgrad", "tensors_of", "wgrad_accumulate", "wgrad_product"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
+WgradOperand = Tensor | Quantized
+"""An operand of ``dy^T x``: [T, features]; or quantised along the tokens, and so transposed: [features, T]."""
 
-def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool = False) -> None:
+
+def tensors_of(operand: WgradOperand) -> tuple[Tensor, ...]:
+    """The tensors that hold ``operand``."""
+    return operand.tensors if isinstance(operand, Quantized) else (operand,)
+
+
+def wgrad_product(dy: WgradOperand, x: WgradOperand, dtype: torch.dtype) -> Tensor:
+    """``dy^T x`` [N, K] as a new tensor of ``dtype``; both operands are tensors, or both are quantised."""
+    if isinstance(dy, Quantized) and isinstance(x, Quantized):
+        return scaled_product(dy, x, dtype)
+    assert isinstance(dy, Tensor) and isinstance(x, Tensor), "both alike"
+    return (dy.t() @ x).to(dtype)
+
+
+def wgrad_accumulate(dy: WgradOperand, x: WgradOperand, main_grad: Tensor, *, overwrite: bool = False) -> None:
     """Accumulate a linear layer's weight gradient in place: ``main_grad = beta * main_grad + dy^T x``.
 
     dy         [T, N]  gradient of the output, bf16, fp16, fp32 or fp64; any strides
@@ -34,9 +51,15 @@ def wgrad_accumulate(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: boo
     expert for shapes where the tuning table says that it is faster (few tokens). On a CPU the reference runs. T may be
     0.
 
+    Quantised operands: see ``scaled_wgrad_accumulate``.
+
     Raises ``ValueError`` for shapes that do not match and ``TypeError`` for operands of different dtypes. The method is
     Megatron-LM's ``gradient_accumulation_fusion``, with cuBLAS called through ``torch.addmm``.
     """
+    if isinstance(dy, Quantized) or isinstance(x, Quantized):
+        assert isinstance(dy, Quantized) and isinstance(x, Quantized), "both alike"
+        scaled_wgrad_accumulate(dy, x, main_grad, overwrite=overwrite)
+        return
     rows = dy.shape[0] if dy.dim() == 2 == x.dim() else -1
     if rows != x.shape[0] or main_grad.shape != (dy.shape[1], x.shape[1]):
         raise ValueError(

@@ -15,21 +15,33 @@ from .experts.scaled_activations import ScaledClampedQGeGLU as ScaledClampedQGeG
 from .experts.scaled_activations import ScaledSwiGLU as ScaledSwiGLU
 from .graphs.chunks import graphed_chunks as graphed_chunks
 from .graphs.make_graphed_callables import make_graphed_callables as make_graphed_callables
+from .recipes import Float8BlockScaling as Float8BlockScaling
+from .recipes import Float8CurrentScaling as Float8CurrentScaling
+from .recipes import Format as Format
+from .recipes import MXFP8BlockScaling as MXFP8BlockScaling
+from .recipes import NVFP4BlockScaling as NVFP4BlockScaling
+from .recipes import autocast as autocast
 from .sequential import Sequential as Sequential
 from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
 __all__ = [
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
     "GraphPool",
     "GroupedLinear",
     "GroupedMLP",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "ScaledClampedQGeGLU",
     "ScaledSwiGLU",
     "Sequential",
     "WgradQueue",
+    "autocast",
     "convert_linears",
     "delayed_wgrad",
     "graphed_chunks",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.wgrad import WgradOperand, tensors_of
 from ..torch_internals import checkpointed_region
 from .late_grads import note_lost, note_over, note_waiting
 from .main_grad import hand_over_sum
@@ -28,7 +29,7 @@ class DelayedWgrad:
     the backward that made the operands; the running stream then waits for the producing stream.
 
     write     called with this entry and the operands; writes the gradients
-    operands  ``dy`` [T, N] and ``x`` [T, K]; for a grouped product the experts' offsets [E + 1] too
+    operands  ``dy`` [T, N] and ``x`` [T, K], or both quantised; for a grouped product the experts' offsets [E + 1] too
     records   our provider's records of the weights; none for weights of a foreign provider, or without provider
     owner     the module, for errors
     backward  number of the backward (``current_backward``) that made the operands
@@ -38,17 +39,18 @@ class DelayedWgrad:
     def __init__(
         self,
         write: Callable[..., None],
-        operands: tuple[Tensor, ...],
+        operands: tuple[WgradOperand, ...],
         records: Sequence[GradRecord],
         owner: str,
         backward: int,
         weights: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         self._write = write
-        self._operands: tuple[Tensor, ...] | None = operands
-        self._versions = [operand._version for operand in operands]
+        self._operands: tuple[WgradOperand, ...] | None = operands
+        tensors = [tensor for operand in operands for tensor in tensors_of(operand)]
+        self._versions = [tensor._version for tensor in tensors]
         self._records = records
-        dy = operands[0]
+        dy = tensors[0]
         self._producer = torch.cuda.current_stream(dy.device) if dy.is_cuda else None
         self._done: torch.cuda.Event | None = None
         self.backward = backward
@@ -93,13 +95,14 @@ class DelayedWgrad:
         operands = self._operands
         if operands is None:
             raise RuntimeError(f"{self.pending.owner}: this delayed weight gradient was computed or dropped already")
-        if [operand._version for operand in operands] != self._versions:
+        tensors = [tensor for operand in operands for tensor in tensors_of(operand)]
+        if [tensor._version for tensor in tensors] != self._versions:
             raise RuntimeError(
                 f"{self.pending.owner}: the input or the output gradient of a delayed weight gradient was changed in "
                 f"place before it was computed (an input buffer that was filled again?); call backward_dw() or drain() "
                 f"first, or clear() the queue to give it up"
             )
-        current = None if self._producer is None else torch.cuda.current_stream(operands[0].device)
+        current = None if self._producer is None else torch.cuda.current_stream(tensors[0].device)
         if current == self._producer:
             self._write(self, *operands)
             self._operands = None

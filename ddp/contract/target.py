@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ...kernels import grouped_wgrad_accumulate, wgrad_accumulate
+from ...kernels.wgrad import WgradOperand, wgrad_product
 from ..torch_internals import has_tensor_hooks
 from . import capturing
 from .capturing import BackwardCapture, Delivery
@@ -131,11 +132,13 @@ class WgradTarget:
         weight = self._alive_weight()
         return Place(weight, accumulator_of(weight, self._owner, rows_apart=self._rows_apart) if self._fused else None)
 
-    def deliver(self, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor, backward: int) -> Tensor | None:
+    def deliver(
+        self, weight: Tensor, main_grad: Tensor | None, dy: WgradOperand, x: WgradOperand, backward: int
+    ) -> Tensor | None:
         """In backward: ``main_grad (+)= dy^T x``, now or in the queue, and the flag; returns what autograd gets.
 
         weight, main_grad  [N, K] both: the ``Place`` that ``resolve`` returned
-        dy, x              [T, N] and [T, K]: gradient of the output, input of the forward
+        dy, x              [T, N] and [T, K]: gradient of the output, input of the forward; or both quantised
         backward           number of the running backward; in reentrant recompute of the backward around it
         """
         if capturing.active is not None:
@@ -150,14 +153,21 @@ class WgradTarget:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, backward))
         return hand_over(weight, record, delayed=self._queue is not None, fused=self._fused)
 
-    def _note(self, capture: BackwardCapture, weight: Tensor, main_grad: Tensor | None, dy: Tensor, x: Tensor) -> None:
+    def _note(
+        self,
+        capture: BackwardCapture,
+        weight: Tensor,
+        main_grad: Tensor | None,
+        dy: WgradOperand,
+        x: WgradOperand,
+    ) -> None:
         """``deliver`` in a backward that is captured."""
         if self._fused and main_grad is None:
             main_grad = self.resolve_for_write().accumulator
 
         def compute(overwrite: Sequence[bool]) -> list[Tensor | None]:
             if main_grad is None:
-                return [(dy.t() @ x).to(weight.dtype)]
+                return [wgrad_product(dy, x, weight.dtype)]
             wgrad_accumulate(dy, x, main_grad, overwrite=overwrite[0])
             return [None]
 
@@ -190,14 +200,14 @@ class WgradTarget:
             )
         return weight
 
-    def _write(self, entry: DelayedWgrad, dy: Tensor, x: Tensor) -> None:
+    def _write(self, entry: DelayedWgrad, dy: WgradOperand, x: WgradOperand) -> None:
         """Compute the delayed gradient ``entry``."""
         weight, main_grad = self.resolve_for_write()
         record = record_of(weight)
         if main_grad is not None:
             wgrad_accumulate(dy, x, main_grad, overwrite=open_for_write(weight, record, entry.backward))
         else:
-            add_to_grad(weight, (dy.t() @ x).to(weight.dtype), record)
+            add_to_grad(weight, wgrad_product(dy, x, weight.dtype), record)
         settle(weight, record, entry)
 
     def _refuse_hook_on_delayed(self) -> None:

@@ -3,7 +3,7 @@
 Every replay asks, so each module costs a microsecond at most.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from ..gathers.waiting_modules import is_waiting_hook, registered_params
 from ..torch_internals import DisableTorchFunctionSubclass, hook_keys
 
-__all__ = ["surroundings"]
+__all__ = ["modes", "surroundings"]
+
+modes: list[Callable[[], Hashable]] = []
+"""What else decides which kernels a forward runs: functions that rooms above ``ddp`` add."""
 
 
 def surroundings(root: nn.Module, trained: Sequence[Tensor], kind: str) -> tuple[Hashable, ...]:
@@ -21,6 +24,7 @@ def surroundings(root: nn.Module, trained: Sequence[Tensor], kind: str) -> tuple
     kind     "cuda" or "cpu"
     """
     seen: list[Hashable] = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+    seen += [state() for state in modes]
     with DisableTorchFunctionSubclass():  # no value is read, so that no read waits for a gather
         seen += hook_keys(trained)
         for module in _modules(root):

@@ -14,10 +14,12 @@ from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.contract.target import WgradTarget
 from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import current_backward
+from .. import recipes
 from ..compiled import Way, WgradHandle, can_compile, weights_wanted
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
 from .fused_linear import LinearUse, cast, fused_linear, rows_of, run_outside_graph
+from .quantized_linear import quantized_linear, takes_recipe
 from .transforms import in_transform
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -37,6 +39,7 @@ class LinearModule(DelayedWgradModule):
     init_method: InitMethod | None = None
     label: str | None = None
     weight_names: tuple[str, ...] = ("weight",)
+    _has_been_quantized = False
     transposed = False
     """The single weight is stored [K, N]."""
 
@@ -110,7 +113,7 @@ class LinearModule(DelayedWgradModule):
         hook or a tensor subclass must see the gradient.
         """
         if torch.compiler.is_compiling():
-            way = self.way(weights, queue, product)
+            way = "break" if recipes.num_blocks else self.way(weights, queue, product)
             if way == "break":
                 arguments = (input, weights, bias, queue, product, only_save)
                 output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
@@ -119,6 +122,9 @@ class LinearModule(DelayedWgradModule):
                 return None
             self._check_input(input, weights[0])
             return compiled_linear(input, weights, bias, self._wgrad_key, product, transposed=self.transposed)
+        recipe = self._recipe_now(input)
+        if recipe is not None:
+            return self._quantized_product(input, weights, bias, queue, only_save, recipe)
         if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
             if queue is not None:
                 note_without_grad(self)
@@ -130,6 +136,46 @@ class LinearModule(DelayedWgradModule):
             check_delayable(needing, self.describe())
         self._check_input(input, weights[0])
         return fused_linear(input, weights, bias, self._use(weights, queue, only_save))
+
+    def _recipe_now(self, input: Tensor) -> recipes.Recipe | None:
+        """The recipe by which this forward is quantised, if any."""
+        recipe = recipes.recipe_now()
+        if recipe is None:
+            if self._has_been_quantized and recipes.is_recomputed_without_region():
+                raise RuntimeError(
+                    f"{self.describe()} was quantised under autocast, and a reentrant checkpoint computes it again "
+                    f"outside: use torch.utils.checkpoint(use_reentrant=False), or enter autocast in the function"
+                )
+            return None
+        if not takes_recipe(recipe, input, self.describe()):
+            return None
+        if not self._has_been_quantized:
+            self._has_been_quantized = True
+        return recipe
+
+    def _quantized_product(
+        self,
+        input: Tensor,
+        weights: Sequence[Tensor],
+        bias: Tensor | None,
+        queue: WgradQueue | None,
+        only_save: bool,
+        recipe: recipes.Recipe,
+    ) -> Tensor:
+        """``fused_product`` under a recipe."""
+        if in_transform():
+            raise RuntimeError(f"{self.describe()}: a recipe does not go with transforms of torch.func")
+        self._check_input(input, weights[0])
+        trains = torch.is_grad_enabled()
+        if queue is not None and not trains:
+            note_without_grad(self)
+        needing = [weight for weight in weights if weight.requires_grad]
+        fused = self.fuse_wgrad_accumulation or queue is not None
+        writes = trains and fused and bool(needing) and all(map(is_fusable, needing))
+        if writes and queue is not None and queue is not self.wgrad_queue:
+            check_delayable(needing, self.describe())
+        use = self._use(weights, queue if writes else None, only_save)
+        return quantized_linear(input, weights, bias, use, recipe, writes)
 
     def _check_input(self, input: Tensor, weight: Tensor) -> None:
         features = weight.shape[0 if self.transposed else 1]

@@ -14,6 +14,7 @@ from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompu
 from ...ddp.torch_internals import current_backward
 from ..compiled import weights_wanted
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
+from ..dense.quantized_linear import refuse_recipe
 from ..dense.transforms import refuse_in_transform
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
@@ -95,6 +96,7 @@ class GroupedModule(LinearModule, nn.Module):
 
         bias_scales, out, grad_input  see ``fused_grouped_linear``
         """
+        refuse_recipe(self.describe(), rows)
         weights = self.parameters_named(layer.weight_names)
         biases = self.parameters_named(layer.bias_names) if add_bias else ()
         if not torch.is_autocast_enabled(rows.device.type):

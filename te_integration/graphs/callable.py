@@ -10,6 +10,7 @@ from ...ddp.collectives.streams import is_capturing
 from ...ddp.contract.delayed import delay_blocks
 from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.wrapper.around_module import AroundModule
+from ..recipes import Recipe, recipe_now
 from .captured_order import ReplayError
 from .layer_graphs import LayerGraphs
 from .node import replay
@@ -109,6 +110,6 @@ def _run(forward: Any, *args: Any, **kwargs: Any) -> Any:
 _run_outside_graph: Any = torch.compiler.disable(_run)
 
 
-def _autocast(graphs: LayerGraphs) -> tuple[bool, torch.dtype]:
+def _autocast(graphs: LayerGraphs) -> tuple[bool, torch.dtype, Recipe | None]:
     kind = graphs.device_type
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), recipe_now()

@@ -1,0 +1,193 @@
+"""``quantize`` and ``dequantize``: the formulas of all forms of scales, in plain PyTorch. Any device; no host reads.
+
+Legend: amax the largest magnitude in a block (NaN if there is one), max the element's largest magnitude.
+
+==================  ==========================================  =====================================================
+form                scale (a multiplier of elements)            amax that gives no scale
+==================  ==========================================  =====================================================
+FP32                1 / (max / amax)                            0, Inf, NaN: 1. max / amax beyond fp32: fp32's largest
+POWER_OF_TWO        1 / (max / amax, its mantissa cut off)      the same; beyond fp32: 2^127
+E8M0                2^ceil(log2(amax / max))                    0: 2^-127; Inf: 2^127; NaN: NaN
+E4M3                E4M3(amax / 6 * g) times 1 / g,             of the matrix 0, Inf, NaN: g = 1. A block whose scale
+                    g = 2688 / amax of the matrix               is 0 has elements 0
+==================  ==========================================  =====================================================
+
+The formulas are those of Transformer Engine's recipes, and E8M0's that of cuBLAS ("round up"), so that bits can be
+compared. Elements beyond max become max, Inf too. A NaN stays one in E4M3 and E5M2; in E2M1 its block's scale is NaN.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from .spec import Element, Quantized, QuantSpec, ScaleForm
+
+__all__ = ["dequantize", "quantize", "rotate"]
+
+_ROTATED = 16
+"""Columns that a Hadamard transform mixes."""
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Random, drawn once: both operands of a product have the same transform."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of E2M1, by code."""
+
+
+def quantize(x: Tensor, spec: QuantSpec, *, amax: Tensor | None = None) -> Quantized:
+    """Quantise a matrix.
+
+    x     [R, C], bf16, fp16 or fp32, any strides
+    amax  the matrix's largest magnitude where it is known, 0-dim; used for one scale a matrix, and for E4M3's factor
+
+    Raises ``ValueError`` unless x is a matrix with elements.
+    """
+    if x.dim() != 2 or x.numel() == 0:
+        raise ValueError(f"quantize takes a matrix that has elements, got {tuple(x.shape)}")
+    values = x.float()
+    if spec.rotated:
+        values, amax = rotate(values), None
+    factor: Tensor | None = None
+    if spec.scale is ScaleForm.E4M3:
+        factor = _global_factor(values.abs().amax() if amax is None else amax.float(), spec)
+    if spec.block is None:
+        largest = values.abs().amax() if amax is None else amax.float()
+        stored, encode = _scales(largest, spec, factor)
+        scaled = values * encode
+    else:
+        stored, encode = _scales(_block_amax(values, spec.block), spec, factor)
+        scaled = values * _spread(encode, spec.block, values.shape)
+    return Quantized(_cast(scaled, spec), stored, factor, spec, values.shape[1])
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[R, C]: the values that ``q`` stands for, computed in fp32 (or ``dtype`` fp64); rotated ones where it is."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    elements = _elements(q).to(wide)
+    scale = q.scale.to(torch.float32).to(wide)  # from E8M0 and E4M3 too, exactly
+    if q.factor is not None:
+        scale = scale * q.factor.to(wide)
+    if q.spec.block is not None:
+        scale = _spread(scale, q.spec.block, q.shape)
+    return (elements * scale).to(dtype)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """``x H`` [R, C rounded up to 16]: fp32. Orthogonal; zeros fill the last columns."""
+    rows, columns = x.shape
+    padded = torch.nn.functional.pad(x, (0, -columns % _ROTATED))
+    return (padded.view(rows, -1, _ROTATED) @ _hadamard(x.device)).view(rows, -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _hadamard(device: torch.device) -> Tensor:
+    """[16, 16]: diag(signs) times the Hadamard matrix over 4 (Sylvester's construction)."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < _ROTATED:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (torch.tensor(_SIGNS, dtype=torch.float32)[:, None] * matrix / 4).to(device)
+
+
+# ---- Scales. ----
+
+
+def _block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """[ceil(R / rows), ceil(C / columns)]: the largest magnitude of each block."""
+    rows, columns = values.shape
+    height, width = block
+    padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
+    return padded.view(padded.shape[0] // height, height, -1, width).amax((1, 3))
+
+
+def _spread(per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+    """[R, C]: each element's entry of ``per_block``."""
+    height, width = block
+    wide = per_block.repeat_interleave(height, 0) if height > 1 else per_block
+    wide = wide.repeat_interleave(width, 1) if width > 1 else wide
+    return wide[: shape[0], : shape[1]]
+
+
+def _scales(amax: Tensor, spec: QuantSpec, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scales as stored, and what elements are multiplied by before the cast; both in the shape of ``amax``."""
+    if spec.scale is ScaleForm.E8M0:
+        return _e8m0_scales(amax, spec.element)
+    if spec.scale is ScaleForm.E4M3:
+        assert factor is not None, "of this form"
+        stored = (_divided(amax, spec.element.max) / factor).clamp(max=Element.E4M3.max).to(torch.float8_e4m3fn)
+        effective = stored.float() * factor
+        return stored, torch.where(effective == 0, 0.0, 1.0 / effective)
+    encode = _encode(amax, spec.element.max)
+    if spec.scale is ScaleForm.POWER_OF_TWO:
+        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return 1.0 / encode, encode
+
+
+def _e8m0_scales(amax: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    ratio = _divided(amax, element.max)
+    mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa * 2^exponent, mantissa in [0.5, 1)
+    ceiling = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    biased = ceiling.clamp(-127, 127) + 127
+    biased = torch.where(ratio == 0, 0, torch.where(ratio.isinf(), 254, torch.where(ratio.isnan(), 255, biased)))
+    encode = torch.exp2(127.0 - biased.float())
+    encode = torch.where(biased == 0, 1.0, encode)  # so cuBLAS's and torchao's: elements are all but zero
+    encode = torch.where(ratio.isnan(), ratio, encode)
+    return biased.to(torch.uint8).view(torch.float8_e8m0fnu), encode
+
+
+def _global_factor(amax: Tensor, spec: QuantSpec) -> Tensor:
+    """1 / g: with it no block's scale is beyond E4M3."""
+    return 1.0 / _encode(amax, Element.E4M3.max * spec.element.max)
+
+
+def _encode(amax: Tensor, largest: float) -> Tensor:
+    """``largest / amax``, at most fp32's largest number; 1 where amax is 0, Inf or NaN."""
+    encode = (torch.full_like(amax, largest) / amax).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((amax == 0) | ~amax.isfinite(), 1.0, encode)
+
+
+def _divided(amax: Tensor, by: float) -> Tensor:
+    """Rounded once: torch multiplies by the inverse of a number, in some kernels."""
+    return amax / torch.full_like(amax, by)
+
+
+# ---- Elements. ----
+
+
+@functools.lru_cache(maxsize=64)
+def _magnitudes(device: torch.device) -> Tensor:
+    """Kept, since a CUDA graph's capture can copy nothing from the host."""
+    return torch.tensor(_MAGNITUDES, device=device)
+
+
+def _cast(scaled: Tensor, spec: QuantSpec) -> Tensor:
+    """[R, C] fp32 -> elements."""
+    if spec.element is Element.E2M1:
+        return _packed_e2m1(scaled, stochastic=spec.stochastic)
+    if spec.stochastic:
+        raise NotImplementedError("stochastic rounding is that of E2M1")
+    bound = spec.element.max
+    return scaled.clamp(-bound, bound).to(spec.element.dtype)
+
+
+def _packed_e2m1(scaled: Tensor, *, stochastic: bool) -> Tensor:
+    magnitudes = _magnitudes(scaled.device)
+    size = torch.where(scaled.isnan(), Element.E2M1.max, scaled.abs().clamp(max=Element.E2M1.max))
+    below = torch.bucketize(size.contiguous(), magnitudes, right=True).sub_(1).clamp_(max=len(_MAGNITUDES) - 2)
+    low, high = magnitudes[below], magnitudes[below + 1]
+    share = (size - low) / (high - low)
+    if stochastic:
+        up = torch.rand_like(share) < share
+    else:
+        up = (share > 0.5) | ((share == 0.5) & (below % 2 == 1))  # a tie goes to the even code
+    codes = (below + up + 8 * (scaled < 0)).to(torch.uint8)
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def _elements(q: Quantized) -> Tensor:
+    """[R, C] fp32: the elements' values."""
+    if q.spec.element is not Element.E2M1:
+        return q.data.float()
+    codes = torch.stack([q.data & 15, q.data >> 4], -1).flatten(1)
+    values = _magnitudes(q.data.device)[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
+    return values[:, : q.columns]

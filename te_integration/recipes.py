@@ -1,0 +1,213 @@
+"""Recipes of low precision, and ``autocast``, under which modules compute with quantised operands.
+
+    product            operands, each contracted along its last dim     rows are
+    y  = x W^T         x rows        W rows                             the tokens; output features
+    dx = dy W          dy rows       W columns (W^T)                    the tokens; input features
+    dW = dy^T x        dy columns    x columns                          output features; input features
+
+Names and defaults are Transformer Engine's. Weight gradients are summed in fp32 in ``main_grad`` under every recipe.
+"""
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from ..ddp.graphs.surroundings import modes
+from ..ddp.torch_internals import checkpointed_region, current_backward
+from ..kernels.quantized import Element, QuantSpec, ScaleForm
+
+__all__ = [
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
+    "autocast",
+    "recipe_now",
+]
+
+Operand = Literal["input", "weight", "grad"]
+
+
+class Format(Enum):
+    """Elements of inputs and weights, and of gradients."""
+
+    E4M3 = (Element.E4M3, Element.E4M3)
+    HYBRID = (Element.E4M3, Element.E5M2)
+    """E4M3 forward; E5M2 for gradients, which need its range."""
+
+    @property
+    def forward(self) -> Element:
+        """Of inputs and weights."""
+        return self.value[0]
+
+    @property
+    def backward(self) -> Element:
+        """Of gradients of outputs."""
+        return self.value[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(ABC):
+    """How the operands of a linear layer's three products are quantised.
+
+    emulate  quantise, and multiply what the elements stand for in fp32. On a CPU all recipes run so. On a GPU no recipe
+             has a kernel yet, and a recipe without ``emulate`` raises ``RuntimeError``
+    """
+
+    emulate: bool = False
+
+    @abstractmethod
+    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+        """How the operand is quantised, as it is or transposed (``columns``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """8 bits and one scale a tensor, from the tensor's own largest magnitude.
+
+    fp8_format  elements: HYBRID, or E4M3 throughout
+    """
+
+    fp8_format: Format = Format.HYBRID
+
+    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+        """One scale in fp32."""
+        element = self.fp8_format.backward if operand == "grad" else self.fp8_format.forward
+        return QuantSpec(element, None, ScaleForm.FP32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """8 bits (E4M3) and a power of two for each 128 elements of inputs and gradients, and each 128 x 128 of weights."""
+
+    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+        """1 x 128 along the contraction, or 128 x 128."""
+        return QuantSpec(Element.E4M3, (128 if operand == "weight" else 1, 128), ScaleForm.POWER_OF_TWO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """8 bits (E4M3) and an exponent of 8 bits for each 32 elements along the contraction (OCP Microscaling, 2023)."""
+
+    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+        """1 x 32 along the contraction, weights too."""
+        return QuantSpec(Element.E4M3, (1, 32), ScaleForm.E8M0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """4 bits (E2M1), a scale in E4M3 for each 16 elements (16 x 16 of weights), and one fp32 factor a tensor.
+
+    disable_rht                  no random Hadamard transform of the weight gradient's operands along the tokens
+    disable_stochastic_rounding  gradients are rounded to nearest
+    disable_2d_quantization      weights have a scale for each 16 elements along the contraction
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+        """1 x 16 along the contraction, or 16 x 16."""
+        if operand == "weight":
+            return QuantSpec(Element.E2M1, (1 if self.disable_2d_quantization else 16, 16), ScaleForm.E4M3)
+        return QuantSpec(
+            Element.E2M1,
+            (1, 16),
+            ScaleForm.E4M3,
+            rotated=columns and not self.disable_rht,
+            stochastic=operand == "grad" and not self.disable_stochastic_rounding,
+        )
+
+
+class _State(threading.local):
+    recipe: Recipe | None = None
+    depth = 0
+    """Blocks of ``autocast`` around."""
+
+
+_state = _State()
+
+num_blocks = 0
+"""``autocast`` blocks that are open in any thread: compilers read this in traced code, where it is a constant."""
+
+
+@contextmanager
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
+) -> Iterator[None]:
+    """Around forwards: dense modules quantise the operands of their products as ``recipe`` says, in backward too.
+
+    enabled               False: no recipe in this block, whatever is around it
+    calibrating           only with delayed scaling, which is not supported: must be False
+    recipe                None: ``Float8CurrentScaling()``. One recipe object may serve all blocks
+    amax_reduction_group  only with delayed scaling: must be None
+
+    Blocks nest, and belong to a thread. A forward is quantised in bf16 and fp16: the parameters' dtype, or that of
+    ``torch.autocast``, which may be around too. fp32 and fp64 modules compute as without a recipe, and a warning says
+    so. What ``torch.utils.checkpoint(use_reentrant=False)`` computes again has the recipe of its first forward.
+    """
+    global num_blocks
+    if calibrating or amax_reduction_group is not None:
+        raise ValueError("autocast: calibrating and amax_reduction_group belong to delayed scaling, which is not here")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
+    before = _state.recipe
+    _state.recipe = (recipe or _DEFAULT) if enabled else None
+    _state.depth += 1
+    num_blocks += 1
+    try:
+        yield
+    finally:
+        _state.recipe = before
+        _state.depth -= 1
+        num_blocks -= 1
+
+
+_DEFAULT = Float8CurrentScaling()
+
+_regions: "weakref.WeakKeyDictionary[Any, tuple[int, Recipe | None]]" = weakref.WeakKeyDictionary()
+"""Of checkpointed regions: the recipe of their first forward, and how many blocks were around it.
+
+A block outside of the region is closed when the region is computed again; one inside is entered again.
+"""
+
+
+def recipe_now() -> Recipe | None:
+    """The recipe of the running forward; in a recompute that of the first forward."""
+    if num_blocks == 0 and not _regions:
+        return None
+    region = checkpointed_region()
+    if region is None:
+        return _state.recipe
+    frame, again = region
+    if not again:
+        depth, _ = _regions.get(frame, (_state.depth + 1, None))
+        if _state.depth < depth:
+            _regions[frame] = _state.depth, _state.recipe
+        return _state.recipe
+    if _state.depth == 0 and frame in _regions:
+        return _regions[frame][1]
+    return _state.recipe
+
+
+def is_recomputed_without_region() -> bool:
+    """Whether a forward runs in a backward, and not in a region: reentrant ``torch.utils.checkpoint``."""
+    return current_backward() != -1 and checkpointed_region() is None
+
+
+def _mode() -> Recipe | None:
+    return _state.recipe
+
+
+modes.append(_mode)  # a graphed step that is called under autocast has a graph of its own

@@ -1,0 +1,97 @@
+"""``quantize``: every formula against an oracle in fp64, element by element and block by block."""
+
+import math
+
+import pytest
+import torch
+from quant_oracle import NAN, SPECS, check_quantized
+
+from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize
+
+E2M1, E4M3 = Element.E2M1, Element.E4M3
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.sampled(7)
+def test_drawn_values(name: str) -> None:
+    """Magnitudes over many binades; the shape has partial blocks at both borders."""
+    draws = torch.Generator().manual_seed(0)
+    for dtype, spread in ((torch.float32, 8.0), (torch.bfloat16, 1.0), (torch.float16, 2.0)):
+        x = torch.randn(37, 151, generator=draws) * torch.exp2(torch.randn(37, 151, generator=draws) * spread)
+        check_quantized(x.to(dtype), SPECS[name])
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.sampled(7)
+def test_special_values(name: str) -> None:
+    """A block of zeros, Inf, NaN, subnormals, the largest number, and values on ties."""
+    spec = SPECS[name]
+    rows = torch.zeros(8, 40)
+    rows[1, 3], rows[1, 4] = 1.0, float("inf")
+    rows[2, 5], rows[2, 6] = 2.0, -NAN
+    rows[3] = 1e-45
+    rows[4, :2] = torch.tensor([1e-38, -3e-39])
+    rows[5, 7], rows[5, 8] = torch.finfo(torch.float32).max, 1.0
+    rows[6, :9] = torch.tensor([448.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0])
+    rows[7, :4] = torch.tensor([-6.0, 0.3, -0.25, 0.0])
+    for wanted in (range(8), (0,), (0, 1), (2,), (3,), (4,), (5,), (6, 7), (0, 3, 4)):
+        check_quantized(rows[list(wanted)], spec)
+
+
+def test_mxfp8_has_the_bits_of_torchao() -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 256, generator=draws) * torch.exp2(torch.randn(64, 256, generator=draws) * 30)
+    x[0], x[1, 3], x[2, 5] = 0.0, float("inf"), NAN
+    mode = mx.ScaleCalculationMode.RCEIL
+    for dtype in (torch.float32, torch.bfloat16):
+        scale, data = mx.to_mx(x.to(dtype), torch.float8_e4m3fn, 32, scaling_mode=mode)
+        q = quantize(x.to(dtype), SPECS["MXFP8"])
+        assert torch.equal(q.scale.view(torch.uint8), scale.view(torch.uint8).view(q.scale.shape))
+        assert torch.equal(q.data.view(torch.uint8), data.view(torch.uint8).view(q.data.shape))
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    spec = QuantSpec(E2M1, (1, 16), ScaleForm.E4M3, stochastic=True)
+    x = torch.linspace(-1, 1, 32).view(2, 16)
+    torch.manual_seed(0)
+    count = 4000
+    found = torch.stack([dequantize(quantize(x, spec)) for _ in range(count)])
+    nearest = dequantize(quantize(x, SPECS["NVFP4"]))
+    assert (found.mean(0) - x).abs().max() < 5 * found.std(0).max() / math.sqrt(count)
+    assert (nearest - x).abs().max() > 0.04
+    for column in found.flatten(1).unbind(1):
+        assert len(column.unique()) <= 2
+
+
+@pytest.mark.parametrize("tokens", [16, 37])
+def test_a_rotated_product_is_the_product(tokens: int) -> None:
+    """The transform is orthogonal, mixes 16 columns, and spreads an outlier."""
+    spec = QuantSpec(E4M3, (1, 16), ScaleForm.POWER_OF_TWO, rotated=True)
+    draws = torch.Generator().manual_seed(2)
+    a, b = torch.randn(5, tokens, generator=draws), torch.randn(7, tokens, generator=draws)
+    q = quantize(a, spec), quantize(b, spec)
+    assert q[0].columns == -(-tokens // 16) * 16
+    product = dequantize(q[0]) @ dequantize(q[1]).t()
+    assert (product - a @ b.t()).norm() < 0.06 * (a @ b.t()).norm()
+    one = torch.zeros(1, 32)
+    one[0, 3] = 96.0
+    spread = dequantize(quantize(one, spec))
+    assert torch.equal(spread.abs(), torch.tensor([[24.0] * 16 + [0.0] * 16]))
+    assert len(spread.unique()) == 3
+
+
+def test_what_is_no_matrix() -> None:
+    for shape in ((4,), (0, 3), (2, 3, 4)):
+        with pytest.raises(ValueError, match="a matrix that has elements"):
+            quantize(torch.ones(shape), SPECS["current"])
+
+
+def test_rows() -> None:
+    x = torch.randn(256, 40)
+    q = quantize(x, SPECS["block, weights"])
+    assert torch.equal(dequantize(q.rows(128, 256)), dequantize(q)[128:])
+    with pytest.raises(ValueError, match="cut blocks of 128 rows"):
+        q.rows(64, 128)
+    q = quantize(x, SPECS["NVFP4"])
+    assert torch.equal(dequantize(q.rows(3, 7)), dequantize(q)[3:7])
