@@ -93,8 +93,9 @@ class _QuantizedLinear(torch.autograd.Function):
             return x.new_empty(0)
         weight = _whole(weights, dtype, transposed=use.transposed)
         shape = (*input.shape[:-1], weight.shape[0])
+        bias = None if bias is None else cast(bias, dtype)
         if empty:
-            return x.new_zeros(shape) if bias is None else bias.to(dtype).expand(shape).clone()
+            return x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
         rows = _quantized(recipe, "input", x, columns=False)
         return scaled_product(rows, _quantized(recipe, "weight", weight, columns=False), dtype, bias).view(shape)
 

@@ -1,0 +1,291 @@
+"""``autocast``: blocks, threads, recompute, and what does not go with a recipe."""
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
+from maingrad.te_integration import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    GroupedMLP,
+    LayerNormMLP,
+    Linear,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    autocast,
+    make_graphed_callables,
+)
+
+CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
+
+
+def layer_of(**options: Any) -> Linear:
+    torch.manual_seed(0)
+    return Linear(64, 32, dtype=torch.bfloat16, **options)
+
+
+def input_of() -> Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
+
+
+def test_blocks_nest() -> None:
+    layer, x = layer_of(), input_of()
+    plain = layer(x)
+    with autocast(recipe=CURRENT):
+        current = layer(x)
+        with autocast(recipe=BLOCK):
+            block = layer(x)
+        with autocast(enabled=False):
+            assert torch.equal(layer(x), plain)
+        assert torch.equal(layer(x), current)
+    with autocast():
+        assert torch.equal(layer(x), current)  # the default
+    with autocast(enabled=False, recipe=CURRENT):
+        assert torch.equal(layer(x), plain)
+    assert torch.equal(layer(x), plain)
+    assert not torch.equal(plain, current)
+    assert not torch.equal(current, block)
+
+
+def test_a_block_that_raises_ends() -> None:
+    layer, x = layer_of(), input_of()
+    plain = layer(x)
+    with pytest.raises(KeyError), autocast(recipe=CURRENT):
+        raise KeyError("the program's own")
+    assert torch.equal(layer(x), plain)
+
+
+def test_blocks_belong_to_a_thread() -> None:
+    layer, x = layer_of(), input_of()
+    plain, found = layer(x), []
+    with autocast(recipe=CURRENT):
+        thread = threading.Thread(target=lambda: found.append(layer(x)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], plain)
+
+
+def test_backward_has_the_recipe_of_its_forward() -> None:
+    gradients = []
+    for around in (None, BLOCK):
+        layer, x = layer_of(), input_of().requires_grad_()
+        with autocast(recipe=CURRENT):
+            y = layer(x)
+        with autocast(around is not None, recipe=around):
+            y.float().sum().backward()
+        gradients.append((x.grad, layer.weight.grad))
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_fp32_is_not_quantised_and_says_so() -> None:
+    layer = Linear(64, 32)
+    x = torch.randn(8, 64)
+    with warnings.catch_warnings(record=True) as caught, autocast(recipe=CURRENT):
+        warnings.simplefilter("default")
+        for _ in range(3):
+            assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    assert ["as without a recipe" in str(each.message) for each in caught] == [True]
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_what_is_computed_again_has_the_recipe(outside: bool) -> None:
+    gradients = []
+    for recomputed in (False, True):
+        layer, x = layer_of(fuse_wgrad_accumulation=True), input_of().requires_grad_()
+        model = DistributedDataParallel(layer)
+
+        def forward(x: Tensor, layer: Linear = layer) -> Tensor:
+            if outside:
+                return layer(x).tanh()
+            with autocast(recipe=CURRENT):
+                return layer(x).tanh()
+
+        with autocast(outside, recipe=CURRENT):
+            y = checkpoint(forward, x, use_reentrant=False) if recomputed else forward(x)
+        with model.no_sync():
+            y.float().square().sum().backward()
+        gradients.append((y.detach(), x.grad, layer.weight.main_grad.clone()))
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_a_region_with_blocks_of_its_own() -> None:
+    """The first layer has the recipe from outside, the second one from inside, and the third none."""
+    gradients = []
+    for recomputed in (False, True):
+        layers = [layer_of(), Linear(32, 32, dtype=torch.bfloat16), Linear(32, 32, dtype=torch.bfloat16)]
+        x = input_of().requires_grad_()
+
+        def forward(x: Tensor, layers: list[Linear] = layers) -> Tensor:
+            x = layers[0](x)
+            with autocast(recipe=BLOCK):
+                x = layers[1](x)
+            with autocast(enabled=False):
+                return layers[2](x).tanh()
+
+        with autocast(recipe=CURRENT):
+            y = checkpoint(forward, x, use_reentrant=False) if recomputed else forward(x)
+        y.float().square().sum().backward()
+        gradients.append((y.detach(), x.grad, *(layer.weight.grad for layer in layers)))
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_reentrant_recompute_outside_is_refused() -> None:
+    layer, x = layer_of(), input_of().requires_grad_()
+    with autocast(recipe=CURRENT):
+        y = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        y.float().sum().backward()
+
+    def inside(x: Tensor) -> Tensor:
+        with autocast(recipe=CURRENT):
+            return layer(x)
+
+    checkpoint(inside, x, use_reentrant=True).float().sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_second_derivatives_are_refused() -> None:
+    layer, x = layer_of(), input_of().requires_grad_()
+    with autocast(recipe=CURRENT):
+        y = layer(x)
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(y.float().sum(), x, create_graph=True)
+    with autocast(recipe=CURRENT):
+        y = layer(x)
+    (grad,) = torch.autograd.grad(y.float().sum(), x)
+    assert grad.shape == x.shape
+
+
+def test_gradients_that_are_asked_for_are_not_written() -> None:
+    layer, x = layer_of(fuse_wgrad_accumulation=True), input_of()
+    model = DistributedDataParallel(layer)
+    layer.weight.main_grad.fill_(7.0)
+    with autocast(recipe=CURRENT):
+        y = model(x)
+    (grad,) = torch.autograd.grad(y.float().sum(), layer.weight)
+    assert grad.abs().sum() > 0
+    assert torch.equal(layer.weight.main_grad, torch.full_like(layer.weight.main_grad, 7.0))
+
+
+def test_experts_are_refused() -> None:
+    x, splits = torch.randn(6, 8).bfloat16(), torch.tensor([2, 4])
+    for module in (GroupedLinear(2, 8, 8, dtype=torch.bfloat16), GroupedMLP(2, 8, 8, dtype=torch.bfloat16)):
+        with autocast(recipe=MXFP8BlockScaling()), pytest.raises(RuntimeError, match=r"autocast\(enabled=False\)"):
+            module(x, splits)
+        with autocast(recipe=MXFP8BlockScaling()), autocast(enabled=False):
+            assert module(x, splits).shape == (6, 8)
+
+
+def test_transforms_are_refused() -> None:
+    layer, x = layer_of(), input_of()
+    with autocast(recipe=CURRENT), pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.vmap(layer)(x)
+
+
+def test_arguments() -> None:
+    for options in ({"calibrating": True}, {"amax_reduction_group": object()}):
+        with pytest.raises(ValueError, match="delayed scaling"), autocast(**options):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(TypeError, match="takes a recipe"), autocast(recipe=object()):  # type: ignore[arg-type]
+        pass
+
+
+def test_no_tokens() -> None:
+    layer = layer_of(fuse_wgrad_accumulation=True)
+    model = DistributedDataParallel(layer)
+    layer.weight.main_grad.fill_(7.0)
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, requires_grad=True)
+    with autocast(recipe=CURRENT):
+        y = model(x)
+    y.sum().backward()
+    model.finish_grad_sync()
+    assert y.shape == (0, 32)
+    assert x.grad.shape == (0, 64)
+    assert layer.weight.main_grad.abs().sum() == 0
+
+
+def test_a_nan_stays_visible() -> None:
+    for recipe in (CURRENT, BLOCK, MXFP8BlockScaling(), NVFP4BlockScaling()):
+        layer, x = layer_of(), input_of()
+        x[3, 5] = float("nan")
+        with autocast(recipe=recipe):
+            assert layer(x)[3].isnan().all()
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_code_leaves_quantised_layers_outside(fullgraph: bool) -> None:
+    layer, x = layer_of(fuse_wgrad_accumulation=True), input_of()
+    model = DistributedDataParallel(layer)
+    with autocast(recipe=CURRENT):
+        eager = model(x)
+    torch.compiler.reset()  # both cases have one code object, and compiled code is kept by it
+    compiled = torch.compile(lambda x: layer(x) + 1, backend="eager", fullgraph=fullgraph)
+    if fullgraph:
+        with pytest.raises(Exception, match="compile"), autocast(recipe=CURRENT):
+            compiled(x)
+        return
+    plain = layer(x)
+    assert torch.equal(compiled(x), plain + 1)
+    with autocast(recipe=CURRENT):
+        assert torch.equal(compiled(x), eager + 1)
+    assert torch.equal(compiled(x), plain + 1)
+
+
+def test_graphed_steps_follow_the_recipe() -> None:
+    """Inside the function, and around the call: each has a graph of its own."""
+    losses = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(
+            LayerNormMLP(64, 64, fuse_wgrad_accumulation=True, delay_wgrad_compute=True, dtype=torch.bfloat16)
+        )
+        optimizer = DistributedOptimizer(model, lr=2**-7)
+
+        def train_step(x: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            model.module.backward_dw()
+            model.finish_grad_sync()
+            optimizer.step()
+            model.zero_grad_buffer()
+            return loss
+
+        step: Any = GraphedTrainingStep(train_step, model, optimizer) if graphed else train_step
+        found = []
+        for number in range(10):
+            with autocast(number % 2 == 0, recipe=BLOCK):
+                found.append(step(input_of() + number).detach())
+        losses.append(torch.stack(found))
+        if graphed:
+            assert step.num_graphs == 2
+    assert torch.equal(*losses)
+
+
+def test_graphed_callables_follow_the_recipe() -> None:
+    layer = layer_of(fuse_wgrad_accumulation=True)
+    model = DistributedDataParallel(layer)
+    x = input_of()
+    with autocast(recipe=CURRENT):
+        (call,) = make_graphed_callables([layer], [(x.clone().requires_grad_(),)])
+        eager = layer(x)
+        found = call(x.clone().requires_grad_())
+        assert torch.equal(found, eager)
+        with model.no_sync():
+            found.float().sum().backward()
+        graphed = layer.weight.main_grad.clone()
+        model.zero_grad_buffer()
+        with model.no_sync():
+            layer(x).float().sum().backward()
+        assert torch.equal(graphed, layer.weight.main_grad)
+    with pytest.raises(RuntimeError, match="another autocast"):
+        call(x.clone().requires_grad_())
