@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..te_arguments import refuse_unsupported
 from .linear_module import InitMethod, one_dtype
 from .normalization import NormalizingModule
 from .split_linear import ParametersSplit, SplitLinear
-from .te_arguments import refuse_unsupported
 
 __all__ = ["LayerNormLinear"]
 

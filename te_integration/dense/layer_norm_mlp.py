@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
 from .activations import activation_named
 from .linear_module import InitMethod, LinearModule, one_dtype, reset_linear
 from .normalization import NormalizingModule
-from .te_arguments import refuse_unsupported
 
 __all__ = ["LayerNormMLP"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..te_arguments import refuse_unsupported
 from .linear_module import InitMethod, one_dtype
 from .split_linear import ParametersSplit, SplitLinear
-from .te_arguments import refuse_unsupported
 
 __all__ = ["Linear"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dense.fused_linear import run_outside_graph
 from ..dense.linear_module import InitMethod, one_dtype
-from ..dense.te_arguments import refuse_unsupported
+from ..te_arguments import refuse_unsupported
 from ..wgrad_queue import WgradQueue
 from .grouped_module import ExpertLayer, GroupedModule
 from .row_splits import row_offsets
