@@ -6,22 +6,24 @@ has to wait there. A replay runs no Python. After it the host notes that shards 
 gathers anew.
 """
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..ddp.gathers.gathered_models import GatheredModel
 from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks
 from ..ddp.optimizer.param_groups import is_fused
-from ..ddp.torch_internals import DisableTorchFunctionSubclass
+from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
 from .iteration.root import Root
 from .module import FSDPModule, root_of
 from .tensors.gradient import step_ended
-from .tensors.parameter import grad_hook_keys
+from .tensors.parameter import ShardedParameter, grad_hook_keys
 
 __all__ = ["GraphedTrainingStep"]
 
@@ -80,6 +82,7 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
             raise ValueError("GraphedTrainingStep: the module is a unit inside another; give the outermost one")
         self._root = root
         self._shards = [pair.sharded for bucket in root.buckets for pair in bucket.pairs]
+        self._shard_ids = {id(shard) for shard in self._shards}
         self._optimizer = optimizer
         check_graphable(root, optimizer)
         super().__init__(
@@ -104,7 +107,15 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
         return Variant(call, self._device, self._pool)
 
     def _hooks(self) -> list[Hashable]:
-        return [*grad_hook_keys(self._shards)]
+        with DisableTorchFunctionSubclass():
+            plain = self._plain_params()
+            seen = [(id(param), param.data_ptr(), param.requires_grad) for param in plain]
+            return [*grad_hook_keys(self._shards), *hook_keys(plain), *seen]
+
+    def _plain_params(self) -> list[Tensor]:
+        """Parameters of the optimizer that are not sharded: a scale beside the model, equal on all ranks."""
+        params = (param for group in self._optimizer.param_groups for param in group["params"])
+        return [param for param in params if id(param) not in self._shard_ids]
 
     def _check_startable(self, *, known: bool) -> None:
         root = self._root
@@ -128,7 +139,7 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
 
     def _has_grads(self) -> bool:
         with DisableTorchFunctionSubclass():  # for speed: no value is read
-            return any(shard.grad is not None for shard in self._shards)
+            return any(param.grad is not None for param in (*self._shards, *self._plain_params()))
 
     def _prepare(self) -> None:
         self._root.begin_graphed()
@@ -136,12 +147,13 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
     @contextmanager
     def _one_iteration(self) -> Iterator[None]:
         mine, others = [], []
+        thread = threading.get_ident()  # simulated ranks are threads
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
+            params = (param for group in optimizer.param_groups for param in group["params"])
             if optimizer is self._optimizer:
                 mine.append(optimizer)
-            elif any(param is shard for param in params for shard in self._shards):
+            elif threading.get_ident() == thread or any(id(param) in self._shard_ids for param in params):
                 others.append(type(optimizer).__name__)
 
         handle = register_optimizer_step_post_hook(note)
@@ -151,8 +163,9 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
             handle.remove()
         if others:
             raise RuntimeError(
-                f"{self._name}: {others[0]} has stepped over the model beside the optimizer of the graphed step, and "
-                f"replays would not read its learning rates: one optimizer with several param_groups can be captured"
+                f"{self._name}: {others[0]} has stepped beside the optimizer of the graphed step, and replays would "
+                f"not read its learning rates: give its parameters to this optimizer as a group of param_groups, or, "
+                f"where they are another model's, make a GraphedTrainingStep for each model"
             )
         if len(mine) != 1 or self._has_grads() or not self._root.grads.is_clear:
             left = ", and has left .grad: let optimizer.zero_grad() be its last call" if self._has_grads() else ""
@@ -167,8 +180,8 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
         step_ended(self._optimizer)
         self._root.grads.launcher.forget()
         self._root.abandon()
-        for shard in self._shards:
-            shard.grad = None
+        for param in (*self._shards, *self._plain_params()):
+            param.grad = None
         vars(self._optimizer).pop("grad_scale", None)
         vars(self._optimizer).pop("found_inf", None)
 
@@ -183,6 +196,14 @@ def check_graphable(root: Root, optimizer: Optimizer) -> None:
     shards = {id(pair.sharded) for bucket in root.buckets for pair in bucket.pairs}
     if not any(id(param) in shards for group in optimizer.param_groups for param in group["params"]):
         raise ValueError("GraphedTrainingStep: the optimizer has no parameter of the model")
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, ShardedParameter) and id(param) not in shards:
+                raise ValueError(
+                    f"GraphedTrainingStep: the optimizer has '{param.shard.name}' of another model, whose modes and "
+                    f"hooks no graph of this one follows: call fully_shard on a module that holds both models and "
+                    f"runs them in its forward, or take an optimizer and a step for each"
+                )
     if not (is_fused(type(optimizer)) and all(group.get("fused") for group in optimizer.param_groups)):
         raise ValueError(
             f"GraphedTrainingStep: {type(optimizer).__name__} without fused=True reads learning rates and counters on "

@@ -22,6 +22,9 @@ class GatheredModel(Protocol):
     def end_capture(self) -> None:
         """That capture is over, and nothing of it has run."""
 
+    def note_replay(self) -> None:
+        """A captured step was replayed, which may have changed the model: no version counter tells."""
+
 
 def note_gathered_model(model: GatheredModel) -> None:
     """This thread uses ``model``, which is referred to weakly."""

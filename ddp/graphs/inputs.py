@@ -15,12 +15,13 @@ class StaticInputs:
 
     def __init__(self, args: Any, device: torch.device) -> None:
         leaves, self._spec = tree_flatten(args)
-        self._leaves = [
-            torch.empty_strided(*_layout(leaf), dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
+        self._first = _first_places(leaves)
+        self._leaves: list[Any] = []
+        for place, leaf in zip(self._first, leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                again = place < len(self._leaves)
+                leaf = self._leaves[place] if again else _static(leaf, device)
+            self._leaves.append(leaf)
         self.args = tree_unflatten(self._leaves, self._spec)
         """The arguments that the captured function gets."""
         self._written: list[int] = []
@@ -29,15 +30,16 @@ class StaticInputs:
     @torch.no_grad()
     def load(self, args: Any) -> None:
         """Copy a call's tensors, which have the same ``signature``; the host waits for none that is pinned."""
-        for static, leaf in zip(self._leaves, tree_flatten(args)[0], strict=True):
-            if isinstance(leaf, Tensor):
+        for place, (static, leaf) in enumerate(zip(self._leaves, tree_flatten(args)[0], strict=True)):
+            if isinstance(leaf, Tensor) and self._first[place] == place:
                 static.grad = None
                 static.copy_(leaf, non_blocking=True)
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
 
     def note_effects(self) -> None:
         """The function has run in Python on ``args``: note what it has done to them, for ``hand_back``."""
-        tensors = [(place, leaf) for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        tensors = [(place, self._leaves[place]) for place in set(self._first)]
+        tensors = [(place, static) for place, static in tensors if isinstance(static, Tensor)]
         self._written = [place for place, static in tensors if static._version != self._versions[place]]
         self._grads = {place: static.grad for place, static in tensors if static.grad is not None}
 
@@ -61,7 +63,7 @@ def signature(args: Any) -> tuple[Hashable, ...]:
     which gradients would go to something before the call.
     """
     leaves, spec = tree_flatten(args)
-    parts: list[Hashable] = [spec]
+    parts: list[Hashable] = [spec, *_first_places(leaves)]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.requires_grad and (leaf.grad_fn is not None or isinstance(leaf, nn.Parameter)):
@@ -79,6 +81,14 @@ def signature(args: Any) -> tuple[Hashable, ...]:
             )
         parts.append((type(leaf), leaf))
     return tuple(parts)
+
+
+def _first_places(leaves: list[Any]) -> list[int]:
+    """For each leaf the place where it first occurs: a tensor that is given twice is one tensor."""
+    first: dict[int, int] = {}
+    return [
+        first.setdefault(id(leaf), place) if isinstance(leaf, Tensor) else place for place, leaf in enumerate(leaves)
+    ]
 
 
 def _is_value(leaf: Any) -> bool:
@@ -105,6 +115,11 @@ def detached_copies(outputs: Any, function: str) -> Any:
                 f"would return again: return tensors, and read them afterwards"
             )
     return tree_unflatten([None if leaf is None else leaf.detach().clone() for leaf in leaves], spec)
+
+
+def _static(tensor: Tensor, device: torch.device) -> Tensor:
+    memory = torch.empty_strided(*_layout(tensor), dtype=tensor.dtype, device=device)
+    return memory.requires_grad_(tensor.requires_grad)
 
 
 def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:

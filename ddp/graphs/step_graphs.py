@@ -34,6 +34,8 @@ class Variant:
         self.graph = CapturedGraph(pool)
         self.num_eager = 0
         """Calls of this kind so far that ran eagerly."""
+        self.modes: list[tuple[nn.Module, bool]] = []
+        """``training`` of the modules that the function has brought into another mode."""
         self.outputs: Any = None
         """What the captured function returned: memory that each replay overwrites."""
 
@@ -94,8 +96,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
         """Run one iteration."""
         call = (args, kwargs)
         self._begin_call()
-        around = (*surroundings(self._module, self._params, self._device.type), *self._hooks())
-        key = (signature(call), self._options.key(), around)
+        key = (signature(call), self._options.key(), self._around())
         variant = self._variants.get(key)
         self._check_startable(known=variant is not None and variant.graph.is_captured)
         if variant is None:
@@ -122,6 +123,9 @@ class StepGraphs(ABC, Generic[P, T, V]):
         return outputs
 
     # ---- Which graph serves a call. ----
+
+    def _around(self) -> tuple[Hashable, ...]:
+        return (*surroundings(self._module, self._params, self._device.type), *self._hooks())
 
     def _add_variant(self, key: tuple[Any, ...], call: Any) -> V:
         if len(self._variants) == self._max_graphs:
@@ -165,7 +169,8 @@ class StepGraphs(ABC, Generic[P, T, V]):
                 variant.graph.capture(),
             ):
                 self._begin_capture()
-                variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant))
+                with self._surroundings_kept(variant):
+                    variant.outputs = tree_map_only(Tensor, Tensor.detach, self._run(variant))
         except BaseException:
             variant.graph.reset()
             self._capture_failed()
@@ -174,7 +179,7 @@ class StepGraphs(ABC, Generic[P, T, V]):
             torch.clear_autocast_cache()
         self._end_capture(variant)
         if variant.graph.ran:
-            self._after_replay(variant)
+            self._finish_replay(variant)
         else:
             self._replay(variant)
 
@@ -182,7 +187,38 @@ class StepGraphs(ABC, Generic[P, T, V]):
         self._before_replay()
         variant.graph.replay()
         self._note_replay()
+        self._finish_replay(variant)
+
+    def _finish_replay(self, variant: V) -> None:
+        for model in gathered_models():  # the step may have written to others (a sharded average of weights)
+            if model is not self._gathers:
+                model.note_replay()
+        for module, mode in variant.modes:
+            module.training = mode
         self._after_replay(variant)
+
+    @contextmanager
+    def _surroundings_kept(self, variant: V) -> Iterator[None]:
+        """Around the function's Python: note modes that it leaves changed, for replays, and raise for what they cannot
+        change."""
+        modes = {module: module.training for module in self._module.modules()}
+        before = self._around()
+        yield
+        variant.modes = [
+            (module, module.training)
+            for module in self._module.modules()
+            if modes.get(module, module.training) != module.training
+        ]
+        for module, mode in variant.modes:
+            module.training = not mode
+        after = self._around()
+        for module, mode in variant.modes:
+            module.training = mode
+        if after != before:
+            raise RuntimeError(
+                f"{self._name} has replaced a buffer, or has changed hooks, modules or what is frozen, which replays "
+                f"would not do: write buffers in place (copy_, add_), and change the rest before the graphed step"
+            )
 
     def _free(self, variant: V) -> None:
         variant.graph.reset()

@@ -21,8 +21,10 @@ class StepOptions:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._rates = [torch.zeros((), device=device) for _ in optimizer.param_groups]
-        self._loaded: list[Any] = [None] * len(self._rates)
+        self._device = device
+        self._rates: list[Tensor] = []
+        """Of each param_group; ``add_param_group`` may add groups later."""
+        self._loaded: list[Any] = []
         self._state: list[tuple[Tensor, str, Tensor]] = []
 
     @property
@@ -32,9 +34,7 @@ class StepOptions:
     def key(self) -> tuple[Hashable, ...]:
         """What is part of the kernels' arguments."""
         groups = [
-            tuple(
-                (name, _identity(value)) for name, value in group.items() if name not in ("params", "initial_lr", "lr")
-            )
+            tuple((name, _identity(group[name])) for name in sorted(group) if name not in ("initial_lr", "lr"))
             for group in self._optimizer.param_groups
         ]
         return (self._max_grad_norm, *groups)
@@ -42,13 +42,18 @@ class StepOptions:
     def changed(self, key: tuple[Any, ...]) -> list[str]:
         """Names of the options that differ from those in an earlier ``key``."""
         names = set() if key[0] == self._max_grad_norm else {"max_grad_norm"}
-        for before, now in zip(key[1:], self.key()[1:], strict=True):
+        if len(key) != len(self.key()):
+            names.add("the number of param_groups")
+        for before, now in zip(key[1:], self.key()[1:], strict=False):
             names |= {name for name, _ in set(before) ^ set(now)}  # type: ignore[call-overload]
         return sorted(names)
 
     def load(self) -> None:
         """Before a replay: bring learning rates and moments to where the captured kernels read them."""
         for place, group in enumerate(self._optimizer.param_groups):
+            if place == len(self._rates):
+                self._rates.append(torch.zeros((), device=self._device))
+                self._loaded.append(None)
             rate = group["lr"]
             if isinstance(rate, Tensor):
                 self._rates[place].copy_(rate, non_blocking=True)
@@ -94,16 +99,17 @@ class StepOptions:
 
         Raises ``RuntimeError`` where the block has changed a learning rate.
         """
-        groups = self._optimizer.param_groups
+        groups = list(self._optimizer.param_groups)
+        rates = self._rates[: len(groups)]
         before = [dict(group) for group in groups]
-        for group, rate in zip(groups, self._rates, strict=True):
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
             if "capturable" in group:
                 group["capturable"] = True
-        versions = [rate._version for rate in self._rates]
+        versions = [rate._version for rate in rates]
         try:
             yield
-            for group, rate, version in zip(groups, self._rates, versions, strict=True):
+            for group, rate, version in zip(groups, rates, versions, strict=True):
                 if group["lr"] is not rate or rate._version != version:
                     raise RuntimeError(
                         "the captured function has changed a learning rate, which replays would not: call "
@@ -116,7 +122,14 @@ class StepOptions:
 
 
 def _identity(value: Any) -> Hashable:
-    return value.data_ptr() if isinstance(value, Tensor) else value
+    """Equal for equal options. Tensors (and the parameters of a group) are where they are."""
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_identity, value))
+    if isinstance(value, dict):
+        return tuple((name, _identity(item)) for name, item in value.items())
+    return value if isinstance(value, Hashable) else id(value)
 
 
 def _describe(value: Any) -> str:

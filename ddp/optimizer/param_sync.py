@@ -115,6 +115,9 @@ class ParamSync:
     def end_capture(self) -> None:
         """See ``GatheredModel``."""
 
+    def note_replay(self) -> None:
+        """See ``GatheredModel``. Nothing is gathered at a forward, but after this model's own update."""
+
     # ---- Captured steps: all but the gathers is in the graph. ----
 
     @contextmanager

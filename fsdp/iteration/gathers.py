@@ -130,10 +130,9 @@ class UnitGathers:
         self._freed.clear()
 
     def note_replay(self) -> None:
-        """A captured iteration was replayed: the shards have new values."""
+        """A captured iteration was replayed: the shards may have new values, on all ranks alike."""
         for bucket in self._buckets:
-            if bucket.trainable:
-                bucket.note_change()
+            bucket.note_change()
 
     def map_memory(self, num_units: int) -> None:
         """Reserve memory that copy engines can reach, for the units that are gathered at the same time.

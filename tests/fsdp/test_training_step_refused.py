@@ -133,7 +133,7 @@ def test_a_step_is_one_iteration() -> None:
     other = Job()
     second = torch.optim.SGD(other.model.parameters(), lr=0.1, fused=True)
     other.extra = lambda job: second.step()
-    with pytest.raises(RuntimeError, match="param_groups can be captured"):
+    with pytest.raises(RuntimeError, match="SGD has stepped beside"):
         other.graphed(torch.ones(2, 4))
 
 
