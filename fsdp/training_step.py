@@ -6,7 +6,6 @@ has to wait there. A replay runs no Python. After it the host notes that shards 
 gathers anew.
 """
 
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..ddp.gathers.gathered_models import GatheredModel
-from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks
+from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
 from ..ddp.optimizer.param_groups import is_fused
 from ..ddp.torch_internals import DisableTorchFunctionSubclass, hook_keys
 from .iteration.root import Root
@@ -146,27 +144,8 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
 
     @contextmanager
     def _one_iteration(self) -> Iterator[None]:
-        mine, others = [], []
-        thread = threading.get_ident()  # simulated ranks are threads
-
-        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            params = (param for group in optimizer.param_groups for param in group["params"])
-            if optimizer is self._optimizer:
-                mine.append(optimizer)
-            elif threading.get_ident() == thread or any(id(param) in self._shard_ids for param in params):
-                others.append(type(optimizer).__name__)
-
-        handle = register_optimizer_step_post_hook(note)
-        try:
+        with counted_steps(self._name, self._optimizer, self._shard_ids) as mine:
             yield
-        finally:
-            handle.remove()
-        if others:
-            raise RuntimeError(
-                f"{self._name}: {others[0]} has stepped beside the optimizer of the graphed step, and replays would "
-                f"not read its learning rates: give its parameters to this optimizer as a group of param_groups, or, "
-                f"where they are another model's, make a GraphedTrainingStep for each model"
-            )
         if len(mine) != 1 or self._has_grads() or not self._root.grads.is_clear:
             left = ", and has left .grad: let optimizer.zero_grad() be its last call" if self._has_grads() else ""
             raise RuntimeError(

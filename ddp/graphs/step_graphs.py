@@ -4,14 +4,16 @@ The order of the methods is that of a call: find the graph, then run the functio
 """
 
 import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
 from ..gathers.gathered_models import GatheredModel, gathered_models
@@ -20,7 +22,7 @@ from .inputs import StaticInputs, detached_copies, signature
 from .step_options import StepOptions
 from .surroundings import surroundings
 
-__all__ = ["StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks"]
+__all__ = ["StepGraphs", "Variant", "check_memory_settings", "check_stock_hooks", "counted_steps"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -295,6 +297,39 @@ def _captured_gathers() -> Iterator[None]:
     finally:
         for model in models:
             model.end_capture()
+
+
+@contextmanager
+def counted_steps(name: str, optimizer: Optimizer, trained: Collection[int]) -> Iterator[list[Optimizer]]:
+    """Around a function: yields a list that gets an entry for each step of ``optimizer``.
+
+    trained  ``id`` of the parameters of the model
+
+    Raises ``RuntimeError`` at the end where another optimizer has stepped.
+    """
+    mine: list[Optimizer] = []
+    others: list[str] = []
+    thread = threading.get_ident()  # simulated ranks are threads
+
+    def note(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        if stepped is optimizer:
+            mine.append(stepped)
+        elif stepped.param_groups is not optimizer.param_groups:  # DistributedOptimizer's own shares its groups
+            params = (param for group in stepped.param_groups for param in group["params"])
+            if threading.get_ident() == thread or any(id(param) in trained for param in params):
+                others.append(type(stepped).__name__)
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        yield mine
+    finally:
+        handle.remove()
+    if others:
+        raise RuntimeError(
+            f"{name}: {others[0]} has stepped beside the optimizer of the graphed step, and replays would not read its "
+            f"learning rates: give its parameters to this optimizer as a group of param_groups, or, where they are "
+            f"another model's, make a GraphedTrainingStep for each model"
+        )
 
 
 def check_stock_hooks(optimizer: Optimizer) -> None:

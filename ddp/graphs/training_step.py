@@ -27,7 +27,7 @@ from ..optimizer.param_groups import is_fused
 from ..optimizer.param_sync import CapturedUpdates
 from ..wrapper.data_parallel import DistributedDataParallel
 from .capture import CapturedGraph, GraphPool
-from .step_graphs import P, StepGraphs, T, Variant, check_stock_hooks
+from .step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
 
 __all__ = ["GraphedTrainingStep"]
 
@@ -106,6 +106,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         self._model = model
         self._optimizer = optimizer
         self._num_loads = optimizer.num_loads
+        self._trained = {id(wired.owned.param) for wired in model.wired}
 
     @property
     def _gathers(self) -> GatheredModel:
@@ -150,7 +151,8 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     def _one_iteration(self) -> Iterator[None]:
         model, sync = self._model, self._optimizer.param_sync
         before = model.iteration, sync.num_published
-        yield
+        with counted_steps(self._name, self._optimizer, self._trained):
+            yield
         iterations, steps = model.iteration - before[0], sync.num_published - before[1]
         if iterations != 1 or steps != 1 or not model.is_clear:
             raise RuntimeError(

@@ -213,3 +213,16 @@ def test_reset_captures_anew() -> None:
     job.graphed.reset()
     assert job.graphed.num_graphs == 0
     check_goes_on(job)
+
+
+def test_another_optimizer_in_the_step() -> None:
+    """Of a parameter beside the model: replays would go on with the learning rate of the capture."""
+    scale = nn.Parameter(torch.ones(()))
+    beside = torch.optim.SGD([scale], lr=0.1)
+
+    def step_beside(job: Job) -> None:
+        scale.grad = torch.ones(())
+        beside.step()
+
+    with pytest.raises(RuntimeError, match="as a group of param_groups"):
+        Job(step_beside).graphed(torch.ones(2, 4))
