@@ -29,6 +29,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "Recipe",
     "autocast",
+    "recipe_named",
     "recipe_now",
 ]
 
@@ -125,6 +126,19 @@ class NVFP4BlockScaling(Recipe):
             rotated=columns and not self.disable_rht,
             stochastic=operand == "grad" and not self.disable_stochastic_rounding,
         )
+
+
+_NAMED: dict[str, type[Recipe]] = {
+    "float8_current": Float8CurrentScaling,
+    "float8_block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+
+
+def recipe_named(name: str, *, emulate: bool = False) -> Recipe | None:
+    """The recipe of a name in a configuration, with its defaults; None for "none"."""
+    return None if name == "none" else _NAMED[name](emulate=emulate)
 
 
 class _State(threading.local):

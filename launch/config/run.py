@@ -144,6 +144,11 @@ class TrainConfig:
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of ``compile``. ``inductor`` makes fast code, and needs Triton on a GPU and a C++ compiler on a CPU. The
     other two are for tests and for the search of errors."""
+    recipe: Literal["none", "float8_current", "float8_block", "mxfp8", "nvfp4"] = "none"
+    """How the operands of linear layers are quantised (``docs/recipes.md``). Needs ``model.param_dtype = "bfloat16"``,
+    and goes neither with experts nor with ``compile``."""
+    emulate_recipe: bool = False
+    """On a GPU, where no recipe has kernels yet: quantise, and multiply in fp32."""
     cuda_graph: bool = False
     """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with
     ``fsdp.offload_to_cpu``, ``fsdp.copy_engine_gather`` and ``ddp.check_for_nan_in_grad``. On a CPU recorded operations
@@ -236,6 +241,18 @@ class Config:
             "model.vocab_size",
             self.model.vocab_size,
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
+        )
+        require(
+            self.train.recipe == "none" or self.model.param_dtype == "bfloat16",
+            "train.recipe",
+            self.train.recipe,
+            'quantises a model in bfloat16: set model.param_dtype to "bfloat16"',
+        )
+        require(
+            self.train.recipe == "none" or not (self.model.num_experts or self.train.compile),
+            "train.recipe",
+            self.train.recipe,
+            "goes neither with model.num_experts nor with train.compile",
         )
         require(
             not (self.train.cuda_graph and (self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather)),

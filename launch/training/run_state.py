@@ -36,6 +36,8 @@ _MAY_DIFFER = frozenset(
         "train.resume_with_other_data",
         "train.compile",
         "train.compile_backend",
+        "train.recipe",
+        "train.emulate_recipe",
         "train.cuda_graph",
         "train.device",
         "train.out_dir",

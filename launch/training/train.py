@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ...te_integration.recipes import autocast, recipe_named
 from ...te_integration.wgrad_queue import drain_modules
 from ..config.file import config_to_dict
 from ..config.run import Config
@@ -112,6 +113,7 @@ class _Trainer:
         """Sums of ``_ROUTER_FIELDS`` over the microbatches since the last record; None without experts."""
         if config.model.num_experts:
             self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
+        self.recipe = recipe_named(settings.recipe, emulate=settings.emulate_recipe)
         self.pace = pace = Pace(settings.steps, settings.max_seconds)
         self.scheduler = LambdaLR(
             self.wrapped.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
@@ -204,6 +206,12 @@ class _Trainer:
         recorder.step_ended()
         return loss
 
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The model's loss of inputs and targets [B, T]."""
+        with autocast(self.recipe is not None, recipe=self.recipe):
+            loss: Tensor = self.model(inputs, targets)
+        return loss
+
     def _iteration(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The work of a step on the device: inputs and targets [M, B, T] of all microbatches; returns the mean loss."""
         wrapped, recorder = self.wrapped, self.recorder
@@ -212,7 +220,7 @@ class _Trainer:
         for microbatch in range(num_microbatches):
             is_last = microbatch == num_microbatches - 1
             with nullcontext() if is_last else wrapped.no_sync():
-                loss = self.model(inputs[microbatch], targets[microbatch])
+                loss = self._loss(inputs[microbatch], targets[microbatch])
                 recorder.forward_ended()
                 (loss / num_microbatches).backward()
                 if self.config.model.delay_wgrad_layers:
@@ -276,7 +284,7 @@ class _Trainer:
         total = 0.0
         for first in range(0, len(inputs), self.rows):
             rows = slice(first, first + self.rows)
-            total += float(self.model(inputs[rows], targets[rows])) * len(inputs[rows])
+            total += float(self._loss(inputs[rows], targets[rows])) * len(inputs[rows])
             self.recorder.forward_ended()
         self.model.train()
         with self.wrapped.failures.watch("the sum of validation losses"):

@@ -1,0 +1,61 @@
+"""``train.recipe``: a run in low precision learns what the run in bf16 learns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.training.train import train
+
+
+def losses_of(config: Config) -> list[float]:
+    result = train(config)
+    return [*result.losses, result.validation_loss or 0.0]
+
+
+def run(folder: Path, *, ranks: int = 2, parallel: str = "zero1", **settings: Any) -> list[float]:
+    folder.mkdir()
+    settings = {"num_microbatches": 2, "steps": 16, "eval_every": 16, **settings}
+    sections = {"ddp": {}} if parallel == "fsdp" else {}
+    config = tiny_config(folder, parallel=parallel, model={"param_dtype": "bfloat16"}, train=settings, **sections)
+    return simulate(losses_of, ranks, config)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The run in bf16."""
+    return run(tmp_path_factory.mktemp("recipes") / "plain")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "within"), [("float8_current", 0.05), ("float8_block", 0.05), ("mxfp8", 0.05), ("nvfp4", 0.1)]
+)
+@pytest.mark.sampled(4)
+def test_learns(tmp_path: Path, plain: list[float], recipe: str, within: float) -> None:
+    low = run(tmp_path / "low", recipe=recipe)
+    assert low != plain
+    assert plain[-1] < 0.9 * plain[0]
+    assert low[-1] == pytest.approx(plain[-1], rel=within)
+
+
+def test_as_a_graph(tmp_path: Path) -> None:
+    eager = run(tmp_path / "eager", recipe="mxfp8", steps=6, eval_every=3)
+    assert run(tmp_path / "graphed", recipe="mxfp8", steps=6, eval_every=3, cuda_graph=True) == pytest.approx(
+        eager, rel=1e-3
+    )
+
+
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    for sections in (
+        {"train": {"recipe": "mxfp8"}},
+        {"train": {"recipe": "mxfp8", "compile": True}, "model": {"param_dtype": "bfloat16"}},
+        {
+            "train": {"recipe": "mxfp8"},
+            "model": {"param_dtype": "bfloat16", "num_experts": 4, "top_k": 2, "expert_ffn_dim": 16},
+        },
+    ):
+        with pytest.raises(ConfigError, match=r"train\.recipe"):
+            tiny_config(tmp_path, **sections)
