@@ -150,7 +150,7 @@ class _State(threading.local):
 _state = _State()
 
 num_blocks = 0
-"""``autocast`` blocks that are open in any thread: compilers read this in traced code, where it is a constant."""
+"""``autocast`` blocks with a recipe that are open in any thread: compilers read this in traced code, as a constant."""
 
 
 @contextmanager
@@ -179,13 +179,13 @@ def autocast(
     before = _state.recipe
     _state.recipe = (recipe or _DEFAULT) if enabled else None
     _state.depth += 1
-    num_blocks += 1
+    num_blocks += enabled
     try:
         yield
     finally:
         _state.recipe = before
         _state.depth -= 1
-        num_blocks -= 1
+        num_blocks -= enabled
 
 
 _DEFAULT = Float8CurrentScaling()

@@ -231,6 +231,8 @@ def test_compiled_code_leaves_quantised_layers_outside(fullgraph: bool) -> None:
     torch.compiler.reset()  # both cases have one code object, and compiled code is kept by it
     compiled = torch.compile(lambda x: layer(x) + 1, backend="eager", fullgraph=fullgraph)
     if fullgraph:
+        with autocast(enabled=False):
+            assert torch.equal(compiled(x), layer(x) + 1)
         with pytest.raises(Exception, match="compile"), autocast(recipe=CURRENT):
             compiled(x)
         return
