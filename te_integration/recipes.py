@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+import torch
+
 from ..ddp.graphs.surroundings import modes
-from ..ddp.torch_internals import checkpointed_region, current_backward
+from ..ddp.torch_internals import checkpointed_region, checkpointed_regions, current_backward
 from ..kernels.quantized import Element, QuantSpec, ScaleForm
 
 __all__ = [
@@ -143,8 +145,8 @@ def recipe_named(name: str, *, emulate: bool = False) -> Recipe | None:
 
 class _State(threading.local):
     recipe: Recipe | None = None
-    depth = 0
-    """Blocks of ``autocast`` around."""
+    region: Any = None
+    """The checkpointed region in which the innermost block was entered; None outside of regions."""
 
 
 _state = _State()
@@ -176,48 +178,50 @@ def autocast(
         raise ValueError("autocast: calibrating and amax_reduction_group belong to delayed scaling, which is not here")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
-    before = _state.recipe
+    before = _state.recipe, _state.region
+    region = None if torch.compiler.is_compiling() else checkpointed_region()
     _state.recipe = (recipe or _DEFAULT) if enabled else None
-    _state.depth += 1
+    _state.region = None if region is None else region[0]
     num_blocks += enabled
     try:
         yield
     finally:
-        _state.recipe = before
-        _state.depth -= 1
+        _state.recipe, _state.region = before
         num_blocks -= enabled
 
 
 _DEFAULT = Float8CurrentScaling()
 
-_regions: "weakref.WeakKeyDictionary[Any, tuple[int, Recipe | None]]" = weakref.WeakKeyDictionary()
-"""Of checkpointed regions: the recipe of their first forward, and how many blocks were around it.
-
-A block outside of the region is closed when the region is computed again; one inside is entered again.
-"""
+_regions: "weakref.WeakKeyDictionary[Any, Recipe]" = weakref.WeakKeyDictionary()
+"""The recipe around each checkpointed region whose first forward had one around it."""
 
 
 def recipe_now() -> Recipe | None:
-    """The recipe of the running forward; in a recompute that of the first forward."""
+    """The recipe of the running forward; in a recompute that of the first forward.
+
+    A block inside a region is entered again in the recompute, and counts. A block around the region is closed by then,
+    and a block around the backward does not count. Of nested regions the recompute of an outer one is the first forward
+    of a new inner one.
+    """
+    recipe = _state.recipe
     if num_blocks == 0 and not _regions:
         return None
-    region = checkpointed_region()
-    if region is None:
-        return _state.recipe
-    frame, again = region
-    if not again:
-        depth, _ = _regions.get(frame, (_state.depth + 1, None))
-        if _state.depth < depth:
-            _regions[frame] = _state.depth, _state.recipe
-        return _state.recipe
-    if _state.depth == 0 and frame in _regions:
-        return _regions[frame][1]
-    return _state.recipe
+    first: list[Any] = []
+    for frame, again in checkpointed_regions():
+        if frame is _state.region:
+            break
+        if again:
+            recipe = _regions.get(frame)
+            break
+        first.append(frame)
+    if recipe is not None:
+        _regions.update(dict.fromkeys(first, recipe))
+    return recipe
 
 
 def is_recomputed_without_region() -> bool:
     """Whether a forward runs in a backward, and not in a region: reentrant ``torch.utils.checkpoint``."""
-    return current_backward() != -1 and checkpointed_region() is None
+    return current_backward() != -1 and not checkpointed_regions()
 
 
 def _mode() -> Recipe | None:
