@@ -80,7 +80,7 @@ class _QuantizedLinear(torch.autograd.Function):
         dtype = dtype_of_products(input)
         x = cast(rows_of(input), dtype)
         needs_dw = True in ctx.needs_input_grad[4:-1]
-        empty = x.numel() == 0
+        empty = x.numel() == 0 or not any(weight.numel() for weight in weights)
         columns = _quantized(recipe, "input", x.t(), columns=True) if needs_dw and not empty else None
         ctx.x_kind = None if columns is None else (columns.spec, columns.columns)
         ctx.save_for_backward(*weights, *(() if columns is None else columns.tensors))
@@ -147,8 +147,8 @@ def _weight_grads(
     use: LinearUse = ctx.use
     x: Tensor | Quantized
     grad: Tensor | Quantized
-    if ctx.x_kind is None:  # no tokens
-        x = dy.new_empty(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
+    if ctx.x_kind is None:  # no tokens, or no features
+        x = dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
         grad = dy
     else:
         spec, columns = ctx.x_kind

@@ -222,6 +222,19 @@ def test_a_nan_stays_visible() -> None:
             assert layer(x)[3].isnan().all()
 
 
+def test_no_outputs() -> None:
+    x = input_of().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the initialisation
+        layer = Linear(64, 0, dtype=torch.bfloat16)
+    with autocast(recipe=CURRENT):
+        y = layer(x)
+    y.sum().backward()
+    assert y.shape == (8, 0)
+    assert x.grad.abs().sum() == 0
+    assert layer.weight.grad.shape == (0, 64)
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_code_leaves_quantised_layers_outside(fullgraph: bool) -> None:
     layer, x = layer_of(fuse_wgrad_accumulation=True), input_of()
