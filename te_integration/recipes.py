@@ -151,8 +151,18 @@ class _State(threading.local):
 
 _state = _State()
 
-num_blocks = 0
-"""``autocast`` blocks with a recipe that are open in any thread: compilers read this in traced code, as a constant."""
+_num_blocks = 0
+"""``autocast`` blocks with a recipe that are open in any thread."""
+
+may_be_any = False
+"""Whether a forward of any thread may have a recipe: compilers read this in traced code, as a constant.
+
+Two values alone, since compiled code is compiled again for each.
+"""
+
+
+_region_untraced: Any = torch.compiler.disable(checkpointed_region)
+"""Beside compiled code a compiler would take this function's frame, and warn of what it calls."""
 
 
 @contextmanager
@@ -173,27 +183,42 @@ def autocast(
     ``torch.autocast``, which may be around too. fp32 and fp64 modules compute as without a recipe, and a warning says
     so. What ``torch.utils.checkpoint(use_reentrant=False)`` computes again has the recipe of its first forward.
     """
-    global num_blocks
+    global _num_blocks, may_be_any
     if calibrating or amax_reduction_group is not None:
         raise ValueError("autocast: calibrating and amax_reduction_group belong to delayed scaling, which is not here")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
     before = _state.recipe, _state.region
-    region = None if torch.compiler.is_compiling() else checkpointed_region()
+    region = None if torch.compiler.is_compiling() else _region_untraced()
     _state.recipe = (recipe or _DEFAULT) if enabled else None
     _state.region = None if region is None else region[0]
-    num_blocks += enabled
+    _num_blocks += enabled
+    may_be_any = _num_blocks > 0 or bool(_regions)
     try:
         yield
     finally:
         _state.recipe, _state.region = before
-        num_blocks -= enabled
+        _num_blocks -= enabled
+        may_be_any = _num_blocks > 0 or bool(_regions)
 
 
 _DEFAULT = Float8CurrentScaling()
 
 _regions: "weakref.WeakKeyDictionary[Any, Recipe]" = weakref.WeakKeyDictionary()
 """The recipe around each checkpointed region whose first forward had one around it."""
+
+
+def _note_regions(frames: list[Any], recipe: Recipe) -> None:
+    for frame in frames:
+        if frame not in _regions:
+            weakref.finalize(frame, _note_end).atexit = False  # references made first are told last
+            _regions[frame] = recipe
+
+
+def _note_end() -> None:
+    """A region's graph was freed."""
+    global may_be_any
+    may_be_any = _num_blocks > 0 or bool(_regions)
 
 
 def recipe_now() -> Recipe | None:
@@ -204,7 +229,7 @@ def recipe_now() -> Recipe | None:
     of a new inner one.
     """
     recipe = _state.recipe
-    if num_blocks == 0 and not _regions:
+    if _num_blocks == 0 and not _regions:
         return None
     first: list[Any] = []
     for frame, again in checkpointed_regions():
@@ -215,7 +240,7 @@ def recipe_now() -> Recipe | None:
             break
         first.append(frame)
     if recipe is not None:
-        _regions.update(dict.fromkeys(first, recipe))
+        _note_regions(first, recipe)
     return recipe
 
 

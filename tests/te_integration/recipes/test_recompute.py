@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from maingrad.te_integration import Float8BlockScaling, Float8CurrentScaling, Linear, NVFP4BlockScaling, autocast
+from maingrad.te_integration import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Linear,
+    NVFP4BlockScaling,
+    autocast,
+    recipes,
+)
 from maingrad.te_integration.recipes import Recipe
 
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
@@ -100,3 +107,18 @@ def test_hooks_of_others_inside() -> None:
         backward(y)
 
     check(run)
+
+
+def test_compiled_layers_in_a_region() -> None:
+    """The recompute runs with no block open: compiled code of a forward without recipe would run."""
+
+    def run(layers: list[Linear], x: Tensor, region: Region) -> None:
+        torch.compiler.reset()
+        forward = torch.compile(lambda x: layers[0](x).tanh(), backend="eager")
+        forward(x)
+        with autocast(recipe=CURRENT):
+            y = region(forward, x)
+        backward(y)
+
+    check(run)
+    assert not recipes.may_be_any  # the region is gone
