@@ -66,7 +66,9 @@ def quantized_linear(
     ``RuntimeError`` for second derivatives.
     """
     output: Tensor = _QuantizedLinear.apply(input, use, recipe, writes, *weights, bias)  # type: ignore[no-untyped-call]
-    return output
+    if input.dim() == 2 or use.only_save:
+        return output
+    return output.view(*input.shape[:-1], output.shape[1])  # here: a view made in the function refuses in-place changes
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -92,12 +94,12 @@ class _QuantizedLinear(torch.autograd.Function):
         if use.only_save:
             return x.new_empty(0)
         weight = _whole(weights, dtype, transposed=use.transposed)
-        shape = (*input.shape[:-1], weight.shape[0])
         bias = None if bias is None else cast(bias, dtype)
         if empty:
+            shape = x.shape[0], weight.shape[0]
             return x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
         rows = _quantized(recipe, "input", x, columns=False)
-        return scaled_product(rows, _quantized(recipe, "weight", weight, columns=False), dtype, bias).view(shape)
+        return scaled_product(rows, _quantized(recipe, "weight", weight, columns=False), dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

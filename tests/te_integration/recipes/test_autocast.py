@@ -222,6 +222,21 @@ def test_a_nan_stays_visible() -> None:
             assert layer(x)[3].isnan().all()
 
 
+@pytest.mark.parametrize("shape", [(64,), (8, 64), (2, 4, 64), (0, 64), (2, 0, 64)])
+def test_outputs_may_change_in_place(shape: tuple[int, ...]) -> None:
+    gradients = []
+    for in_place in (False, True):
+        layer, x = layer_of(), torch.ones(shape).bfloat16().requires_grad_()
+        with autocast(recipe=CURRENT):
+            y = layer(x)
+        assert y.shape == (*shape[:-1], 32)
+        y = y.mul_(y.detach() + 2) if in_place else y * (y.detach() + 2)
+        y.float().sum().backward()
+        gradients.append((x.grad, layer.weight.grad, layer.bias.grad))
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
 def test_no_outputs() -> None:
     x = input_of().requires_grad_()
     with warnings.catch_warnings():
