@@ -123,6 +123,8 @@ class _QuantizedLinear(torch.autograd.Function):
         ]
         dy = cast(rows_of(grads[0]), ctx.dtype)
         db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
+        if ctx.dtype is torch.float16:  # elements have no Inf, from which a loss scaler learns of an overflow
+            dy = dy.masked_fill(dy.isinf(), torch.nan)
         dx = None
         if needs_dx:
             dx = dy.new_zeros(ctx.input_shape, dtype=ctx.input_dtype)

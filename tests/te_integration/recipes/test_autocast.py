@@ -222,6 +222,22 @@ def test_a_nan_stays_visible() -> None:
             assert layer(x)[3].isnan().all()
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCK, MXFP8BlockScaling(), NVFP4BlockScaling()])
+def test_a_loss_scaler_sees_an_overflow(recipe: Any) -> None:
+    torch.manual_seed(0)
+    layer = Linear(64, 32, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    before = layer.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with torch.autocast("cpu", torch.float16), autocast(recipe=recipe):
+        y = layer(input_of().float())
+    scaler.scale(y.float().square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(layer.weight, before)
+    assert scaler.get_scale() == 2.0**23
+
+
 @pytest.mark.parametrize("shape", [(64,), (8, 64), (2, 4, 64), (0, 64), (2, 0, 64)])
 def test_outputs_may_change_in_place(shape: tuple[int, ...]) -> None:
     gradients = []
