@@ -37,6 +37,7 @@ __all__ = [
     "backend_on",
     "call_when_backward_ends",
     "checkpointed_region",
+    "checkpointed_regions",
     "current_backward",
     "current_raw_stream",
     "default_store",
@@ -145,8 +146,30 @@ def checkpointed_region() -> tuple[Any, bool] | None:
     object is found in the closure of the innermost saved-tensor hook. ``LookupError`` where that hook has another form.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return None
+    return None if hooks is None else _region_of(hooks)
+
+
+def checkpointed_regions() -> list[tuple[Any, bool]]:
+    """All regions around the running forward, the innermost first: each as ``checkpointed_region`` returns it.
+
+    Hooks of others may lie between them. torch shows the innermost hooks alone: those are taken off, and put back.
+    """
+    autograd: Any = torch._C._autograd
+    found, taken = [], []
+    try:
+        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+            autograd._pop_saved_tensors_default_hooks()
+            taken.append(hooks)
+            if (region := _region_of(hooks)) is not None:
+                found.append(region)
+    finally:
+        for hooks in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(*hooks)
+    return found
+
+
+def _region_of(hooks: Any) -> tuple[Any, bool] | None:
+    """The region whose hooks these are."""
     pack: Any = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
     if getattr(pack, "__module__", None) != checkpoint.__name__:
         return None

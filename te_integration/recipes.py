@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+import torch
+
 from ..ddp.graphs.surroundings import modes
-from ..ddp.torch_internals import checkpointed_region, current_backward
+from ..ddp.torch_internals import checkpointed_region, checkpointed_regions, current_backward
 from ..kernels.quantized import Element, QuantSpec, ScaleForm
 
 __all__ = [
@@ -143,14 +145,24 @@ def recipe_named(name: str, *, emulate: bool = False) -> Recipe | None:
 
 class _State(threading.local):
     recipe: Recipe | None = None
-    depth = 0
-    """Blocks of ``autocast`` around."""
+    region: Any = None
+    """The checkpointed region in which the innermost block was entered; None outside of regions."""
 
 
 _state = _State()
 
-num_blocks = 0
-"""``autocast`` blocks with a recipe that are open in any thread: compilers read this in traced code, as a constant."""
+_num_blocks = 0
+"""``autocast`` blocks with a recipe that are open in any thread."""
+
+may_be_any = False
+"""Whether a forward of any thread may have a recipe: compilers read this in traced code, as a constant.
+
+Two values alone, since compiled code is compiled again for each.
+"""
+
+
+_region_untraced: Any = torch.compiler.disable(checkpointed_region)
+"""Beside compiled code a compiler would take this function's frame, and warn of what it calls."""
 
 
 @contextmanager
@@ -171,53 +183,70 @@ def autocast(
     ``torch.autocast``, which may be around too. fp32 and fp64 modules compute as without a recipe, and a warning says
     so. What ``torch.utils.checkpoint(use_reentrant=False)`` computes again has the recipe of its first forward.
     """
-    global num_blocks
+    global _num_blocks, may_be_any
     if calibrating or amax_reduction_group is not None:
         raise ValueError("autocast: calibrating and amax_reduction_group belong to delayed scaling, which is not here")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
-    before = _state.recipe
+    before = _state.recipe, _state.region
+    region = None if torch.compiler.is_compiling() else _region_untraced()
     _state.recipe = (recipe or _DEFAULT) if enabled else None
-    _state.depth += 1
-    num_blocks += enabled
+    _state.region = None if region is None else region[0]
+    _num_blocks += enabled
+    may_be_any = _num_blocks > 0 or bool(_regions)
     try:
         yield
     finally:
-        _state.recipe = before
-        _state.depth -= 1
-        num_blocks -= enabled
+        _state.recipe, _state.region = before
+        _num_blocks -= enabled
+        may_be_any = _num_blocks > 0 or bool(_regions)
 
 
 _DEFAULT = Float8CurrentScaling()
 
-_regions: "weakref.WeakKeyDictionary[Any, tuple[int, Recipe | None]]" = weakref.WeakKeyDictionary()
-"""Of checkpointed regions: the recipe of their first forward, and how many blocks were around it.
+_regions: "weakref.WeakKeyDictionary[Any, Recipe]" = weakref.WeakKeyDictionary()
+"""The recipe around each checkpointed region whose first forward had one around it."""
 
-A block outside of the region is closed when the region is computed again; one inside is entered again.
-"""
+
+def _note_regions(frames: list[Any], recipe: Recipe) -> None:
+    for frame in frames:
+        if frame not in _regions:
+            weakref.finalize(frame, _note_end).atexit = False  # references made first are told last
+            _regions[frame] = recipe
+
+
+def _note_end() -> None:
+    """A region's graph was freed."""
+    global may_be_any
+    may_be_any = _num_blocks > 0 or bool(_regions)
 
 
 def recipe_now() -> Recipe | None:
-    """The recipe of the running forward; in a recompute that of the first forward."""
-    if num_blocks == 0 and not _regions:
+    """The recipe of the running forward; in a recompute that of the first forward.
+
+    A block inside a region is entered again in the recompute, and counts. A block around the region is closed by then,
+    and a block around the backward does not count. Of nested regions the recompute of an outer one is the first forward
+    of a new inner one.
+    """
+    recipe = _state.recipe
+    if _num_blocks == 0 and not _regions:
         return None
-    region = checkpointed_region()
-    if region is None:
-        return _state.recipe
-    frame, again = region
-    if not again:
-        depth, _ = _regions.get(frame, (_state.depth + 1, None))
-        if _state.depth < depth:
-            _regions[frame] = _state.depth, _state.recipe
-        return _state.recipe
-    if _state.depth == 0 and frame in _regions:
-        return _regions[frame][1]
-    return _state.recipe
+    first: list[Any] = []
+    for frame, again in checkpointed_regions():
+        if frame is _state.region:
+            break
+        if again:
+            recipe = _regions.get(frame)
+            break
+        first.append(frame)
+    if recipe is not None:
+        _note_regions(first, recipe)
+    return recipe
 
 
 def is_recomputed_without_region() -> bool:
     """Whether a forward runs in a backward, and not in a region: reentrant ``torch.utils.checkpoint``."""
-    return current_backward() != -1 and checkpointed_region() is None
+    return current_backward() != -1 and not checkpointed_regions()
 
 
 def _mode() -> Recipe | None:

@@ -17,6 +17,7 @@ compared. Elements beyond max become max, Inf too. A NaN stays one in E4M3 and E
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Random, drawn once: both operands of a product have the same transform."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of E2M1, by code."""
+_TABLES: dict[str, tuple[Any, ...]] = {
+    "magnitudes": _MAGNITUDES,
+    # [16, 16]: diag(signs) times the Hadamard matrix over 4 (Sylvester's construction).
+    "hadamard": tuple(
+        tuple(sign * (-1) ** (row & column).bit_count() / 4 for column in range(_ROTATED))
+        for row, sign in enumerate(_SIGNS)
+    ),
+}
 
 
 def quantize(x: Tensor, spec: QuantSpec, *, amax: Tensor | None = None) -> Quantized:
@@ -75,16 +84,23 @@ def rotate(x: Tensor) -> Tensor:
     """``x H`` [R, C rounded up to 16]: fp32. Orthogonal; zeros fill the last columns."""
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % _ROTATED))
-    return (padded.view(rows, -1, _ROTATED) @ _hadamard(x.device)).view(rows, -1)
+    with torch.autocast(x.device.type, enabled=False):
+        return (padded.view(rows, -1, _ROTATED) @ _table("hadamard", x)).view(rows, -1)
 
 
-@functools.lru_cache(maxsize=64)
-def _hadamard(device: torch.device) -> Tensor:
-    """[16, 16]: diag(signs) times the Hadamard matrix over 4 (Sylvester's construction)."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < _ROTATED:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (torch.tensor(_SIGNS, dtype=torch.float32)[:, None] * matrix / 4).to(device)
+def _table(name: str, beside: Tensor) -> Tensor:
+    """fp32, on the device of ``beside``. Kept, since a CUDA graph's capture can copy nothing from the host."""
+    if type(beside) is Tensor:
+        return _kept_table(name, beside.device)
+    return _new_table(name, beside.device)  # a fake tensor's table is one of its mode, and would stay
+
+
+def _new_table(name: str, device: torch.device) -> Tensor:
+    # dtype and device are named: neither depends on the caller's defaults.
+    return torch.tensor(_TABLES[name], dtype=torch.float32, device=device)
+
+
+_kept_table = functools.lru_cache(maxsize=128)(_new_table)
 
 
 # ---- Scales. ----
@@ -152,12 +168,6 @@ def _divided(amax: Tensor, by: float) -> Tensor:
 # ---- Elements. ----
 
 
-@functools.lru_cache(maxsize=64)
-def _magnitudes(device: torch.device) -> Tensor:
-    """Kept, since a CUDA graph's capture can copy nothing from the host."""
-    return torch.tensor(_MAGNITUDES, device=device)
-
-
 def _cast(scaled: Tensor, spec: QuantSpec) -> Tensor:
     """[R, C] fp32 -> elements."""
     if spec.element is Element.E2M1:
@@ -169,7 +179,7 @@ def _cast(scaled: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def _packed_e2m1(scaled: Tensor, *, stochastic: bool) -> Tensor:
-    magnitudes = _magnitudes(scaled.device)
+    magnitudes = _table("magnitudes", scaled)
     size = torch.where(scaled.isnan(), Element.E2M1.max, scaled.abs().clamp(max=Element.E2M1.max))
     below = torch.bucketize(size.contiguous(), magnitudes, right=True).sub_(1).clamp_(max=len(_MAGNITUDES) - 2)
     low, high = magnitudes[below], magnitudes[below + 1]
@@ -189,5 +199,5 @@ def _elements(q: Quantized) -> Tensor:
     if q.spec.element is not Element.E2M1:
         return q.data.float()
     codes = torch.stack([q.data & 15, q.data >> 4], -1).flatten(1)
-    values = _magnitudes(q.data.device)[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
+    values = _table("magnitudes", q.data)[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     return values[:, : q.columns]

@@ -113,7 +113,7 @@ class LinearModule(DelayedWgradModule):
         hook or a tensor subclass must see the gradient.
         """
         if torch.compiler.is_compiling():
-            way = "break" if recipes.num_blocks else self.way(weights, queue, product)
+            way = "break" if recipes.may_be_any else self.way(weights, queue, product)
             if way == "break":
                 arguments = (input, weights, bias, queue, product, only_save)
                 output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)

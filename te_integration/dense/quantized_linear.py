@@ -66,7 +66,9 @@ def quantized_linear(
     ``RuntimeError`` for second derivatives.
     """
     output: Tensor = _QuantizedLinear.apply(input, use, recipe, writes, *weights, bias)  # type: ignore[no-untyped-call]
-    return output
+    if input.dim() == 2 or use.only_save:
+        return output
+    return output.view(*input.shape[:-1], output.shape[1])  # here: a view made in the function refuses in-place changes
 
 
 class _QuantizedLinear(torch.autograd.Function):
@@ -80,7 +82,7 @@ class _QuantizedLinear(torch.autograd.Function):
         dtype = dtype_of_products(input)
         x = cast(rows_of(input), dtype)
         needs_dw = True in ctx.needs_input_grad[4:-1]
-        empty = x.numel() == 0
+        empty = x.numel() == 0 or not any(weight.numel() for weight in weights)
         columns = _quantized(recipe, "input", x.t(), columns=True) if needs_dw and not empty else None
         ctx.x_kind = None if columns is None else (columns.spec, columns.columns)
         ctx.save_for_backward(*weights, *(() if columns is None else columns.tensors))
@@ -92,12 +94,12 @@ class _QuantizedLinear(torch.autograd.Function):
         if use.only_save:
             return x.new_empty(0)
         weight = _whole(weights, dtype, transposed=use.transposed)
-        shape = (*input.shape[:-1], weight.shape[0])
         bias = None if bias is None else cast(bias, dtype)
         if empty:
+            shape = x.shape[0], weight.shape[0]
             return x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
         rows = _quantized(recipe, "input", x, columns=False)
-        return scaled_product(rows, _quantized(recipe, "weight", weight, columns=False), dtype, bias).view(shape)
+        return scaled_product(rows, _quantized(recipe, "weight", weight, columns=False), dtype, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,6 +123,8 @@ class _QuantizedLinear(torch.autograd.Function):
         ]
         dy = cast(rows_of(grads[0]), ctx.dtype)
         db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
+        if ctx.dtype is torch.float16:  # elements have no Inf, from which a loss scaler learns of an overflow
+            dy = dy.masked_fill(dy.isinf(), torch.nan)
         dx = None
         if needs_dx:
             dx = dy.new_zeros(ctx.input_shape, dtype=ctx.input_dtype)
@@ -147,8 +151,8 @@ def _weight_grads(
     use: LinearUse = ctx.use
     x: Tensor | Quantized
     grad: Tensor | Quantized
-    if ctx.x_kind is None:  # no tokens
-        x = dy.new_empty(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
+    if ctx.x_kind is None:  # no tokens, or no features
+        x = dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
         grad = dy
     else:
         spec, columns = ctx.x_kind

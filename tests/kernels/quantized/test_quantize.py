@@ -1,10 +1,12 @@
 """``quantize``: every formula against an oracle in fp64, element by element and block by block."""
 
 import math
+import sys
 
 import pytest
 import torch
 from quant_oracle import NAN, SPECS, check_quantized
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from maingrad.kernels.quantized import Element, QuantSpec, ScaleForm, dequantize, quantize
 
@@ -95,3 +97,30 @@ def test_rows() -> None:
         q.rows(64, 128)
     q = quantize(x, SPECS["NVFP4"])
     assert torch.equal(dequantize(q.rows(3, 7)), dequantize(q)[3:7])
+
+
+@pytest.mark.parametrize("around", ["torch.autocast", "default fp64", "default device"])
+def test_what_is_around_changes_no_bit(around: str) -> None:
+    x = torch.randn(20, 40, generator=torch.Generator().manual_seed(2))
+    spec = QuantSpec(E2M1, (1, 16), ScaleForm.E4M3, rotated=True)
+    expected = quantize(x, spec)
+    sys.modules["maingrad.kernels.quantized.quantize"]._kept_table.cache_clear()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if around == "default fp64" else default)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=around == "torch.autocast"):
+            with torch.device("meta" if around == "default device" else "cpu"):
+                found = quantize(x, spec)
+                assert torch.equal(dequantize(found), dequantize(expected))
+    finally:
+        torch.set_default_dtype(default)
+    assert all(map(torch.equal, found.tensors, expected.tensors))
+
+
+def test_fake_tensors_leave_nothing() -> None:
+    spec = QuantSpec(E2M1, (1, 16), ScaleForm.E4M3, rotated=True)
+    sys.modules["maingrad.kernels.quantized.quantize"]._kept_table.cache_clear()
+    for _ in range(2):
+        with FakeTensorMode():
+            assert dequantize(quantize(torch.ones(4, 16), spec)).shape == (4, 16)
+    assert torch.equal(dequantize(quantize(torch.zeros(4, 16), spec)), torch.zeros(4, 16))

@@ -222,6 +222,50 @@ def test_a_nan_stays_visible() -> None:
             assert layer(x)[3].isnan().all()
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCK, MXFP8BlockScaling(), NVFP4BlockScaling()])
+def test_a_loss_scaler_sees_an_overflow(recipe: Any) -> None:
+    torch.manual_seed(0)
+    layer = Linear(64, 32, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    before = layer.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with torch.autocast("cpu", torch.float16), autocast(recipe=recipe):
+        y = layer(input_of().float())
+    scaler.scale(y.float().square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(layer.weight, before)
+    assert scaler.get_scale() == 2.0**23
+
+
+@pytest.mark.parametrize("shape", [(64,), (8, 64), (2, 4, 64), (0, 64), (2, 0, 64)])
+def test_outputs_may_change_in_place(shape: tuple[int, ...]) -> None:
+    gradients = []
+    for in_place in (False, True):
+        layer, x = layer_of(), torch.ones(shape).bfloat16().requires_grad_()
+        with autocast(recipe=CURRENT):
+            y = layer(x)
+        assert y.shape == (*shape[:-1], 32)
+        y = y.mul_(y.detach() + 2) if in_place else y * (y.detach() + 2)
+        y.float().sum().backward()
+        gradients.append((x.grad, layer.weight.grad, layer.bias.grad))
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_no_outputs() -> None:
+    x = input_of().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the initialisation
+        layer = Linear(64, 0, dtype=torch.bfloat16)
+    with autocast(recipe=CURRENT):
+        y = layer(x)
+    y.sum().backward()
+    assert y.shape == (8, 0)
+    assert x.grad.abs().sum() == 0
+    assert layer.weight.grad.shape == (0, 64)
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_code_leaves_quantised_layers_outside(fullgraph: bool) -> None:
     layer, x = layer_of(fuse_wgrad_accumulation=True), input_of()
