@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..training.runtime import peak_nbytes
+
 __all__ = ["accumulate", "free_memory", "peak_gib", "random_tokens", "reset_peak", "time_steps"]
 
 
@@ -90,19 +92,8 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak of allocated device memory since ``reset_peak``, and all that CUDA graphs keep; 0 on the CPU.
-
-    Replays allocate nothing: memory that is free in a graph's pool between two captures is the graph's all the same.
-    """
-    if device.type != "cuda":
-        return 0.0
-    kept: int = sum(
-        segment["total_size"] - segment["allocated_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) != (0, 0) and segment["device"] == device.index
-    )
-    allocated: int = torch.cuda.max_memory_allocated(device)
-    return (allocated + kept) / 2**30
+    """``peak_nbytes`` since ``reset_peak`` in GiB; 0 on the CPU."""
+    return (peak_nbytes(device) or 0) / 2**30
 
 
 def free_memory(device: torch.device) -> None:

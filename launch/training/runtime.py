@@ -97,3 +97,20 @@ def _choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError('train.device = "cuda": torch sees no CUDA device here; use "auto" or "cpu"')
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def peak_nbytes(device: torch.device) -> int | None:
+    """Peak of allocated device memory in bytes, and all that CUDA graphs keep; None on the CPU.
+
+    Replays allocate nothing: memory that is free in a graph's pool between two captures is the graph's all the same.
+    """
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kept: int = sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if tuple(segment["segment_pool_id"]) != (0, 0) and segment["device"] == index
+    )
+    allocated: int = torch.cuda.max_memory_allocated(device)
+    return allocated + kept

@@ -27,7 +27,7 @@ from .pace import Pace, cosine_with_warmup
 from .progress import Display, Status, format_rate, make_display
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
 from .run_state import resume_run, save_run, where_to_resume
-from .runtime import Runtime, current_runtime, versions
+from .runtime import Runtime, current_runtime, peak_nbytes, versions
 from .signals import StopRequest
 from .wrapping import wrap
 
@@ -348,12 +348,11 @@ class _Trainer:
             return
         below = None if loss is None or bigram is None else bigram - loss
         digest = self.wrapped.digest(wanted=self.runtime.rank == 0)
-        peak = torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else None
         self.metrics.write(
             "final",
             **common,
             nats_below_bigram=below,
-            peak_memory_bytes=peak,
+            peak_memory_bytes=peak_nbytes(self.runtime.device),
             weights_sha256=digest,
         )
         if below is not None:
