@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..ddp.collectives.observer import Observer
 from ..ddp.gathers.gathered_models import GatheredModel
 from ..ddp.graphs.step_graphs import P, StepGraphs, T, Variant, check_stock_hooks, counted_steps
 from ..ddp.optimizer.param_groups import is_fused
@@ -98,6 +98,10 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
         return self._root.gathers
 
     @property
+    def _observer(self) -> Observer:
+        return self._root.observer
+
+    @property
     def _num_ranks(self) -> int:
         return self._root.units[0].grid.size
 
@@ -118,12 +122,7 @@ class GraphedTrainingStep(StepGraphs[P, T, Variant]):
     def _check_startable(self, *, known: bool) -> None:
         root = self._root
         check_graphable(root, self._optimizer)
-        if not torch.is_grad_enabled():
-            raise RuntimeError(f"{self._name}: gradients are disabled around the graphed step")
-        if root.observer.recording:
-            raise RuntimeError(
-                f"{self._name}: record_timeline() around a graphed step would record its capture; record eager steps"
-            )
+        super()._check_startable(known=known)
         if not root.sync:
             raise RuntimeError(f"{self._name}: no_sync() around the graphed step; open it in the function")
         held = next((unit.label for unit in root.units if unit.num_unshards), None)

@@ -6,9 +6,6 @@ from typing import Protocol
 
 __all__ = ["GatheredModel", "gathered_models", "note_gathered_model"]
 
-_thread = threading.local()
-"""``models``: each simulated rank is a thread."""
-
 
 class GatheredModel(Protocol):
     """The gathers of one model."""
@@ -26,11 +23,20 @@ class GatheredModel(Protocol):
         """A captured step was replayed, which may have changed the model: no version counter tells."""
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.models: weakref.WeakSet[GatheredModel] = weakref.WeakSet()
+
+
+_thread = _Thread()
+"""Each simulated rank is a thread."""
+
+
 def note_gathered_model(model: GatheredModel) -> None:
     """This thread uses ``model``, which is referred to weakly."""
-    vars(_thread).setdefault("models", weakref.WeakSet()).add(model)
+    _thread.models.add(model)
 
 
 def gathered_models() -> list[GatheredModel]:
     """The models that this thread has used, and that are alive."""
-    return list(vars(_thread).get("models", ()))
+    return list(_thread.models)

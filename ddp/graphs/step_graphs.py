@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map_only
 
+from ..collectives.observer import Observer
 from ..gathers.gathered_models import GatheredModel, gathered_models
 from .capture import CapturedGraph, GraphPool
 from .inputs import StaticInputs, detached_copies, signature
@@ -247,12 +248,22 @@ class StepGraphs(ABC, Generic[P, T, V]):
         """Hooks of the wrapper's own that are called in an iteration."""
         return ()
 
+    @property
     @abstractmethod
+    def _observer(self) -> Observer:
+        """That of the trained model."""
+
     def _check_startable(self, *, known: bool) -> None:
         """Raise where an eager iteration would raise, and where this one would not start as the captured one did.
 
         known  a call in the same surroundings was captured: its parameters were checked
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError(f"{self._name}: gradients are disabled around the graphed step")
+        if self._observer.recording:
+            raise RuntimeError(
+                f"{self._name}: record_timeline() around a graphed step would record its capture; record eager steps"
+            )
 
     def _prepare(self) -> None:
         """Before an eager call, a capture or a replay, on its stream."""

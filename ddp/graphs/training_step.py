@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.observer import Observer
 from ..gathers.gathered_models import GatheredModel
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..optimizer.param_groups import is_fused
@@ -113,6 +114,10 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
         return self._optimizer.param_sync
 
     @property
+    def _observer(self) -> Observer:
+        return self._model.observer
+
+    @property
     def _num_ranks(self) -> int:
         return self._model.grids["dense"].size
 
@@ -130,12 +135,7 @@ class GraphedTrainingStep(StepGraphs[P, T, _Variant]):
     def _check_startable(self, *, known: bool) -> None:
         model, optimizer = self._model, self._optimizer
         check_graphable(model, optimizer)
-        if not torch.is_grad_enabled():
-            raise RuntimeError(f"{self._name}: gradients are disabled around the graphed step")
-        if model.observer.recording:
-            raise RuntimeError(
-                f"{self._name}: record_timeline() around a graphed step would record its capture; record eager steps"
-            )
+        super()._check_startable(known=known)
         if not model.is_clear:
             raise RuntimeError(
                 f"{self._name}: an iteration has begun outside of the graphed step: call model.zero_grad_buffer() "

@@ -42,30 +42,23 @@ _TABLES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def quantize(x: Tensor, spec: QuantSpec, *, amax: Tensor | None = None) -> Quantized:
+def quantize(x: Tensor, spec: QuantSpec) -> Quantized:
     """Quantise a matrix.
 
-    x     [R, C], bf16, fp16 or fp32, any strides
-    amax  the matrix's largest magnitude where it is known, 0-dim; used for one scale a matrix, and for E4M3's factor
+    x  [R, C], bf16, fp16 or fp32, any strides
 
     Raises ``ValueError`` unless x is a matrix with elements.
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize takes a matrix that has elements, got {tuple(x.shape)}")
-    values = x.float()
-    if spec.rotated:
-        values, amax = rotate(values), None
-    factor: Tensor | None = None
-    if spec.scale is ScaleForm.E4M3:
-        factor = _global_factor(values.abs().amax() if amax is None else amax.float(), spec)
+    values = rotate(x.float()) if spec.rotated else x.float()
+    factor = _global_factor(values.abs().amax(), spec) if spec.scale is ScaleForm.E4M3 else None
     if spec.block is None:
-        largest = values.abs().amax() if amax is None else amax.float()
-        stored, encode = _scales(largest, spec, factor)
-        scaled = values * encode
+        stored, encode = _scales(values.abs().amax(), spec, factor)
     else:
         stored, encode = _scales(_block_amax(values, spec.block), spec, factor)
-        scaled = values * _spread(encode, spec.block, values.shape)
-    return Quantized(_cast(scaled, spec), stored, factor, spec, values.shape[1])
+        encode = _spread(encode, spec.block, values.shape)
+    return Quantized(_cast(values * encode, spec), stored, factor, spec, values.shape[1])
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
