@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphed_training import LENGTH, VOCAB, Model
+from graphed_training import EVENTS as REPLICATED_EVENTS
+from graphed_training import LENGTH, Model, compute_delayed, drawn_batch
 from torch import Tensor
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -19,22 +20,7 @@ from maingrad.te_integration import WgradQueue, delayed_wgrad
 __all__ = ["EVENTS", "PLACEMENTS", "ShardedProgram", "train_sharded_program", "train_with_teacher"]
 
 PLACEMENTS = ("zero1", "zero2", "zero3")
-EVENTS = (
-    "evaluate",
-    "rank 0 reads",
-    "state dict",
-    "loads weights",
-    "loads optimizer",
-    "aborts",
-    "adversary",
-    "eager step",
-    "EMA",
-    "other decay",
-    "other shape",
-    "mode",
-    "unshards",
-    "scales weights",
-)
+EVENTS = (*REPLICATED_EVENTS, "unshards", "scales weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +97,7 @@ class _Job:
                 (share if self.scaler is None else self.scaler.scale(share)).backward()
             losses.append(loss.detach())
         self.queue.drain()
-        for module in self.model.modules():
-            if getattr(module, "wgrad_queue", None) is not None:
-                while module.need_backward_dw():
-                    module.backward_dw()
+        compute_delayed(self.model)
         self.model.finish_grad_sync()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -130,11 +113,7 @@ class _Job:
         return found
 
     def batch(self, rows: int = 2) -> tuple[Tensor, Tensor]:
-        shape = (self.program.microbatches, rows, LENGTH)
-        tokens = torch.randint(0, VOCAB, shape, generator=self.draws)
-        targets = torch.randint(0, VOCAB, shape, generator=self.draws)
-        targets[..., -1] = -1
-        return tokens.to(self.device), targets.to(self.device)
+        return drawn_batch((self.program.microbatches, rows, LENGTH), self.draws, self.device)
 
     def shards(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}

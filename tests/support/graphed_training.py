@@ -21,7 +21,18 @@ from maingrad.ddp import (
 )
 from maingrad.te_integration import LayerNormMLP, Linear, WgradQueue, delayed_wgrad
 
-__all__ = ["CONFIGS", "EVENTS", "FORMS", "Program", "differences", "train"]
+__all__ = [
+    "CONFIGS",
+    "EVENTS",
+    "FORMS",
+    "LENGTH",
+    "Model",
+    "Program",
+    "compute_delayed",
+    "differences",
+    "drawn_batch",
+    "train",
+]
 
 WIDTH, VOCAB, LENGTH = 16, 32, 6
 
@@ -91,6 +102,21 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.linear(x, self.embedding.weight)
+
+
+def drawn_batch(shape: tuple[int, int, int], draws: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets [M, B, T]; the last target of each row is to be ignored."""
+    tokens, targets = (torch.randint(0, VOCAB, shape, generator=draws) for _ in range(2))
+    targets[..., -1] = -1
+    return tokens.to(device), targets.to(device)
+
+
+def compute_delayed(model: nn.Module) -> None:
+    """All weight gradients that the modules have delayed."""
+    for module in model.modules():
+        if getattr(module, "wgrad_queue", None) is not None:
+            while module.need_backward_dw():
+                module.backward_dw()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +210,7 @@ class _Job:
                 (share if self.scaler is None else self.scaler.scale(share)).backward()
             losses.append(loss.detach())
         self.queue.drain()
-        for module in self.model.modules():
-            if getattr(module, "wgrad_queue", None) is not None:
-                while module.need_backward_dw():
-                    module.backward_dw()
+        compute_delayed(self.model)
         self.model.finish_grad_sync((targets >= 0).sum() if self.program.per_token else None)
         if self.scaler is None:
             self.optimizer.step()
@@ -198,11 +221,7 @@ class _Job:
         return {"losses": torch.stack(losses), "last": losses[-1]}
 
     def batch(self, rows: int = 2) -> tuple[Tensor, Tensor]:
-        shape = (self.program.microbatches, rows, LENGTH)
-        tokens = torch.randint(0, VOCAB, shape, generator=self.draws)
-        targets = torch.randint(0, VOCAB, shape, generator=self.draws)
-        targets[..., -1] = -1
-        return tokens.to(self.device), targets.to(self.device)
+        return drawn_batch((self.program.microbatches, rows, LENGTH), self.draws, self.device)
 
     def run(self) -> dict[str, Any]:
         kept: list[Any] = []

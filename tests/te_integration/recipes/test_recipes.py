@@ -85,7 +85,7 @@ def gradients(make: Callable[..., nn.Module], recipe: Any, handling: str, count:
         module.backward_dw()
     model.finish_grad_sync()
     flags = [getattr(param, "grad_added_to_main_grad", None) for param in module.parameters()]
-    assert True not in flags  # the provider has taken note of each
+    assert not any(flags)  # the provider has taken note of each
     found |= {name: param.main_grad.clone() for name, param in module.named_parameters() if hasattr(param, "main_grad")}
     return found
 
