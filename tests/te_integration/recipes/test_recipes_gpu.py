@@ -33,7 +33,7 @@ def test_bits_are_those_of_the_cpu(name: str) -> None:
         for mine, other in zip(found.tensors, expected.tensors, strict=True):
             # As numbers: NaN has two codes in E4M3.
             torch.testing.assert_close(mine.cpu().float(), other.float(), rtol=0, atol=0, equal_nan=True)
-        finite = slice(3, None) if SPECS[name].block else slice(0, 0)
+        finite = slice(128, None) if SPECS[name].block else slice(0, 0)  # no block of a row that is not finite
         product = scaled_product(found, found, torch.float32)[finite, finite].cpu()
         same = scaled_product(expected, expected, torch.float32)[finite, finite]
         assert (product - same).norm() <= 1e-5 * same.norm()
