@@ -60,8 +60,8 @@ class Format(Enum):
 class Recipe(ABC):
     """How the operands of a linear layer's three products are quantised.
 
-    emulate  quantise, and multiply what the elements stand for in fp32. On a CPU all recipes run so. On a GPU no recipe
-             has a kernel yet, and a recipe without ``emulate`` raises ``RuntimeError``
+    emulate  quantise, and multiply what the elements stand for in fp32. On a CPU all recipes run so. On a GPU a recipe
+             without kernels there raises ``RuntimeError`` unless it is emulated
     """
 
     emulate: bool = False
@@ -83,7 +83,7 @@ class Float8CurrentScaling(Recipe):
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """One scale in fp32."""
         element = self.fp8_format.backward if operand == "grad" else self.fp8_format.forward
-        return QuantSpec(element, None, ScaleForm.FP32)
+        return QuantSpec(element, None, ScaleForm.FP32, emulated=self.emulate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,8 @@ class Float8BlockScaling(Recipe):
 
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """1 x 128 along the contraction, or 128 x 128."""
-        return QuantSpec(Element.E4M3, (128 if operand == "weight" else 1, 128), ScaleForm.POWER_OF_TWO)
+        height = 128 if operand == "weight" else 1
+        return QuantSpec(Element.E4M3, (height, 128), ScaleForm.POWER_OF_TWO, emulated=self.emulate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class MXFP8BlockScaling(Recipe):
 
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """1 x 32 along the contraction, weights too."""
-        return QuantSpec(Element.E4M3, (1, 32), ScaleForm.E8M0)
+        return QuantSpec(Element.E4M3, (1, 32), ScaleForm.E8M0, emulated=self.emulate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +121,15 @@ class NVFP4BlockScaling(Recipe):
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """1 x 16 along the contraction, or 16 x 16."""
         if operand == "weight":
-            return QuantSpec(Element.E2M1, (1 if self.disable_2d_quantization else 16, 16), ScaleForm.E4M3)
+            height = 1 if self.disable_2d_quantization else 16
+            return QuantSpec(Element.E2M1, (height, 16), ScaleForm.E4M3, emulated=self.emulate)
         return QuantSpec(
             Element.E2M1,
             (1, 16),
             ScaleForm.E4M3,
             rotated=columns and not self.disable_rht,
             stochastic=operand == "grad" and not self.disable_stochastic_rounding,
+            emulated=self.emulate,
         )
 
 

@@ -4,6 +4,9 @@ One idea holds all of it: a product contracts the last dim of two quantised matr
 that two products contract along different dims is quantised twice, as it is and transposed.
 """
 
+from .operands import has_kernels as has_kernels
+from .operands import lacking as lacking
+from .operands import quantize_both as quantize_both
 from .products import scaled_product as scaled_product
 from .products import scaled_wgrad_accumulate as scaled_wgrad_accumulate
 from .quantize import dequantize as dequantize
@@ -20,7 +23,10 @@ __all__ = [
     "Quantized",
     "ScaleForm",
     "dequantize",
+    "has_kernels",
+    "lacking",
     "quantize",
+    "quantize_both",
     "restored",
     "scaled_product",
     "scaled_wgrad_accumulate",

@@ -1,23 +1,34 @@
 """Products of two quantised matrices, ``a b^T``, and the weight gradient by one.
 
-On every device the reference runs: it dequantises and multiplies in fp32.
+cuBLAS multiplies the forms that it takes, on GPUs. Elsewhere the reference runs: it dequantises and multiplies in fp32.
 """
 
 import torch
 from torch import Tensor
 
+from .cublas import cublas_product, takes_out
+from .operands import has_kernels
 from .quantize import dequantize
 from .spec import Quantized
 
 __all__ = ["scaled_product", "scaled_wgrad_accumulate"]
 
+_OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
-def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+
+def scaled_product(
+    a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False
+) -> Tensor:
     """``a b^T + bias`` [M, N] in ``dtype``: a [M, K], b [N, K], bias [N]; sums are fp32, rounded once.
+
+    fast  on GPUs, where each matrix has one scale: sums of a tile stay in the tensor cores, which keep 14 bits or so.
+          The relative error of 8,192 terms was 2.4e-3 in place of 2.3e-4 (H200)
 
     Raises ``ValueError`` where K differs, or one of the two alone is rotated.
     """
     _check(a, b)
+    if _by_cublas(a, b) and dtype in _OUTPUTS and (bias is None or bias.dtype is dtype is not torch.float32):
+        return cublas_product(a, b, dtype, bias, fast=fast)
     product = _product(a, b)
     return (product if bias is None else product + bias.float()).to(dtype)
 
@@ -29,8 +40,14 @@ def scaled_wgrad_accumulate(dy: Quantized, x: Quantized, main_grad: Tensor, *, o
     x          [K, T]  the transposed input
     main_grad  [N, K]  accumulator, fp32 or another dtype
     overwrite          beta = 0; ``main_grad`` may hold anything
+
+    cuBLAS writes a first product straight into an fp32 ``main_grad``. It adds to none: a later product is a tensor of
+    its own, and is added by a second pass.
     """
     _check(dy, x)
+    if overwrite and _by_cublas(dy, x) and takes_out(main_grad):
+        cublas_product(dy, x, torch.float32, out=main_grad)
+        return
     product = _product(dy, x)
     if overwrite:
         main_grad.copy_(product)
@@ -39,8 +56,16 @@ def scaled_wgrad_accumulate(dy: Quantized, x: Quantized, main_grad: Tensor, *, o
 
 
 def _product(a: Quantized, b: Quantized) -> Tensor:
+    """[M, N] fp32."""
+    if _by_cublas(a, b):
+        return cublas_product(a, b, torch.float32)
     with torch.autocast(a.data.device.type, enabled=False):
         return dequantize(a) @ dequantize(b).t()
+
+
+def _by_cublas(a: Quantized, b: Quantized) -> bool:
+    device = a.data.device
+    return a.spec.scale is b.spec.scale and has_kernels(a.spec, device) and has_kernels(b.spec, device)
 
 
 def _check(a: Quantized, b: Quantized) -> None:

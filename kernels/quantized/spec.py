@@ -60,6 +60,7 @@ class QuantSpec:
     rotated     elements are those of ``x H``: H is a random Hadamard transform of each 16 columns, the same in every
                 matrix, and orthogonal. So a product of two rotated matrices is that of the two before rotation
     stochastic  elements are rounded up or down at random, right in the mean; False: to nearest, ties to even
+    emulated    the reference quantises and multiplies, on GPUs with a kernel too
     """
 
     element: Element
@@ -67,13 +68,14 @@ class QuantSpec:
     scale: ScaleForm
     rotated: bool = False
     stochastic: bool = False
+    emulated: bool = False
 
 
 class Quantized(NamedTuple):
     """A quantised matrix."""
 
     data: Tensor
-    """[R, C] of the element's dtype; E2M1: uint8 [R, ceil(C / 2)]."""
+    """[R, C] of the element's dtype; E2M1: uint8 [R, ceil(C / 2)]. More columns may follow, of zeros."""
     scale: Tensor
     """The multipliers: a 0-dim tensor, or [ceil(R / block rows), ceil(C / block columns)]."""
     factor: Tensor | None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ddp.contract.demand import Demand, demand
 from ...ddp.contract.target import Place
 from ...ddp.torch_internals import current_backward
-from ...kernels.quantized import Quantized, quantize, restored, scaled_product
+from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
 from ...kernels.wgrad import wgrad_product
 from ..recipes import Operand, Recipe, recipe_now
 from ..torch_internals import watch_prehooks
@@ -38,10 +38,12 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
         )
         return False
     if input.is_cuda and not recipe.emulate:
-        raise RuntimeError(
-            f"{owner}: {type(recipe).__name__} has no kernel on GPUs here. {type(recipe).__name__}(emulate=True) "
-            f"quantises, and multiplies in fp32: right, and slower than bf16"
-        )
+        needed = lacking(recipe.spec("input", columns=False), input.device)
+        if needed is not None:
+            raise RuntimeError(
+                f"{owner}: {type(recipe).__name__} on {torch.cuda.get_device_name(input.device)} needs {needed}. "
+                f"{type(recipe).__name__}(emulate=True) quantises, and multiplies in fp32: right, and slower than bf16"
+            )
     return True
 
 
@@ -83,7 +85,9 @@ class _QuantizedLinear(torch.autograd.Function):
         x = cast(rows_of(input), dtype)
         needs_dw = True in ctx.needs_input_grad[4:-1]
         empty = x.numel() == 0 or not any(weight.numel() for weight in weights)
-        columns = _quantized(recipe, "input", x.t(), columns=True) if needs_dw and not empty else None
+        rows = columns = None
+        if not empty:
+            rows, columns = _copies(recipe, "input", x, rows=not use.only_save, columns=needs_dw)
         ctx.x_kind = None if columns is None else (columns.spec, columns.columns)
         ctx.save_for_backward(*weights, *(() if columns is None else columns.tensors))
         ctx.use, ctx.recipe, ctx.writes, ctx.dtype = use, recipe, writes, dtype
@@ -95,11 +99,12 @@ class _QuantizedLinear(torch.autograd.Function):
             return x.new_empty(0)
         weight = _whole(weights, dtype, transposed=use.transposed)
         bias = None if bias is None else cast(bias, dtype)
-        if empty:
+        if rows is None:
             shape = x.shape[0], weight.shape[0]
             return x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
-        rows = _quantized(recipe, "input", x, columns=False)
-        return scaled_product(rows, _quantized(recipe, "weight", weight, columns=False), dtype, bias)
+        of_weight, _ = _copies(recipe, "weight", weight, rows=True)
+        assert of_weight is not None
+        return scaled_product(rows, of_weight, dtype, bias, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,17 +130,20 @@ class _QuantizedLinear(torch.autograd.Function):
         db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
         if ctx.dtype is torch.float16:  # elements have no Inf, from which a loss scaler learns of an overflow
             dy = dy.masked_fill(dy.isinf(), torch.nan)
-        dx = None
+        dx = rows = columns = None
+        if dy.numel():
+            rows, columns = _copies(recipe, "grad", dy, rows=needs_dx, columns=ctx.x_kind is not None)
         if needs_dx:
-            dx = dy.new_zeros(ctx.input_shape, dtype=ctx.input_dtype)
-            if dx.numel() and dy.numel():
-                weight = _whole(weights, ctx.dtype, transposed=use.transposed)
-                rows = _quantized(recipe, "grad", dy, columns=False)
-                of_weight = _quantized(recipe, "weight", weight.t(), columns=True)
+            weight = _whole(weights, ctx.dtype, transposed=use.transposed)
+            if rows is None or weight.numel() == 0:
+                dx = dy.new_zeros(ctx.input_shape, dtype=ctx.input_dtype)
+            else:
+                _, of_weight = _copies(recipe, "weight", weight, columns=True)
+                assert of_weight is not None
                 dx = cast(scaled_product(rows, of_weight, ctx.dtype), ctx.input_dtype).view(ctx.input_shape)
         dws: list[Tensor | None] = [None] * len(weights)
         if any(needs_dw):
-            dws = _weight_grads(ctx, weights, saved[len(weights) :], wanted, places, dy)
+            dws = _weight_grads(ctx, weights, saved[len(weights) :], wanted, places, dy, columns)
         return (dx, None, None, None, *dws, db)
 
 
@@ -146,8 +154,9 @@ def _weight_grads(
     wanted: Sequence[Demand],
     places: Sequence[Place | None],
     dy: Tensor,
+    columns: Quantized | None,
 ) -> list[Tensor | None]:
-    """What backward returns for each weight."""
+    """What backward returns for each weight; ``columns`` is the transposed copy of dy."""
     use: LinearUse = ctx.use
     x: Tensor | Quantized
     grad: Tensor | Quantized
@@ -155,9 +164,10 @@ def _weight_grads(
         x = dy.new_zeros(dy.shape[0], weights[0].shape[0 if use.transposed else 1])
         grad = dy
     else:
-        spec, columns = ctx.x_kind
-        x = restored(saved, spec, columns)
-        grad = _quantized(ctx.recipe, "grad", dy.t(), columns=True)
+        spec, count = ctx.x_kind
+        x = restored(saved, spec, count)
+        assert columns is not None, "the input has elements, and so has dy"
+        grad = columns
     backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
     found: list[Tensor | None] = []
     start = 0
@@ -182,8 +192,15 @@ def _whole(weights: Sequence[Tensor], dtype: torch.dtype, *, transposed: bool) -
     return weight.t() if transposed else weight
 
 
-def _quantized(recipe: Recipe, operand: Operand, matrix: Tensor, *, columns: bool) -> Quantized:
-    return quantize(matrix, recipe.spec(operand, columns=columns))
+def _copies(
+    recipe: Recipe, operand: Operand, matrix: Tensor, *, rows: bool = False, columns: bool = False
+) -> tuple[Quantized | None, Quantized | None]:
+    """The quantised copies of ``matrix``: as it is, and transposed."""
+    return quantize_both(
+        matrix,
+        recipe.spec(operand, columns=False) if rows else None,
+        recipe.spec(operand, columns=True) if columns else None,
+    )
 
 
 watch_prehooks(_QuantizedLinear)

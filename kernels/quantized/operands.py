@@ -1,0 +1,56 @@
+"""``quantize_both``: the copies of a matrix that products take, and which devices have kernels for them."""
+
+import torch
+from torch import Tensor
+
+from ..compat import HAS_TRITON
+from .quantize import quantize
+from .spec import Quantized, QuantSpec, ScaleForm
+
+if HAS_TRITON:
+    from ..triton_support import capability_of
+    from .quantize_triton import quantize_triton
+
+__all__ = ["has_kernels", "lacking", "quantize_both"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def quantize_both(
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """x [R, C] quantised as it is (``rows``) and transposed (``columns``); None: not this copy.
+
+    On GPUs that have kernels x is read once for both copies (twice, where one scale is the tensor's), and nothing else
+    is written. Elsewhere, and for emulated specs, the reference runs; the bits are the same.
+
+    Raises ``ValueError`` unless x is a matrix with elements.
+    """
+    spec = rows or columns
+    if (
+        spec is not None
+        and (rows is None or columns is None or rows == columns)
+        and x.dim() == 2
+        and x.numel()
+        and x.dtype in _HALF
+        and has_kernels(spec, x.device)
+    ):
+        return quantize_triton(x, rows, columns)
+    return None if rows is None else quantize(x, rows), None if columns is None else quantize(x.t(), columns)
+
+
+def has_kernels(spec: QuantSpec, device: torch.device) -> bool:
+    """Whether kernels quantise by ``spec`` on ``device``, and multiply."""
+    return device.type == "cuda" and not spec.emulated and lacking(spec, device) is None
+
+
+def lacking(spec: QuantSpec, device: torch.device) -> str | None:
+    """What a GPU lacks for kernels of ``spec``; None: nothing."""
+    capability = capability_of(device) if HAS_TRITON else None
+    if capability is None:
+        return "an NVIDIA GPU and Triton"
+    if spec.scale is ScaleForm.FP32 and spec.block is None:
+        return None if capability >= (8, 9) else "compute capability 8.9 or higher"
+    if spec.scale is ScaleForm.POWER_OF_TWO and spec.block in ((1, 128), (128, 128)):
+        return None if capability[0] == 9 else "compute capability 9.0"
+    return "kernels that are not written yet (and compute capability 10.0)"
