@@ -176,13 +176,25 @@ class Bench:
     """
 
     what: Positional[
-        Literal["accumulation", "checkpoint", "data-parallel", "delayed", "host", "kernels", "models", "moe", "tune"]
+        Literal[
+            "accumulation",
+            "checkpoint",
+            "data-parallel",
+            "delayed",
+            "host",
+            "kernels",
+            "models",
+            "moe",
+            "recipes",
+            "tune",
+        ]
     ]
     """accumulation: fused, hook and autograd accumulation. checkpoint: saving and loading, beside torch's (torchrun).
     data-parallel: maingrad and others (torchrun, GPUs). delayed: reductions under delayed weight gradients
     (torchrun, GPUs). host: host time of one layer. kernels: each kernel against its roofline and its rivals. models:
     Hugging Face models by maingrad and FSDP2, eager and compiled (torchrun, GPUs). moe: a training step of a mixture of
-    experts. tune: configurations of the kernels by shape (GPU)."""
+    experts. recipes: a linear layer in low precision, and the parts of its time (GPU). tune: configurations of the
+    kernels by shape (GPU)."""
     out_dir: Path = Path("runs/bench")
     """where the table goes"""
 

@@ -126,7 +126,7 @@ class Bucket:
     def _close(self, reason: str) -> None:
         closed = f"{self.name} {reason}"
         for record in self.records:
-            record.closed = closed
+            record.close(closed)
 
 
 def check_nothing_under_way(buckets: Iterable[Bucket]) -> None:

@@ -6,6 +6,7 @@ object is made once, and later calls find it by the stream's raw address. What t
 measured alone.
 """
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 
 from ..torch_internals import current_raw_stream
 
-__all__ = ["OnStream", "capturing", "current_stream", "is_capturing"]
+__all__ = ["OnStream", "capture_number", "capturing", "current_stream", "is_capturing"]
 
 _known: dict[tuple[int, int], torch.cuda.Stream] = {}
 """Stream objects by device index and raw address. torch never frees its streams, so an address means one stream."""
@@ -53,19 +54,33 @@ class OnStream:
 # ``torch.cuda.is_current_stream_capturing()`` asks one stream, and does not tell who captures. Here is what this
 # library captures: whoever captures does the effects on the host again at each replay.
 
-_capturing: list[int] = []
-"""The threads that capture, one entry for each block: ranks may be threads, and each captures for itself."""
+_capturing: list[tuple[int, int]] = []
+"""The threads that capture, with the number of the capture. Ranks may be threads, and each captures for itself."""
+_numbers = itertools.count(1)
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
     """The block captures."""
-    thread = threading.get_ident()
-    _capturing.append(thread)
+    entry = threading.get_ident(), next(_numbers)
+    _capturing.append(entry)
     try:
         yield
     finally:
-        _capturing.remove(thread)
+        _capturing.remove(entry)
+
+
+def capture_number() -> int | None:
+    """Which ``capturing`` block the caller's work belongs to; 0: none, the work runs now; None: somebody else captures.
+
+    What one capture computes is not there before its graph runs, and is overwritten when the graph runs again: it must
+    not be kept for work outside.
+    """
+    by_thread = dict(_capturing)
+    number = by_thread.get(threading.get_ident(), 0)
+    if number == 0 and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return max(by_thread.values(), default=None)  # a backward of CUDA's, on a thread of autograd's
+    return number
 
 
 def is_capturing() -> bool:
@@ -73,8 +88,4 @@ def is_capturing() -> bool:
 
     CUDA's backwards run on threads of autograd's, where the captured stream is the current one.
     """
-    if not _capturing:
-        return False
-    return threading.get_ident() in _capturing or (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    )
+    return bool(_capturing) and bool(capture_number())

@@ -69,6 +69,10 @@ class GradRecord:
         self.ready = False
         """The last contribution of this iteration is in ``view``."""
 
+        self.of_weight: Any = None
+        """What a module computed from the weight, which stays as it is while gradients are summed: cleared with them,
+        and when ``view`` is closed."""
+
         # Per backward: the hook clears them.
         self.consumer_wrote = False
         """One of our modules wrote ``view`` in this backward, and so returned None to autograd."""
@@ -100,6 +104,11 @@ class GradRecord:
         self.written = True
         return overwrite
 
+    def close(self, reason: str) -> None:
+        """``view`` takes no more writes in this iteration."""
+        self.closed = reason
+        self.of_weight = None
+
     def delayed_wgrad_done(self, pending: PendingWgrad) -> None:
         """``pending`` was computed."""
         self.pending.remove(pending)
@@ -118,4 +127,4 @@ class GradRecord:
     def reset(self) -> None:
         """Start a new iteration."""
         self.written = self.ready = self.passed = self.awaits_delayed = False
-        self.closed = None
+        self.closed = self.of_weight = None

@@ -32,8 +32,8 @@ def quantize_triton(
 ) -> tuple[Quantized | None, Quantized | None]:
     """x [R, C] as it is by ``rows``, and transposed by ``columns``; None: not this copy.
 
-    Both specs are equal: one scale for the tensor, or powers of two for blocks of 1 x 128 or 128 x 128. Zeros follow the
-    columns of each copy, up to a count that ``cublas.py`` takes.
+    Both specs are equal: one scale for the tensor, or powers of two for blocks of 1 x 128 or 128 x 128. Zeros follow
+    the columns of each copy, up to a count that ``cublas.py`` takes.
     """
     spec = rows or columns
     assert spec is not None and (rows is None or columns is None or rows == columns), "one form"
@@ -140,7 +140,7 @@ def _amax_kernel(
 
 
 @triton.jit
-def _tensor_encode(bits, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tensor_encode(bits: tl.tensor, MAX: tl.constexpr) -> tl.tensor:
     """What elements are multiplied by, from the bits of the largest magnitude."""
     amax = bits.to(tl.float32, bitcast=True)
     encode = tl.minimum(tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax), _FP32_MAX)
@@ -148,7 +148,7 @@ def _tensor_encode(bits, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block_encode(bits, EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _block_encode(bits: tl.tensor, EXPONENT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The same for powers of two, and the scale: without a division, which each thread would do for many blocks.
 
     An element's largest magnitude is 1.75 * 2^EXPONENT, so max / amax is at least its power of two where the mantissa
@@ -161,7 +161,7 @@ def _block_encode(bits, EXPONENT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _elements(values, MAX: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def _elements(values: tl.tensor, MAX: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     return tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 

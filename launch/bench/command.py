@@ -41,6 +41,8 @@ def run_bench(what: str, out_dir: Path, arguments: list[str]) -> int:
             return _models(out_dir, arguments, log)
         case "moe":
             return _moe(out_dir, arguments, log)
+        case "recipes":
+            return _recipes(out_dir, arguments, log)
         case "tune":
             return _tune(out_dir, arguments, log)
     return _accumulation(what, out_dir, arguments, log)
@@ -121,6 +123,14 @@ def _kernels(out_dir: Path, arguments: list[str], log: Log) -> int:
     table = bench_kernels(bench, _device(), log)
     print(write_kernel_report(table, out_dir))
     return int(table.wrong)
+
+
+def _recipes(out_dir: Path, arguments: list[str], log: Log) -> int:
+    from .recipes import RecipesBench, bench_recipes, write_recipes_report
+
+    bench = tyro.cli(RecipesBench, args=arguments, prog="maingrad bench recipes")
+    print(write_recipes_report(*bench_recipes(bench, _device(), log), bench, out_dir))
+    return 0
 
 
 def _tune(out_dir: Path, arguments: list[str], log: Log) -> int:

@@ -5,12 +5,14 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...ddp.collectives.streams import capture_number
 from ...ddp.contract.demand import Demand, demand
+from ...ddp.contract.main_grad import record_of
 from ...ddp.contract.target import Place
 from ...ddp.torch_internals import current_backward
 from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
@@ -67,7 +69,10 @@ def quantized_linear(
     Saved for backward is the input's transposed quantised copy: half of bf16's bytes, or a quarter. Raises
     ``RuntimeError`` for second derivatives.
     """
-    output: Tensor = _QuantizedLinear.apply(input, use, recipe, writes, *weights, bias)  # type: ignore[no-untyped-call]
+    trains = torch.is_grad_enabled()  # in the function it is off, and ``needs_input_grad`` does not tell
+    output: Tensor = _QuantizedLinear.apply(  # type: ignore[no-untyped-call]
+        input, use, recipe, writes, trains, *weights, bias
+    )
     if input.dim() == 2 or use.only_save:
         return output
     return output.view(*input.shape[:-1], output.shape[1])  # here: a view made in the function refuses in-place changes
@@ -78,12 +83,12 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, use: LinearUse, recipe: Recipe, writes: bool, *weights_and_bias: Any
+        ctx: Any, input: Tensor, use: LinearUse, recipe: Recipe, writes: bool, trains: bool, *weights_and_bias: Any
     ) -> Tensor:
         *weights, bias = weights_and_bias
         dtype = dtype_of_products(input)
         x = cast(rows_of(input), dtype)
-        needs_dw = True in ctx.needs_input_grad[4:-1]
+        needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[5:-1]
         empty = x.numel() == 0 or not any(weight.numel() for weight in weights)
         rows = columns = None
         if not empty:
@@ -97,12 +102,13 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.outer_backward = current_backward()
         if use.only_save:
             return x.new_empty(0)
-        weight = _whole(weights, dtype, transposed=use.transposed)
         bias = None if bias is None else cast(bias, dtype)
         if rows is None:
-            shape = x.shape[0], weight.shape[0]
+            shape = x.shape[0], sum(weight.shape[1 if use.transposed else 0] for weight in weights)
             return x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
-        of_weight, _ = _copies(recipe, "weight", weight, rows=True)
+        of_weight, _ = _copies_of_weight(
+            weights, use, recipe, dtype, rows=True, columns=needs_dx, moment="forward" if trains else "evaluation"
+        )
         assert of_weight is not None
         return scaled_product(rows, of_weight, dtype, bias, fast=True)
 
@@ -115,7 +121,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 f"{use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run this "
                 f"forward under autocast(enabled=False)"
             )
-        needs_dx, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
+        needs_dx, _, _, _, _, *needs_dw, needs_db = ctx.needs_input_grad
         saved = ctx.saved_tensors
         weights = saved[: len(needs_dw)]
         nodes = ctx.next_functions  # of the tensor inputs only: the input, then the weights
@@ -134,17 +140,16 @@ class _QuantizedLinear(torch.autograd.Function):
         if dy.numel():
             rows, columns = _copies(recipe, "grad", dy, rows=needs_dx, columns=ctx.x_kind is not None)
         if needs_dx:
-            weight = _whole(weights, ctx.dtype, transposed=use.transposed)
-            if rows is None or weight.numel() == 0:
+            if rows is None or 0 in ctx.input_shape:
                 dx = dy.new_zeros(ctx.input_shape, dtype=ctx.input_dtype)
             else:
-                _, of_weight = _copies(recipe, "weight", weight, columns=True)
+                _, of_weight = _copies_of_weight(weights, use, recipe, ctx.dtype, columns=True, moment="backward")
                 assert of_weight is not None
                 dx = cast(scaled_product(rows, of_weight, ctx.dtype), ctx.input_dtype).view(ctx.input_shape)
         dws: list[Tensor | None] = [None] * len(weights)
         if any(needs_dw):
             dws = _weight_grads(ctx, weights, saved[len(weights) :], wanted, places, dy, columns)
-        return (dx, None, None, None, *dws, db)
+        return (dx, None, None, None, None, *dws, db)
 
 
 def _weight_grads(
@@ -190,6 +195,53 @@ def _whole(weights: Sequence[Tensor], dtype: torch.dtype, *, transposed: bool) -
     """[N, K] in the dtype of the products."""
     weight = cast(weights[0] if len(weights) == 1 else torch.cat(tuple(weights)), dtype)
     return weight.t() if transposed else weight
+
+
+class _Kept(NamedTuple):
+    """A weight's copies, kept in its ``GradRecord`` while an iteration's gradients are summed."""
+
+    key: tuple[Any, ...]
+    rows: Quantized | None
+    columns: Quantized | None
+
+
+def _copies_of_weight(
+    weights: Sequence[Tensor],
+    use: LinearUse,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+    moment: Literal["forward", "backward", "evaluation"],
+) -> tuple[Quantized | None, Quantized | None]:
+    """The quantised copies of W [N, K], as it is and transposed.
+
+    Under our provider a forward that trains keeps its copies: for this iteration's backwards, and for its forwards from
+    the first gradient on. Before it, and after the last, somebody may write the weights and tell nobody (fused
+    optimizers raise no version); but gradients of different weights are never summed. An evaluation takes the weights
+    as they are: others may have been swapped in for it.
+    """
+    number = capture_number()
+    record = None if number is None or moment == "evaluation" else record_of(weights[0])
+    if record is not None and (record.closed is not None or record.make_room is not None):
+        record = None  # sharded weights come and go within an iteration
+    if record is None:
+        return _copies(recipe, "weight", _whole(weights, dtype, transposed=use.transposed), rows=rows, columns=columns)
+    key = recipe, dtype, use.transposed, number, *((weight._version, weight.data_ptr()) for weight in weights)
+    kept = record.of_weight
+    if (
+        (record.written or moment == "backward")
+        and isinstance(kept, _Kept)
+        and kept.key == key
+        and not (rows and kept.rows is None)
+        and not (columns and kept.columns is None)
+    ):
+        return kept.rows, kept.columns
+    made = _copies(recipe, "weight", _whole(weights, dtype, transposed=use.transposed), rows=rows, columns=columns)
+    if moment == "forward":
+        record.of_weight = _Kept(key, *made)
+    return made
 
 
 def _copies(

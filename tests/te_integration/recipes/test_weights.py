@@ -1,0 +1,171 @@
+"""Quantised copies of weights serve one iteration, and nobody sees a copy of weights that were."""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
+from maingrad.kernels.quantized import operands
+from maingrad.te_integration import Float8BlockScaling, Float8CurrentScaling, Linear, autocast
+
+RECIPES = [Float8CurrentScaling(), Float8BlockScaling()]
+
+
+def wrapped() -> tuple[Linear, DistributedDataParallel]:
+    torch.manual_seed(0)
+    layer = Linear(64, 96, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+    return layer, DistributedDataParallel(layer)
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def forward_backward(model: nn.Module, recipe: Any, seed: int) -> tuple[Tensor, Tensor]:
+    x = batch(seed).requires_grad_()
+    with autocast(recipe=recipe):
+        y = model(x)
+    y.float().square().mean().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def check(model: DistributedDataParallel, layer: Linear, recipe: Any, seed: int, *, last: bool = False) -> None:
+    """One microbatch has the results of a plain layer that was made with these weights a moment ago."""
+    fresh = Linear(64, 96, dtype=torch.bfloat16)
+    fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
+    with contextlib.nullcontext() if last else model.no_sync():
+        found = forward_backward(model, recipe, seed)
+    for mine, other in zip(found, forward_backward(fresh, recipe, seed), strict=True):
+        assert torch.equal(mine, other)
+
+
+def change(layer: Linear) -> None:
+    """As a fused optimizer does: no version is raised."""
+    layer.weight.data.mul_(1.5)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of all matrices that are quantised."""
+    shapes: list[tuple[int, ...]] = []
+    quantize = operands.quantize
+
+    def count(x: Tensor, spec: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return quantize(x, spec)
+
+    with mock.patch.object(operands, "quantize", count):
+        yield shapes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_quantised_once_an_iteration(recipe: Any) -> None:
+    _, model = wrapped()
+    for _ in range(2):
+        with counted() as shapes:
+            for microbatch in range(3):
+                with contextlib.nullcontext() if microbatch == 2 else model.no_sync():
+                    forward_backward(model, recipe, microbatch)
+        assert shapes.count((96, 64)) == 1 and shapes.count((64, 96)) == 1
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_optimizer_step_is_seen(recipe: Any) -> None:
+    layer, model = wrapped()
+    optimizer = DistributedOptimizer(model, lr=0.1)
+    for iteration in range(3):
+        for microbatch in range(3):
+            check(model, layer, recipe, microbatch, last=microbatch == 2)
+        model.finish_grad_sync()
+        if iteration == 1:
+            change(layer)
+        else:
+            optimizer.step()
+        model.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_metric_that_trains_between_reduction_and_step(recipe: Any) -> None:
+    layer, model = wrapped()
+    for _ in range(2):
+        check(model, layer, recipe, 0)
+        check(model, layer, recipe, 1, last=True)
+        model.finish_grad_sync()
+        with autocast(recipe=recipe):
+            model(batch(2))  # nobody wrote no_grad
+        change(layer)
+        model.zero_grad_buffer()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_line_search_before_the_first_backward(recipe: Any) -> None:
+    layer, model = wrapped()
+    losses = []
+    for _ in range(3):
+        with autocast(recipe=recipe):
+            losses.append(model(batch(0)).float().square().mean())
+        change(layer)
+    assert losses[0] < losses[1] < losses[2]
+    del losses
+    check(model, layer, recipe, 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_swapped_weights_are_evaluated_between_microbatches(recipe: Any) -> None:
+    layer, model = wrapped()
+    check(model, layer, recipe, 0)
+    mine, average = layer.weight.detach().clone(), layer.weight.detach() * 2
+    layer.weight.data.copy_(average)
+    with torch.no_grad(), autocast(recipe=recipe):
+        teacher = model(batch(1))
+    layer.weight.data.copy_(mine)
+    with torch.no_grad(), autocast(recipe=recipe):
+        student = model(batch(1))
+    assert not torch.equal(teacher, student)
+    check(model, layer, recipe, 1, last=True)
+
+
+def test_another_recipe_and_changed_weights_between_microbatches() -> None:
+    layer, model = wrapped()
+    check(model, layer, RECIPES[0], 0)
+    check(model, layer, RECIPES[1], 0)
+    with torch.no_grad():
+        layer.weight.mul_(2)  # raises the version
+    check(model, layer, RECIPES[1], 0)
+    layer.weight.data = layer.weight.data * 2
+    check(model, layer, RECIPES[1], 0)
+
+
+def test_nothing_is_quantised_for_a_backward_that_cannot_come() -> None:
+    _, model = wrapped()
+    with counted() as shapes, torch.no_grad(), autocast(recipe=RECIPES[0]):
+        model(batch(0))
+    assert sorted(shapes) == [(8, 64), (96, 64)]
+
+
+def test_copies_go_with_the_iteration() -> None:
+    """The memory is free again when the gradient is reduced."""
+    _, model = wrapped()
+    before = alive_elements()
+    forward_backward(model, RECIPES[0], 0)
+    model.finish_grad_sync()
+    assert alive_elements() == before
+
+
+def alive_elements() -> int:
+    gc.collect()
+    return sum(
+        tensor.numel()
+        for tensor in gc.get_objects()
+        if isinstance(tensor, Tensor) and tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    )
