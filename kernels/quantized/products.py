@@ -65,7 +65,8 @@ def _product(a: Quantized, b: Quantized) -> Tensor:
 
 def _by_cublas(a: Quantized, b: Quantized) -> bool:
     device = a.data.device
-    return a.spec.scale is b.spec.scale and has_kernels(a.spec, device) and has_kernels(b.spec, device)
+    squares = a.spec.block == b.spec.block == (128, 128)  # cuBLAS wants one matrix of the two in blocks of 1 x 128
+    return a.spec.scale is b.spec.scale and not squares and has_kernels(a.spec, device) and has_kernels(b.spec, device)
 
 
 def _check(a: Quantized, b: Quantized) -> None:

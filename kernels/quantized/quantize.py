@@ -190,7 +190,7 @@ def _packed_e2m1(scaled: Tensor, *, stochastic: bool) -> Tensor:
 def _elements(q: Quantized) -> Tensor:
     """[R, C] fp32: the elements' values."""
     if q.spec.element is not Element.E2M1:
-        return q.data.float()
+        return q.data[:, : q.columns].float()
     codes = torch.stack([q.data & 15, q.data >> 4], -1).flatten(1)
     values = _table("magnitudes", q.data)[(codes & 7).long()] * torch.where(codes >= 8, -1.0, 1.0)
     return values[:, : q.columns]

@@ -3,7 +3,7 @@
 The formulas, and so the bits, are those of ``quantize.py``. Scales of a whole tensor need its largest magnitude first:
 a kernel leaves the largest of each program's share, and the cast takes the largest of those. No atomics, no host reads.
 
-Legend: R rows; C columns; P programs of the first kernel.
+Legend: R rows; C columns.
 """
 
 import math
@@ -13,16 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton_support import num_multiprocessors
+from ..compat import device_of
 from .spec import Quantized, QuantSpec
 
 __all__ = ["quantize_triton"]
 
 _BLOCK = 128
-"""Rows and columns of a tile where scales are those of blocks."""
-_TENSOR_TILE = (128, 64, 4)
-"""Rows, columns and warps where one scale is that of the tensor."""
-_WARPS = {"square": 8, "rows": 8}
+"""Rows and columns of a block, and of a tile where scales are those of blocks."""
+_PARTIALS = 512
+"""At most so many programs look for the largest magnitude of a tensor."""
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _INF_BITS = tl.constexpr(0x7F800000)
 
@@ -40,59 +39,48 @@ def quantize_triton(
     if x.stride(1) != 1:
         x = x.contiguous()
     height, width = x.shape
-    by_rows = None if rows is None else _empty(height, width, rows, transposed=False, beside=x)
-    by_columns = None if columns is None else _empty(width, height, columns, transposed=True, beside=x)
-    if spec.block is None:
-        form, (tile_rows, tile_columns, warps) = "tensor", _TENSOR_TILE
-        partial, scale = _largest(x), x.new_empty((), dtype=torch.float32)
-        by_rows = None if by_rows is None else by_rows._replace(scale=scale)
-        by_columns = None if by_columns is None else by_columns._replace(scale=scale)
-    else:
-        form, tile_rows, tile_columns = "square" if spec.block[0] > 1 else "rows", _BLOCK, _BLOCK
-        partial, warps = None, _WARPS[form]
+    scale = x.new_empty((), dtype=torch.float32) if spec.block is None else None
+    by_rows = None if rows is None else _empty(height, width, rows, x, scale, transposed=False)
+    by_columns = None if columns is None else _empty(width, height, columns, x, scale, transposed=True)
     left, right = by_rows or by_columns, by_columns or by_rows
     assert left is not None and right is not None
     # Zeros behind the columns of a copy are written by programs beyond the matrix.
-    down = max(height, right.data.shape[1] if by_columns is not None else 0)
-    across = max(width, left.data.shape[1] if by_rows is not None else 0)
-    _cast_kernel[(triton.cdiv(down, tile_rows), triton.cdiv(across, tile_columns))](
-        x,
-        partial,
-        left.data,
-        left.scale,
-        right.data,
-        right.scale,
-        height,
-        width,
-        x.stride(0),
-        left.data.stride(0),
-        right.data.stride(0),
-        _apart(left),
-        _apart(right),
-        0 if partial is None else partial.numel(),
-        1 if partial is None else triton.next_power_of_2(partial.numel()),
-        spec.element.max,
-        math.frexp(spec.element.max)[1] - 1,
-        form,
-        by_rows is not None,
-        by_columns is not None,
-        tile_rows,
-        tile_columns,
-        num_warps=warps,
-    )
+    down = height if by_columns is None else right.data.shape[1]
+    across = width if by_rows is None else left.data.shape[1]
+    arguments = (x, left.data, left.scale, right.data, right.scale, height, width, x.stride(0))
+    strides = left.data.stride(0), right.data.stride(0)
+    exponent = math.frexp(spec.element.max)[1] - 1
+    which = by_rows is not None, by_columns is not None
+    with device_of(x):
+        if spec.block == (1, _BLOCK):
+            grid = triton.cdiv(down, _BLOCK), triton.cdiv(across, _BLOCK)
+            _rows_kernel[grid](*arguments, *strides, spec.element.max, exponent, *which, 8, 32, num_warps=4)
+        elif spec.block is not None:
+            grid = triton.cdiv(down, _BLOCK), triton.cdiv(across, _BLOCK)
+            _tile_kernel[grid](
+                *arguments, *strides, None, 0, spec.element.max, exponent, *which, _BLOCK, _BLOCK, num_warps=8
+            )
+        else:
+            partial = _largest(x)
+            grid = triton.cdiv(down, 128), triton.cdiv(across, 64)
+            _tile_kernel[grid](
+                *arguments, *strides, partial, partial.numel(), spec.element.max, exponent, *which, 128, 64, num_warps=4
+            )
     return by_rows, by_columns
 
 
-def _empty(rows: int, columns: int, spec: QuantSpec, *, transposed: bool, beside: Tensor) -> Quantized:
+def _empty(
+    rows: int, columns: int, spec: QuantSpec, beside: Tensor, scale: Tensor | None, *, transposed: bool
+) -> Quantized:
     """A matrix [rows, columns] without elements yet; scales lie as cuBLAS reads them.
 
     Scales of 1 x 128 of one block column lie together, those of 128 x 128 of one block row. The latter come in fours;
     and so do those of 1 x 128 but for transposed copies, which only meet one another.
     """
-    if spec.block is None:
+    if scale is not None:
         data = beside.new_empty(rows, -(-columns // 16) * 16, dtype=spec.element.dtype)
-        return Quantized(data, data, None, spec, columns)
-    square = spec.block[0] > 1
+        return Quantized(data, scale, None, spec, columns)
+    square = spec.block != (1, _BLOCK)
     count = _BLOCK if transposed and not square else 4 * _BLOCK
     blocks = -(-columns // count) * (count // _BLOCK)
     data = beside.new_empty(rows, blocks * _BLOCK, dtype=spec.element.dtype)
@@ -103,15 +91,10 @@ def _empty(rows: int, columns: int, spec: QuantSpec, *, transposed: bool, beside
     return Quantized(data, scale, None, spec, columns)
 
 
-def _apart(q: Quantized) -> int:
-    """Elements between the scales of two blocks that follow one another where scales do not lie together."""
-    return 0 if q.spec.block is None else q.scale.stride(0 if q.spec.block[0] > 1 else 1)
-
-
 def _largest(x: Tensor) -> Tensor:
-    """[P] int32: bits of the largest magnitudes. NaN is larger than Inf, as bits."""
+    """[a power of two] int32: bits of the largest magnitudes. NaN is larger than Inf, as bits."""
     tiles = triton.cdiv(x.shape[0], 32) * triton.cdiv(x.shape[1], 256)
-    programs = min(tiles, 4 * num_multiprocessors(x.device))
+    programs = min(_PARTIALS, 1 << (tiles.bit_length() - 1))
     partial = x.new_empty(programs, dtype=torch.int32)
     _amax_kernel[(programs,)](x, partial, x.shape[0], x.shape[1], x.stride(0), tiles, 32, 256, num_warps=8)
     return partial
@@ -166,9 +149,8 @@ def _elements(values: tl.tensor, MAX: tl.constexpr, dtype: tl.constexpr) -> tl.t
 
 
 @triton.jit
-def _cast_kernel(
+def _tile_kernel(
     x: tl.tensor,
-    partial: tl.tensor,
     by_rows: tl.tensor,
     row_scales: tl.tensor,
     by_columns: tl.tensor,
@@ -178,56 +160,91 @@ def _cast_kernel(
     stride: tl.tensor,
     rows_stride: tl.tensor,
     columns_stride: tl.tensor,
-    row_scales_stride: tl.tensor,
-    column_scales_stride: tl.tensor,
-    partials: tl.tensor,
+    partial: tl.tensor,
     PARTIALS: tl.constexpr,
     MAX: tl.constexpr,
     EXPONENT: tl.constexpr,
-    FORM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
+    """Both copies of a tile that has one scale: the tensor's, from PARTIALS largest magnitudes, or its own (0)."""
     row_block, column_block = tl.program_id(0), tl.program_id(1)
-    row = row_block * HEIGHT + tl.arange(0, HEIGHT)
-    column = column_block * WIDTH + tl.arange(0, WIDTH)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
-    values = tl.load(x + row[:, None].to(tl.int64) * stride + column[None, :], inside, other=0.0).to(tl.float32)
-    if FORM == "tensor":
-        index = tl.arange(0, PARTIALS)
-        encode = _tensor_encode(tl.max(tl.load(partial + index, index < partials, other=0), 0), MAX)
+    row = (row_block * HEIGHT + tl.arange(0, HEIGHT))[:, None]
+    column = (column_block * WIDTH + tl.arange(0, WIDTH))[None, :]
+    inside = (row < rows) & (column < columns)
+    values = tl.load(x + row.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
+    if PARTIALS:
+        encode = _tensor_encode(tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0), MAX)
         if (row_block == 0) & (column_block == 0):
             tl.store(row_scales, tl.div_rn(1.0, encode))
-        for_rows = values * encode
-        for_columns = for_rows
     else:
         bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if FORM == "square":
-            encode, scale = _block_encode(tl.max(tl.max(bits, 1), 0), EXPONENT)
-            if ROWS:
-                place = row_scales + row_block * row_scales_stride + column_block
-                tl.store(place, scale, row_block * HEIGHT < rows)
-            if COLUMNS:
-                place = column_scales + column_block * column_scales_stride + row_block
-                tl.store(place, scale, column_block * WIDTH < columns)
-            for_rows = values * encode
-            for_columns = for_rows
-        else:
-            encode_rows, scale_rows = _block_encode(tl.max(bits, 1), EXPONENT)
-            encode_columns, scale_columns = _block_encode(tl.max(bits, 0), EXPONENT)
-            if ROWS:
-                tl.store(row_scales + column_block * row_scales_stride + row, scale_rows, row < rows)
-            if COLUMNS:
-                tl.store(column_scales + row_block * column_scales_stride + column, scale_columns, column < columns)
-            for_rows = values * encode_rows[:, None]
-            for_columns = values * encode_columns[None, :]
+        encode, scale = _block_encode(tl.max(tl.max(bits, 1), 0), EXPONENT)
+        if ROWS:
+            place = row_scales + row_block * (rows_stride // WIDTH) + column_block
+            tl.store(place, scale, row_block * HEIGHT < rows)
+        if COLUMNS:
+            place = column_scales + column_block * (columns_stride // HEIGHT) + row_block
+            tl.store(place, scale, column_block * WIDTH < columns)
+    values = values * encode
     if ROWS:
-        elements = _elements(for_rows, MAX, by_rows.dtype.element_ty)
-        place = by_rows + row[:, None].to(tl.int64) * rows_stride + column[None, :]
-        tl.store(place, elements, (row[:, None] < rows) & (column[None, :] < rows_stride))
+        place = by_rows + row.to(tl.int64) * rows_stride + column
+        tl.store(place, _elements(values, MAX, by_rows.dtype.element_ty), (row < rows) & (column < rows_stride))
     if COLUMNS:
-        elements = _elements(for_columns, MAX, by_columns.dtype.element_ty)
-        place = by_columns + column[:, None].to(tl.int64) * columns_stride + row[None, :]
-        tl.store(place, tl.trans(elements), (column[:, None] < columns) & (row[None, :] < columns_stride))
+        elements = tl.trans(_elements(values, MAX, by_columns.dtype.element_ty))
+        row, column = tl.trans(row), tl.trans(column)
+        place = by_columns + column.to(tl.int64) * columns_stride + row
+        tl.store(place, elements, (column < columns) & (row < columns_stride))
+
+
+@triton.jit
+def _rows_kernel(
+    x: tl.tensor,
+    by_rows: tl.tensor,
+    row_scales: tl.tensor,
+    by_columns: tl.tensor,
+    column_scales: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+    rows_stride: tl.tensor,
+    columns_stride: tl.tensor,
+    MAX: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Both copies of a tile of 128 x 128 with a scale for each row, and another for each column.
+
+    The tile has four dims, [128 / LANES, GROUPS, LANES, 128 / GROUPS], so that a warp holds whole columns: its lanes
+    are the third dim, and the warps the second. With two dims the warps would lie along the rows, and the largest
+    magnitudes of columns go through shared memory, slowly.
+    """
+    DEPTH: tl.constexpr = 128 // LANES
+    WIDTH: tl.constexpr = 128 // GROUPS
+    row_block, column_block = tl.program_id(0), tl.program_id(1)
+    rows_2d = row_block * 128 + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    columns_2d = column_block * 128 + tl.arange(0, GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    row, column = rows_2d[:, None, :, None], columns_2d[None, :, None, :]
+    inside = (row < rows) & (column < columns)
+    values = tl.load(x + row.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if ROWS:
+        encode, scale = _block_encode(tl.max(tl.max(bits, 3), 1), EXPONENT)
+        tl.store(row_scales + column_block * rows + rows_2d, scale, rows_2d < rows)
+        elements = _elements(values * encode[:, None, :, None], MAX, by_rows.dtype.element_ty)
+        place = by_rows + row.to(tl.int64) * rows_stride + column
+        tl.store(place, elements, (row < rows) & (column < rows_stride))
+    if COLUMNS:
+        encode, scale = _block_encode(tl.max(tl.max(bits, 0), 1), EXPONENT)
+        tl.store(column_scales + row_block * columns + columns_2d, scale, columns_2d < columns)
+        elements = _elements(values * encode[None, :, None, :], MAX, by_columns.dtype.element_ty)
+        elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2)), (128, 128))
+        column = (column_block * 128 + tl.arange(0, 128))[:, None]
+        row = (row_block * 128 + tl.arange(0, 128))[None, :]
+        place = by_columns + column.to(tl.int64) * columns_stride + row
+        tl.store(place, elements, (column < columns) & (row < columns_stride))

@@ -13,13 +13,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ...ddp import DistributedDataParallel
+from ...ddp.contract.main_grad import accumulator_of
 from ...kernels.quantized import quantize_both, scaled_wgrad_accumulate
 from ...kernels.wgrad import wgrad_accumulate
 from ...te_integration import Float8BlockScaling, Float8CurrentScaling, Linear, autocast
@@ -58,6 +61,10 @@ class StepRow:
     """Of one microbatch; the host's time counts where it is the longer."""
     over_bf16: float
     """How many times as fast as our bf16."""
+    device_microseconds: float
+    """The sum of its kernels' times: what counts where the host is not the slower."""
+    device_over_bf16: float
+    """How many times as fast as our bf16's kernels."""
     error: float
     """Relative error of the step's weight gradient, against bf16's."""
 
@@ -102,6 +109,8 @@ def write_recipes_report(steps: list[StepRow], parts: list[PartRow], bench: Reci
         ("", lambda row: row.form),
         ("us a microbatch", lambda row: f"{row.microseconds:.0f}"),
         ("times as fast as bf16", lambda row: f"{row.over_bf16:.2f}"),
+        ("kernels alone, us", lambda row: f"{row.device_microseconds:.0f}"),
+        ("times as fast as bf16's", lambda row: f"{row.device_over_bf16:.2f}"),
         ("error of dW against bf16", lambda row: f"{row.error:.3f}"),
     ]
     of_parts: list[Column] = [
@@ -126,88 +135,92 @@ def _steps(bench: RecipesBench, features: int, device: torch.device, log: Callab
     inputs = [x.requires_grad_() for x in torch.randn(*shape, **options)]
     grads = list(torch.randn(*shape, **options))
     weight = torch.randn(features, features, **options) / features**0.5
-    layer = Linear(features, features, bias=False, fuse_wgrad_accumulation=True, **options)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-    model = DistributedDataParallel(layer)
-
-    def ours(recipe: Recipe | None) -> Callable[[], Tensor]:
-        def step() -> Tensor:
-            model.zero_grad_buffer()
-            for x, dy in zip(inputs, grads, strict=True):
-                x.grad = None
-                with model.no_sync():
-                    with autocast(recipe is not None, recipe=recipe):
-                        y = model(x)
-                    y.backward(dy)
-            return layer.weight.main_grad  # type: ignore[attr-defined]
-
-        return step
-
-    forms = {"bf16": ours(None), **{type(recipe).__name__: ours(recipe) for recipe in _RECIPES}}
+    model = DistributedDataParallel(Linear(features, features, bias=False, fuse_wgrad_accumulation=True, **options))
+    forms = {"bf16": _step(model, weight, inputs, grads, nullcontext)}
+    for recipe in _RECIPES:
+        forms[type(recipe).__name__] = _step(model, weight, inputs, grads, partial(autocast, recipe=recipe))
     forms.update(_transformer_engine(weight, inputs, grads))
     exact = forms["bf16"]().clone()
-    errors = {}
+    errors, busy = {}, {}
     for form, step in forms.items():
         for _ in range(3):
             found = step()
         errors[form] = float((found - exact).norm() / exact.norm())
+        busy[form] = _device_microseconds(step) / bench.num_microbatches
     times: dict[str, list[float]] = {form: [] for form in forms}
     for _ in range(bench.num_rounds):
         for form, step in forms.items():
             step()
             times[form].append(_time(step, bench.num_steps) / bench.num_microbatches)
-    medians = {form: statistics.median(each) for form, each in times.items()}
-    for form, microseconds in medians.items():
-        log(f"{features}: {form} {microseconds:.0f} us a microbatch, {medians['bf16'] / microseconds:.2f}")
-    return [
-        StepRow(
+    rows = []
+    for form, each in times.items():
+        row = StepRow(
             features=features,
             form=form,
-            microseconds=microseconds,
-            over_bf16=medians["bf16"] / microseconds,
+            microseconds=statistics.median(each),
+            over_bf16=statistics.median(times["bf16"]) / statistics.median(each),
+            device_microseconds=busy[form],
+            device_over_bf16=busy["bf16"] / busy[form],
             error=errors[form],
         )
-        for form, microseconds in medians.items()
-    ]
+        log(f"{features}: {form} {row.microseconds:.0f} us a microbatch, {row.over_bf16:.2f}")
+        rows.append(row)
+    return rows
+
+
+def _step(
+    model: DistributedDataParallel,
+    weight: Tensor,
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    around: Callable[[], AbstractContextManager[Any]],
+    **first: bool,
+) -> Callable[[], Tensor]:
+    """One step of ``model``, whose forwards run in ``around()``; it returns the weight's accumulator.
+
+    first  the layer's argument that marks a first microbatch
+    """
+    (parameter,) = model.parameters()
+    with torch.no_grad():
+        parameter.copy_(weight)
+
+    def step() -> Tensor:
+        model.zero_grad_buffer()
+        for number, (x, dy) in enumerate(zip(inputs, grads, strict=True)):
+            x.grad = None
+            with model.no_sync():
+                with around():
+                    y = model(x, **dict.fromkeys(first, number == 0))
+                y.backward(dy)
+        return accumulator_of(parameter, "bench recipes")
+
+    return step
 
 
 def _transformer_engine(
     weight: Tensor, inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> dict[str, Callable[[], Tensor]]:
-    """Steps of Transformer Engine's ``Linear``, where it is installed."""
+    """Steps of Transformer Engine's ``Linear``, where it is installed, in our wrapper."""
     if importlib.util.find_spec("transformer_engine") is None:
         return {}
     import transformer_engine.pytorch as te  # type: ignore[import-not-found]
     from transformer_engine.common import recipe as recipes  # type: ignore[import-not-found]
 
     features = weight.shape[0]
-    layer = te.Linear(
-        features, features, bias=False, params_dtype=torch.bfloat16, device=weight.device, fuse_wgrad_accumulation=True
-    )
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-    layer.weight.main_grad = torch.zeros(features, features, device=weight.device)
-
-    def form(recipe: Any) -> Callable[[], Tensor]:
-        def step() -> Tensor:
-            layer.weight.main_grad.zero_()
-            for number, (x, dy) in enumerate(zip(inputs, grads, strict=True)):
-                x.grad = None
-                around: AbstractContextManager[Any] = nullcontext()
-                if recipe is not None:
-                    around = te.autocast(enabled=True, recipe=recipe)
-                with around:
-                    y = layer(x, is_first_microbatch=number == 0)
-                y.backward(dy)
-                layer.weight.grad = None
-            return layer.weight.main_grad
-
-        return step
-
-    found: dict[str, Callable[[], Tensor]] = {"Transformer Engine, bf16": form(None)}
-    for name in ("Float8CurrentScaling", "Float8BlockScaling"):
-        found[f"Transformer Engine, {name}"] = form(getattr(recipes, name)())
+    found = {}
+    for name in (None, "Float8CurrentScaling", "Float8BlockScaling"):
+        layer = te.Linear(
+            features,
+            features,
+            bias=False,
+            params_dtype=torch.bfloat16,
+            device=weight.device,
+            fuse_wgrad_accumulation=True,
+        )
+        around = nullcontext if name is None else partial(te.autocast, enabled=True, recipe=getattr(recipes, name)())
+        found[f"Transformer Engine, {name or 'bf16'}"] = _step(
+            DistributedDataParallel(layer), weight, inputs, grads, around, is_first_microbatch=True
+        )
     return found
 
 
@@ -251,6 +264,15 @@ def _parts(bench: RecipesBench, features: int, device: torch.device) -> list[Par
     return rows
 
 
+def _device_microseconds(step: Callable[[], Any]) -> float:
+    """The sum of the times of all kernels of a call, from a profiler's trace."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    kernels = [event for event in trace.events() or () if event.device_type.name == "CUDA"]
+    return float(sum(event.time_range.elapsed_us() for event in kernels))
+
+
 def _time(step: Callable[[], Any], count: int) -> float:
     """Microseconds of a call, the mean of consecutive ones."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -260,7 +282,7 @@ def _time(step: Callable[[], Any], count: int) -> float:
         step()
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / count * 1e3
+    return float(start.elapsed_time(end)) / count * 1e3
 
 
 def _time_captured(run: Callable[[], Any], count: int = 20) -> float:

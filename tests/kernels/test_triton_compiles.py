@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 # The type of each argument, with the number that divides it ("*bf16/16": a pointer to whole 16 bytes). What is no
-# string, or starts with "=", is a constexpr; "=tl." is one of Triton's dtypes.
+# string, or starts with "=", is a constexpr; "=tl." is one of Triton's dtypes. What follows "#" tells forms apart.
 _NUMBERS = {"alpha": "fp32", "limit": "fp32", "offset": "fp32"}
 _GROUPED = {
     "weight_ptr": "*bf16/16", "weight_desc": "tensordesc<bf16[1,64,64]>", "weight_table": None,
@@ -19,6 +19,22 @@ _GROUPED = {
     "BLOCK_F": 64, "BLOCK_C": 64, "GROUP": 8, "TMA_WEIGHT": True, "SCATTERED": False, "ALIGNED": True,
     "PRECISION": "=tf32",
 }  # fmt: skip
+_QUANTISED = {
+    "x": "*bf16/16",
+    "by_rows": "*fp8e4nv/16",
+    "row_scales": "*fp32/16",
+    "by_columns": "*fp8e4nv/16",
+    "column_scales": "*fp32/16",
+    "rows": "i32/16",
+    "columns": "i32/16",
+    "stride": "i32/16",
+    "rows_stride": "i32/16",
+    "columns_stride": "i32/16",
+    "MAX": 448.0,
+    "EXPONENT": 8,
+    "ROWS": True,
+    "COLUMNS": True,
+}
 _GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}
 KERNELS = {
     "glu.triton_kernels._scaled_glu_kernel": {
@@ -52,6 +68,17 @@ KERNELS = {
         "rows": "*bf16/16", "row_id_map": "*i32/16", "out": "*bf16/16", "D": "i32/16", "stride_rows": "i32/16",
         "stride_out": "i32/16", "TOP_K": 8, "BLOCK": 2048,
     },
+    "quantized.quantize_triton._amax_kernel": {
+        "x": "*bf16/16", "partial": "*i32/16", "rows": "i32/16", "columns": "i32/16", "stride": "i32/16",
+        "tiles": "i32", "HEIGHT": 32, "WIDTH": 256,
+    },
+    "quantized.quantize_triton._tile_kernel#tensor": {
+        **_QUANTISED, "partial": "*i32/16", "PARTIALS": 512, "HEIGHT": 128, "WIDTH": 64,
+    },
+    "quantized.quantize_triton._tile_kernel#square": {
+        **_QUANTISED, "partial": None, "PARTIALS": 0, "HEIGHT": 128, "WIDTH": 128,
+    },
+    "quantized.quantize_triton._rows_kernel": {**_QUANTISED, "GROUPS": 8, "LANES": 32},
 }  # fmt: skip
 
 # In a process of its own, since Triton decides between compiler and interpreter when it is imported.
@@ -63,7 +90,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 for path, arguments in json.loads(sys.argv[1]).items():
-    module, _, name = path.rpartition(".")
+    module, _, name = path.partition("#")[0].rpartition(".")
     kernel = getattr(importlib.import_module(f"maingrad.kernels.{module}"), name)
     signature, constants, aligned = {}, {}, {}
     for index, argument in enumerate(kernel.arg_names):

@@ -1,5 +1,7 @@
 """Recipes on a GPU: kernels with the bits of the reference, products near fp64, training as eager and as a graph."""
 
+import dataclasses
+
 import pytest
 import torch
 from quant_oracle import SPECS
@@ -37,11 +39,12 @@ def test_bits_are_those_of_the_cpu(name: str) -> None:
         x = torch.randn(300, 515, generator=draws) * torch.exp2(torch.randn(300, 515, generator=draws) * 3)
         x[0], x[1, 3], x[2, 5] = 0.0, float("inf"), float("nan")
         x = x.to(dtype)
-        found, expected = quantize(x.cuda(), SPECS[name]), quantize(x, SPECS[name])
+        spec = dataclasses.replace(SPECS[name], emulated=True)
+        found, expected = quantize(x.cuda(), spec), quantize(x, spec)
         for mine, other in zip(found.tensors, expected.tensors, strict=True):
             # As numbers: NaN has two codes in E4M3.
             torch.testing.assert_close(mine.cpu().float(), other.float(), rtol=0, atol=0, equal_nan=True)
-        finite = slice(128, None) if SPECS[name].block else slice(0, 0)  # no block of a row that is not finite
+        finite = slice(128, None) if spec.block else slice(0, 0)  # no block of a row that is not finite
         product = scaled_product(found, found, torch.float32)[finite, finite].cpu()
         same = scaled_product(expected, expected, torch.float32)[finite, finite]
         assert (product - same).norm() <= 1e-5 * same.norm()
@@ -150,16 +153,16 @@ def test_products_are_near_fp64(pair: tuple[str, str], shape: tuple[int, int, in
     exact = dequantize(left, torch.float64) @ dequantize(right, torch.float64).t()
     bias = torch.randn(features, device="cuda")
     for dtype, bound in ((torch.float32, 5e-4), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)):
-        if dtype is torch.float16:
-            left, right = left._replace(scale=left.scale * 2**-8), right._replace(scale=right.scale * 2**-4)
-            exact = exact * 2**-12
+        if dtype is torch.float16:  # whose range is small
+            left, right = left._replace(scale=left.scale * 2**-12), right._replace(scale=right.scale * 2**-8)
+            exact = exact * 2**-20
         for fast, wider in ((False, 1), (True, 20)):
             found = scaled_product(left, right, dtype, fast=fast).double()
             assert (found - exact).norm() <= bound * wider * exact.norm()
         found = scaled_product(left, right, dtype, bias.to(dtype)).double()
         assert (found - exact - bias.to(dtype)).norm() <= bound * (exact + bias).norm()
-    left, right = left._replace(scale=left.scale * 2**8), right._replace(scale=right.scale * 2**4)
-    exact = exact * 2**12
+    left, right = left._replace(scale=left.scale * 2**12), right._replace(scale=right.scale * 2**8)
+    exact = exact * 2**20
     for dtype, bound in ((torch.float32, 5e-4), (torch.bfloat16, 8e-3)):
         main_grad = torch.full((rows, features), float("nan"), dtype=dtype, device="cuda")
         place = main_grad.data_ptr()
@@ -183,34 +186,51 @@ def test_rows_of_a_quantised_matrix() -> None:
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling, Float8BlockScaling])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_modules_are_near_their_emulation(recipe: type, dtype: torch.dtype) -> None:
-    """Odd sizes; four microbatches; no wait for the device; half of the bytes are saved."""
+def test_layers_are_near_their_emulation(recipe: type, dtype: torch.dtype) -> None:
+    """Odd sizes, a split weight, four microbatches; no wait for the device."""
     found = []
     for emulate in (True, False):
         torch.manual_seed(0)
         options = {"fuse_wgrad_accumulation": True, "dtype": dtype, "device": "cuda"}
-        model = DistributedDataParallel(
-            nn.Sequential(
-                Linear(200, 96, parameters_split=["q", "k"], **options),
-                LayerNormMLP(96, 136, activation="swiglu", **options),
-                Linear(96, 50, **options),
-            )
-        )
+        model = DistributedDataParallel(Linear(200, 90, parameters_split={"q": 40, "k": 50}, **options))
         torch.manual_seed(1)
-        batches = torch.randn(4, 3, 101, 200, device="cuda", dtype=dtype)
-        inputs = [batch.requires_grad_() for batch in batches]
-        for number, x in enumerate(inputs):
+        inputs = [batch.requires_grad_() for batch in torch.randn(4, 3, 101, 200, device="cuda", dtype=dtype)]
+        grads = torch.randn(4, 3, 101, 90, device="cuda", dtype=dtype)
+        outputs = []
+        for number, (x, dy) in enumerate(zip(inputs, grads, strict=True)):
             torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first compiles
             try:
                 with model.no_sync():
                     with autocast(recipe=recipe(emulate=emulate)):
-                        y = model(x)
-                    y.float().square().mean().backward()
+                        outputs.append(model(x))
+                    outputs[-1].backward(dy)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        found.append([parameter.main_grad.clone() for parameter in model.parameters()] + [x.grad for x in inputs])
+        parameters = [parameter.main_grad.clone() for parameter in model.parameters()]
+        found.append((parameters, [*outputs, *(x.grad for x in inputs)]))
+    for emulated, native in zip(found[0][0], found[1][0], strict=True):
+        assert (emulated - native).norm() <= 1e-3 * emulated.norm()
+    for emulated, native in zip(found[0][1], found[1][1], strict=True):
+        assert (emulated - native).norm() <= 8e-3 * emulated.norm()
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling, Float8BlockScaling])
+def test_models_are_near_their_emulation(recipe: type) -> None:
+    """Two quantised runs part: an output that is rounded otherwise is quantised to another element."""
+    found = []
+    for emulate in (True, False):
+        torch.manual_seed(0)
+        options = {"fuse_wgrad_accumulation": True, "dtype": torch.bfloat16, "device": "cuda"}
+        layers = Linear(200, 96, **options), LayerNormMLP(96, 136, activation="swiglu", **options)
+        model = DistributedDataParallel(nn.Sequential(*layers, Linear(96, 50, **options)))
+        x = torch.randn(303, 200, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+        with autocast(recipe=recipe(emulate=emulate)):
+            y = model(x)
+        y.float().square().mean().backward()
+        model.finish_grad_sync()
+        found.append([parameter.main_grad.clone() for parameter in model.parameters()])
     for emulated, native in zip(*found, strict=True):
-        assert (emulated - native).norm() <= 0.02 * emulated.norm()
+        assert (emulated - native).norm() <= 0.1 * emulated.norm()
 
 
 def test_saved_bytes() -> None:

@@ -1,0 +1,71 @@
+"""The Triton quantiser against the reference: scales bit for bit, elements too where the device has the cast.
+
+Triton's interpreter casts to 8 bits by rules of its own: it loses a carry into the exponent, subnormal elements and
+NaN. There an element must be near; ``tests/te_integration/recipes/test_recipes_gpu.py`` has all bits on a GPU.
+"""
+
+import pytest
+import torch
+from quant_oracle import SPECS
+from torch import Tensor
+from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
+
+from maingrad.kernels.quantized import Element, Quantized, quantize
+
+pytest.importorskip("triton", reason="the launchers are Triton's")
+from maingrad.kernels.quantized.quantize_triton import quantize_triton
+
+NAMES = ["current", "current, gradients", "block", "block, weights"]
+SMALLEST = {Element.E4M3: 2**-6, Element.E5M2: 2**-14}
+"""Normal elements."""
+
+
+def check(found: Quantized | None, x: Tensor, name: str) -> None:
+    expected = quantize(x, SPECS[name])
+    assert found is not None
+    scale = found.scale
+    if expected.spec.block is not None:
+        scale = scale[: expected.scale.shape[0], : expected.scale.shape[1]]
+    assert torch.equal(scale, expected.scale)
+    mine, other = found.data[:, : found.columns].float(), expected.data.float()
+    if x.is_cuda:
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    else:
+        normal = other.abs() >= SMALLEST[expected.spec.element]
+        assert ((mine - other).abs() <= 0.5 * other.abs())[normal].all()
+        assert (mine.abs() <= 2 * SMALLEST[expected.spec.element])[~normal & ~other.isnan()].all()
+    assert not found.data[:, found.columns :].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(100)
+def test_both_copies(device: str, name: str) -> None:
+    """Partial tiles at both borders, zeros, Inf and numbers that are subnormal."""
+    draws = torch.Generator().manual_seed(0)
+    for dtype, shape in ((torch.bfloat16, (150, 170)), (torch.float16, (3, 520))):
+        x = torch.randn(shape, generator=draws) * torch.exp2(torch.randn(shape, generator=draws) * 2)
+        x[0], x[1, 3], x[2, 5:9] = 0.0, float("inf"), 1e-40
+        x = x.to(dtype).to(device)
+        for matrix in (x, x.t(), x[:, : shape[1] // 2]):
+            with nan_filled_memory():
+                rows, columns = quantize_triton(matrix, SPECS[name], SPECS[name])
+                only_rows, _ = quantize_triton(matrix, SPECS[name], None)
+                _, only_columns = quantize_triton(matrix, None, SPECS[name])
+            for copy in (rows, only_rows):
+                check(copy, matrix, name)
+            for copy in (columns, only_columns):
+                check(copy, matrix.t(), name)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(100)
+def test_scales_lie_as_cublas_reads_them(device: str, name: str) -> None:
+    x = torch.randn(300, 700).bfloat16().to(device)
+    rows, columns = quantize_triton(x, SPECS[name], SPECS[name])
+    assert rows is not None and columns is not None
+    widths = {"block": (1024, 384), "block, weights": (1024, 512)}.get(name, (704, 304))
+    assert (rows.data.shape, columns.data.shape) == ((300, widths[0]), (700, widths[1]))
+    strides = {"block": ((1, 300), (1, 700)), "block, weights": ((8, 1), (4, 1))}.get(name, ((), ()))
+    assert (rows.scale.stride(), columns.scale.stride()) == strides
