@@ -23,6 +23,7 @@ from .grouped.products import (
 from .permutation.permute import permute_rows, unpermute_rows
 
 __all__ = [
+    "define_operator",
     "group_offsets_op",
     "grouped_bias_grad_op",
     "grouped_dgrad_op",
@@ -36,7 +37,7 @@ __all__ = [
 _library = torch.library.Library("maingrad", "FRAGMENT")
 
 
-def _operator(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
+def define_operator(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define ``maingrad::name(...)``. ``torch.library.custom_op`` would take twice the host time of a call."""
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -63,56 +64,56 @@ def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor
     return gradients
 
 
-group_offsets_op = _operator(
+group_offsets_op = define_operator(
     "group_offsets(Tensor splits) -> Tensor",
     group_offsets,
     lambda splits: splits.new_empty(splits.shape[0] + 1, dtype=torch.int64),
 )
 """``group_offsets``: [E] -> [E + 1]."""
 
-grouped_linear_op = _operator(
+grouped_linear_op = define_operator(
     "grouped_linear(Tensor x, Tensor[] weights, Tensor offsets, Tensor[] bias, Tensor? bias_scale) -> Tensor",
     _linear,
     lambda x, weights, offsets, bias, bias_scale: x.new_empty(x.shape[0], weights[0].shape[-2]),
 )
 """``grouped_linear``: x [T, K] -> [T, N]; an empty list of biases: none."""
 
-grouped_dgrad_op = _operator(
+grouped_dgrad_op = define_operator(
     "grouped_dgrad(Tensor dy, Tensor[] weights, Tensor offsets) -> Tensor",
     lambda dy, weights, offsets: grouped_dgrad(dy, _each(weights, 2), offsets),
     lambda dy, weights, offsets: dy.new_empty(dy.shape[0], weights[0].shape[-1]),
 )
 """``grouped_dgrad``: dy [T, N] -> [T, K]."""
 
-grouped_wgrad_op = _operator(
+grouped_wgrad_op = define_operator(
     "grouped_wgrad(Tensor dy, Tensor x, Tensor offsets, ScalarType dtype) -> Tensor",
     _wgrad,
     lambda dy, x, offsets, dtype: dy.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1], dtype=dtype),
 )
 """Weight gradients as a new tensor: dy [T, N], x [T, K] -> [E, N, K] of ``dtype``, fp32 or that of ``dy``."""
 
-grouped_bias_grad_op = _operator(
+grouped_bias_grad_op = define_operator(
     "grouped_bias_grad(Tensor dy, Tensor offsets, Tensor? scale, ScalarType dtype) -> Tensor",
     lambda dy, offsets, scale, dtype: grouped_bias_grad(dy, offsets, scale=scale, dtype=dtype),
     lambda dy, offsets, scale, dtype: dy.new_empty(offsets.shape[0] - 1, dy.shape[1], dtype=dtype),
 )
 """``grouped_bias_grad``: dy [T, N] -> [E, N]."""
 
-grouped_scale_grad_op = _operator(
+grouped_scale_grad_op = define_operator(
     "grouped_scale_grad(Tensor dy, Tensor[] bias, Tensor offsets) -> Tensor",
     lambda dy, bias, offsets: grouped_scale_grad(dy, _each(bias, 1), offsets),
     lambda dy, bias, offsets: dy.new_empty(dy.shape[0], dtype=torch.promote_types(dy.dtype, torch.float32)),
 )
 """``grouped_scale_grad``: dy [T, N] -> [T]."""
 
-permute_rows_op = _operator(
+permute_rows_op = define_operator(
     "permute_rows(Tensor x, Tensor row_id_map) -> Tensor",
     permute_rows,
     lambda x, row_id_map: x.new_empty(row_id_map.numel(), x.shape[1]),
 )
 """``permute_rows``: [T, D] -> [T k, D]. Differentiable."""
 
-unpermute_rows_op = _operator(
+unpermute_rows_op = define_operator(
     "unpermute_rows(Tensor rows, Tensor row_id_map) -> Tensor",
     unpermute_rows,
     lambda rows, row_id_map: rows.new_empty(row_id_map.shape[0], rows.shape[1]),

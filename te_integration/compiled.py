@@ -24,6 +24,8 @@ from torch import Tensor
 from ..ddp.collectives.streams import is_capturing
 from ..ddp.contract.module import forms_of
 from ..ddp.torch_internals import will_execute
+from ..kernels.quantized import Quantized, restored
+from .recipes import recipe_of
 from .torch_internals import (
     Opaque,
     current_autograd_node,
@@ -41,15 +43,19 @@ Way: TypeAlias = Literal["graph", "break", "autograd"]
 class CompilableModule(Protocol):
     """What a ``WgradHandle`` needs of its module."""
 
-    def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
+    def deliver_wgrad(self, product: int, operands: Sequence[Any]) -> None:
         """In a compiled backward: write the weight gradients of a product.
 
         product   index of the product in the module
-        operands  gradient of the output and input of the forward, [..., N] and [..., K]; more for grouped products
+        operands  gradient of the output and input of the forward, [..., N] and [..., K], or both quantised; more for
+                  grouped products
         """
 
     def way_now(self, product: int, delayed: bool) -> Way:
         """How a product runs in traced code. A compiler runs this method and does not trace it."""
+
+    def recipe_now(self) -> int:
+        """The number of the recipe by which a product in traced code is quantised; -1: none. Below: a graph break."""
 
     def decides_way(self) -> list[Any]:
         """What ``way_now`` depends on. A compiler runs this method before compiled code."""
@@ -95,6 +101,12 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         assert module is not None, "it is being traced"
         return module.way_now(product, delayed)
 
+    def recipe(self) -> int:
+        """``recipe_now`` of the module. Traced code calls this."""
+        module = self._module()
+        assert module is not None, "it is being traced"
+        return module.recipe_now()
+
     def guarded(self) -> list[Any]:
         """``decides_way`` of the module: other values compile the code again."""
         module = self._module()
@@ -110,7 +122,7 @@ class WgradHandle(Opaque):  # type: ignore[misc]  # torch's class, or object
         return type(None), ()
 
 
-def _deliver(operands: Sequence[Tensor], key: Tensor, product: int) -> None:
+def _deliver(operands: Sequence[Tensor], key: Tensor, product: int, recipe: int = -1, columns: int = 0) -> None:
     if operands[0].is_cuda and torch.cuda.is_current_stream_capturing() and not is_capturing():
         raise RuntimeError(
             "torch.compile's own CUDA graphs (mode='reduce-overhead' or 'max-autotune') would replay a fused layer's "
@@ -129,12 +141,24 @@ def _deliver(operands: Sequence[Tensor], key: Tensor, product: int) -> None:
             f"{module.describe()}: backward(create_graph=True) through a compiled fused layer; call the layer outside "
             f"torch.compile, or build it with fuse_wgrad_accumulation=False"
         )
-    module.deliver_wgrad(product, operands)
+    module.deliver_wgrad(product, operands if recipe < 0 else _quantized(operands, recipe, columns))
 
 
-wgrad = make_effectful_op("wgrad", "Tensor[] operands, Tensor key, int product", _deliver)
-"""``wgrad(operands, key, product)``: the operator. None where this torch cannot compile it: see ``can_compile``."""
-let_traces_call(WgradHandle, ("way",), guarded=WgradHandle.guarded)
+def _quantized(tensors: Sequence[Tensor], recipe: int, columns: int) -> list[Quantized]:
+    """The transposed copies of the gradient of the output and of the input, from their tensors."""
+    half = len(tensors) // 2
+    specs = [recipe_of(recipe).spec(operand, columns=True) for operand in ("grad", "input")]
+    return [restored(part, spec, columns) for part, spec in zip((tensors[:half], tensors[half:]), specs, strict=True)]
+
+
+wgrad = make_effectful_op(
+    "wgrad", "Tensor[] operands, Tensor key, int product, int recipe=-1, SymInt columns=0", _deliver
+)
+"""``wgrad(operands, key, product)``: the operator. None where this torch cannot compile it: see ``can_compile``.
+
+Under a recipe operands are the tensors of the two transposed quantised copies, and ``columns`` what they contract.
+"""
+let_traces_call(WgradHandle, ("way", "recipe"), guarded=WgradHandle.guarded)
 
 
 def can_compile() -> bool:

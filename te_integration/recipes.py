@@ -164,6 +164,26 @@ Two values alone, since compiled code is compiled again for each.
 """
 
 
+blocks_in_trace = 0
+"""In code that a compiler traces: ``autocast`` blocks that the traced code itself has entered. Elsewhere 0."""
+
+_numbered: list[Recipe] = []
+
+
+def number_of(recipe: Recipe | None) -> int:
+    """A number that stands for equal recipes in compiled graphs; -1 for None."""
+    if recipe is None:
+        return -1
+    if recipe not in _numbered:
+        _numbered.append(recipe)
+    return _numbered.index(recipe)
+
+
+def recipe_of(number: int) -> Recipe:
+    """The recipe of a ``number_of``."""
+    return _numbered[number]
+
+
 _region_untraced: Any = torch.compiler.disable(checkpointed_region)
 """Beside compiled code a compiler would take this function's frame, and warn of what it calls."""
 
@@ -186,22 +206,25 @@ def autocast(
     ``torch.autocast``, which may be around too. fp32 and fp64 modules compute as without a recipe, and a warning says
     so. What ``torch.utils.checkpoint(use_reentrant=False)`` computes again has the recipe of its first forward.
     """
-    global _num_blocks, may_be_any
+    global _num_blocks, may_be_any, blocks_in_trace
     if calibrating or amax_reduction_group is not None:
         raise ValueError("autocast: calibrating and amax_reduction_group belong to delayed scaling, which is not here")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
     before = _state.recipe, _state.region
-    region = None if torch.compiler.is_compiling() else _region_untraced()
+    is_traced = torch.compiler.is_compiling()
+    region = None if is_traced else _region_untraced()
     _state.recipe = (recipe or _DEFAULT) if enabled else None
     _state.region = None if region is None else region[0]
     _num_blocks += enabled
+    blocks_in_trace += is_traced
     may_be_any = _num_blocks > 0 or bool(_regions)
     try:
         yield
     finally:
         _state.recipe, _state.region = before
         _num_blocks -= enabled
+        blocks_in_trace -= is_traced
         may_be_any = _num_blocks > 0 or bool(_regions)
 
 

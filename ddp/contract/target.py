@@ -173,7 +173,7 @@ class WgradTarget:
 
         capture.note(Delivery(self._owner, (weight,), fused=self._fused, queue=self._queue, compute=compute))
 
-    def deliver_in_graph(self, dy: Tensor, x: Tensor, backward: int) -> None:
+    def deliver_in_graph(self, dy: WgradOperand, x: WgradOperand, backward: int) -> None:
         """``resolve`` and ``deliver`` in a compiled backward, which returns no gradient to autograd.
 
         Raises ``RuntimeError`` where autograd must have the gradient, for a reason that came after the compilation.
@@ -186,7 +186,7 @@ class WgradTarget:
         if place is not None:
             self.deliver(*place, dy, x, backward)
         else:  # FSDP2 has no accumulator, and takes ``.grad`` when backward has passed the module's inputs
-            add_to_grad(weight, (dy.t() @ x).to(weight.dtype), None)
+            add_to_grad(weight, wgrad_product(dy, x, weight.dtype), None)
 
     def check_in_graph(self) -> Tensor:
         """The weight; raises ``RuntimeError`` where a compiled backward cannot deliver its gradient."""

@@ -7,6 +7,7 @@ that two products contract along different dims is quantised twice, as it is and
 from .operands import has_kernels as has_kernels
 from .operands import lacking as lacking
 from .operands import quantize_both as quantize_both
+from .operands import quantized_like as quantized_like
 from .products import scaled_product as scaled_product
 from .products import scaled_wgrad_accumulate as scaled_wgrad_accumulate
 from .quantize import dequantize as dequantize
@@ -27,6 +28,7 @@ __all__ = [
     "lacking",
     "quantize",
     "quantize_both",
+    "quantized_like",
     "restored",
     "scaled_product",
     "scaled_wgrad_accumulate",

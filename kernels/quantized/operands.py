@@ -9,9 +9,9 @@ from .spec import Quantized, QuantSpec, ScaleForm
 
 if HAS_TRITON:
     from ..triton_support import capability_of
-    from .quantize_triton import quantize_triton
+    from .quantize_triton import empty_copy, quantize_triton
 
-__all__ = ["has_kernels", "lacking", "quantize_both"]
+__all__ = ["has_kernels", "lacking", "quantize_both", "quantized_like"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -37,6 +37,13 @@ def quantize_both(
     ):
         return quantize_triton(x, rows, columns)
     return None if rows is None else quantize(x, rows), None if columns is None else quantize(x.t(), columns)
+
+
+def quantized_like(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
+    """Of a fake x [R, C]: fakes of the tensors that the transposed copy of ``x.t()`` by ``spec`` has."""
+    if x.dtype in _HALF and has_kernels(spec, x.device):
+        return empty_copy(x.shape[0], x.shape[1], spec, x, transposed=True).tensors
+    return quantize(x, spec).tensors
 
 
 def has_kernels(spec: QuantSpec, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..compat import device_of
 from .spec import Quantized, QuantSpec
 
-__all__ = ["quantize_triton"]
+__all__ = ["empty_copy", "quantize_triton"]
 
 _BLOCK = 128
 """Rows and columns of a block, and of a tile where scales are those of blocks."""
@@ -39,9 +39,10 @@ def quantize_triton(
     if x.stride(1) != 1:
         x = x.contiguous()
     height, width = x.shape
-    scale = x.new_empty((), dtype=torch.float32) if spec.block is None else None
-    by_rows = None if rows is None else _empty(height, width, rows, x, scale, transposed=False)
-    by_columns = None if columns is None else _empty(width, height, columns, x, scale, transposed=True)
+    by_rows = None if rows is None else empty_copy(height, width, rows, x, transposed=False)
+    by_columns = None if columns is None else empty_copy(width, height, columns, x, transposed=True)
+    if spec.block is None and by_rows is not None and by_columns is not None:
+        by_columns = by_columns._replace(scale=by_rows.scale)
     left, right = by_rows or by_columns, by_columns or by_rows
     assert left is not None and right is not None
     # Zeros behind the columns of a copy are written by programs beyond the matrix.
@@ -69,17 +70,15 @@ def quantize_triton(
     return by_rows, by_columns
 
 
-def _empty(
-    rows: int, columns: int, spec: QuantSpec, beside: Tensor, scale: Tensor | None, *, transposed: bool
-) -> Quantized:
+def empty_copy(rows: int, columns: int, spec: QuantSpec, beside: Tensor, *, transposed: bool) -> Quantized:
     """A matrix [rows, columns] without elements yet; scales lie as cuBLAS reads them.
 
     Scales of 1 x 128 of one block column lie together, those of 128 x 128 of one block row. The latter come in fours;
     and so do those of 1 x 128 but for transposed copies, which only meet one another.
     """
-    if scale is not None:
+    if spec.block is None:
         data = beside.new_empty(rows, -(-columns // 16) * 16, dtype=spec.element.dtype)
-        return Quantized(data, scale, None, spec, columns)
+        return Quantized(data, beside.new_empty((), dtype=torch.float32), None, spec, columns)
     square = spec.block != (1, _BLOCK)
     count = _BLOCK if transposed and not square else 4 * _BLOCK
     blocks = -(-columns // count) * (count // _BLOCK)

@@ -1,6 +1,8 @@
-"""``compiled_linear``: ``fused_linear`` in a form that ``torch.compile`` takes into its graph whole.
+"""``compiled_linear``: a linear product in a form that ``torch.compile`` takes into its graph whole.
 
-The product, ``dx`` and ``db`` are the operations of ``fused_linear``. The weight gradient is one ``wgrad`` operator.
+Without a recipe the product, ``dx`` and ``db`` are the operations of ``fused_linear``. Under one they are two operators
+that a compiler does not look into: one quantises and multiplies in forward, the other in backward. The weight gradient
+is one ``wgrad`` operator.
 """
 
 from collections.abc import Sequence
@@ -9,8 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.operators import define_operator
+from ...kernels.quantized import quantized_like, scaled_product
 from ..compiled import wgrad
+from ..recipes import recipe_of
 from .fused_linear import cast, dtype_of_products, input_grad, linear_product, rows_of
+from .quantized_linear import copies, copies_of_weight, overflow_as_nan, takes_recipe
 
 __all__ = ["compiled_linear"]
 
@@ -23,15 +29,22 @@ def compiled_linear(
     product: int,
     *,
     transposed: bool = False,
+    recipe: int = -1,
 ) -> Tensor:
     """``y = x W^T + b``, inside a graph; ``fused_linear`` has the shapes and dtypes.
 
     key      of the module: ``WgradHandle.key``
     product  the number that the module's ``deliver_wgrad`` gets
+    recipe   by its ``number_of``; -1: none
     """
     input = cast(input, dtype_of_products(input))
-    output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
-    return output
+    if recipe < 0:
+        output: Tensor = _CompiledLinear.apply(input, key, product, transposed, bias, *weights)  # type: ignore[no-untyped-call]
+        return output
+    quantised: Tensor = _CompiledQuantizedLinear.apply(  # type: ignore[no-untyped-call]
+        input, key, product, transposed, recipe, torch.is_grad_enabled(), bias, *weights
+    )
+    return quantised
 
 
 # A compiler calls the function once instead of tracing its Python, and traces the operations of both passes as it does
@@ -68,3 +81,116 @@ class _CompiledLinear(torch.autograd.Function):
             assert wgrad is not None, "can_compile was asked"
             wgrad([dy, x], key, ctx.product)
         return (dx, None, None, None, db, *[None] * len(weights))
+
+
+class _CompiledQuantizedLinear(torch.autograd.Function):
+    """See ``compiled_linear``. What waits for backward is the input's transposed quantised copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        key: Tensor,
+        product: int,
+        transposed: bool,
+        recipe: int,
+        trains: bool,
+        bias: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        needs_dx, needs_dw = trains and ctx.needs_input_grad[0], trains and True in ctx.needs_input_grad[7:]
+        y, *columns = _forward_op(rows_of(x), weights, bias, recipe, transposed, needs_dx, needs_dw)
+        ctx.save_for_backward(key, *weights, *columns)
+        ctx.num_weights, ctx.product, ctx.transposed, ctx.recipe = len(weights), product, transposed, recipe
+        ctx.input_shape = x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], y.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = rows_of(grads[0])
+        key, *saved = ctx.saved_tensors
+        weights, of_input = saved[: ctx.num_weights], saved[ctx.num_weights :]
+        needs_dx, _, _, _, _, _, needs_db, *needs_dw = ctx.needs_input_grad
+        db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
+        dx, *of_grad = _backward_op(dy, weights, ctx.recipe, ctx.transposed, needs_dx, True in needs_dw)
+        if True in needs_dw:
+            assert wgrad is not None, "can_compile was asked"
+            columns = _columns(ctx.recipe, dy.shape[0])
+            wgrad([*of_grad, *of_input], key, ctx.product, ctx.recipe, columns)
+        return (
+            dx.view(ctx.input_shape) if needs_dx else None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            db,
+            *[None] * len(weights),
+        )
+
+
+def _columns(recipe: int, tokens: int) -> int:
+    """What the transposed copies contract: ``Quantized.columns``."""
+    return -(-tokens // 16) * 16 if recipe_of(recipe).spec("grad", columns=True).rotated else tokens
+
+
+def _forward(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recipe: int, transposed: bool, trains: bool, saves: bool
+) -> list[Tensor]:
+    by = recipe_of(recipe)
+    takes_recipe(by, x, "a compiled linear layer")
+    rows, columns = copies(by, "input", x, rows=True, columns=saves)
+    moment: Any = "forward" if trains or saves else "evaluation"
+    of_weight, _ = copies_of_weight(
+        weights, by, x.dtype, transposed=transposed, rows=True, columns=trains, moment=moment
+    )
+    assert rows is not None and of_weight is not None
+    y = scaled_product(rows, of_weight, x.dtype, None if bias is None else cast(bias, x.dtype), fast=True)
+    return [y, *(() if columns is None else columns.tensors)]
+
+
+def _fake_forward(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recipe: int, transposed: bool, trains: bool, saves: bool
+) -> list[Tensor]:
+    features = sum(weight.shape[1 if transposed else 0] for weight in weights)
+    columns = quantized_like(x.t(), recipe_of(recipe).spec("input", columns=True)) if saves else ()
+    return [x.new_empty(x.shape[0], features), *columns]
+
+
+def _backward(
+    dy: Tensor, weights: Sequence[Tensor], recipe: int, transposed: bool, needs_dx: bool, needs_dw: bool
+) -> list[Tensor]:
+    by = recipe_of(recipe)
+    rows, columns = copies(by, "grad", overflow_as_nan(dy), rows=needs_dx, columns=needs_dw)
+    dx = dy.new_empty(0)
+    if rows is not None:
+        _, of_weight = copies_of_weight(weights, by, dy.dtype, transposed=transposed, columns=True, moment="backward")
+        assert of_weight is not None
+        dx = scaled_product(rows, of_weight, dy.dtype)
+    return [dx, *(() if columns is None else columns.tensors)]
+
+
+def _fake_backward(
+    dy: Tensor, weights: Sequence[Tensor], recipe: int, transposed: bool, needs_dx: bool, needs_dw: bool
+) -> list[Tensor]:
+    features = weights[0].shape[0 if transposed else 1]
+    columns = quantized_like(dy.t(), recipe_of(recipe).spec("grad", columns=True)) if needs_dw else ()
+    return [dy.new_empty(dy.shape[0], features) if needs_dx else dy.new_empty(0), *columns]
+
+
+_forward_op = define_operator(
+    "quantized_linear(Tensor x, Tensor[] weights, Tensor? bias, int recipe, bool transposed, bool needs_dx, "
+    "bool needs_dw) -> Tensor[]",
+    _forward,
+    _fake_forward,
+)
+"""x [T, K] -> y [T, N], and the tensors of the input's transposed copy, where weight gradients are needed."""
+
+_backward_op = define_operator(
+    "quantized_linear_backward(Tensor dy, Tensor[] weights, int recipe, bool transposed, bool needs_dx, "
+    "bool needs_dw) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+"""dy [T, N] -> dx [T, K] (or nothing), and the tensors of the transposed copy of dy."""

@@ -1,5 +1,6 @@
 """The base of all modules with linear layers: how each product runs, and which weights are fused or delayed."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,17 +15,22 @@ from ...ddp.contract.module import DelayedWgradModule
 from ...ddp.contract.target import WgradTarget
 from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import current_backward
+from ...kernels.quantized import Quantized
+from ...kernels.wgrad import WgradOperand
 from .. import recipes
 from ..compiled import Way, WgradHandle, can_compile, weights_wanted
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
-from .fused_linear import LinearUse, cast, fused_linear, rows_of, run_outside_graph
-from .quantized_linear import quantized_linear, takes_recipe
+from .fused_linear import LinearUse, cast, dtype_of_products, fused_linear, rows_of, run_outside_graph
+from .quantized_linear import HALF, quantized_linear, takes_recipe
 from .transforms import in_transform
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
 
 InitMethod = Callable[[Tensor], Any]
+
+_FORGOTTEN = -2
+"""In place of a recipe's number: a reentrant checkpoint computes again what was quantised. Eager code has the error."""
 
 
 class LinearModule(DelayedWgradModule):
@@ -113,7 +119,9 @@ class LinearModule(DelayedWgradModule):
         hook or a tensor subclass must see the gradient.
         """
         if torch.compiler.is_compiling():
-            way = "break" if recipes.may_be_any else self.way(weights, queue, product)
+            way, recipe_number = self.way(weights, queue, product), -1
+            if recipes.may_be_any:
+                way, recipe_number = self._way_of_recipe(way, weights, input)
             if way == "break":
                 arguments = (input, weights, bias, queue, product, only_save)
                 output: Tensor | None = run_outside_graph(LinearModule.fused_product, self, *arguments)
@@ -121,7 +129,9 @@ class LinearModule(DelayedWgradModule):
             if way == "autograd":
                 return None
             self._check_input(input, weights[0])
-            return compiled_linear(input, weights, bias, self._wgrad_key, product, transposed=self.transposed)
+            return compiled_linear(
+                input, weights, bias, self._wgrad_key, product, transposed=self.transposed, recipe=recipe_number
+            )
         recipe = self._recipe_now(input)
         if recipe is not None:
             return self._quantized_product(input, weights, bias, queue, only_save, recipe)
@@ -203,12 +213,40 @@ class LinearModule(DelayedWgradModule):
                     return "autograd"
         return way
 
+    def _way_of_recipe(self, way: Way, weights: Sequence[Tensor], input: Tensor) -> tuple[Way, int]:
+        """In traced code, where a recipe may be on: how a product runs whose ``way`` is given, and the recipe's number.
+
+        Breaks: a block that the traced code itself enters (what a compiler does not trace cannot see it), products that
+        autograd delivers, fp32 (eager code warns), and empty inputs.
+        """
+        if recipes.blocks_in_trace:
+            return "break", -1
+        number: int = self._wgrad_handle.recipe()
+        if number == -1:
+            return way, -1
+        if way == "autograd" and not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)):
+            way = "graph"  # no weight gradient will come
+        if number < 0 or way != "graph" or dtype_of_products(input) not in HALF or input.numel() == 0:
+            return "break", -1
+        return "graph", number
+
+    def recipe_now(self) -> int:
+        """The number of the running forward's recipe, for traced code. A compiler runs this, and does not trace it."""
+        recipe = recipes.recipe_now()
+        if recipe is not None:
+            self._has_been_quantized = True
+        elif self._has_been_quantized and recipes.is_recomputed_without_region():
+            return _FORGOTTEN
+        return recipes.number_of(recipe)
+
     def way_now(self, product: int, delayed: bool) -> Way:
         """How a product runs in traced code, as far as the module's parameters and torch's modes decide it.
 
         Breaks: a foreign provider needs a placeholder as the gradient. Delayed gradients without our provider need
         checks of the forward's surroundings. A weight that is no parameter is computed from others.
         """
+        if self.recipe_now() == _FORGOTTEN:
+            return "break"
         if not torch.is_grad_enabled() or in_transform():
             return "autograd"
         own, names = self.__dict__["_parameters"], self.weights_of(product)
@@ -227,15 +265,22 @@ class LinearModule(DelayedWgradModule):
         Compilers do not look at hooks. torch 2.11 does not look whether a parameter was thawed, and would go on without
         a gradient.
         """
-        return [in_transform(), *map(_taker, self.__dict__["_parameters"].values())]
+        recipe = self.recipe_now() if recipes.may_be_any or self._has_been_quantized else -1
+        return [recipe, in_transform(), *map(_taker, self.__dict__["_parameters"].values())]
 
-    def deliver_wgrad(self, product: int, operands: Sequence[Tensor]) -> None:
+    def deliver_wgrad(self, product: int, operands: Sequence[Any]) -> None:
         """In a compiled backward: the weight gradients of a product, for gradient of the output and input."""
         own = self.__dict__["_parameters"]
         registered = [own[name] for name in self.weights_of(product)]
         dy, x = operands
-        dy, x = rows_of(dy), cast(rows_of(x), dy.dtype)
-        parts = (dy,) if len(registered) == 1 else dy.split([each.shape[0] for each in registered], dim=1)
+        sizes = [each.shape[0] for each in registered]
+        parts: Sequence[WgradOperand] = (dy,)
+        if not isinstance(dy, Quantized):
+            dy, x = rows_of(dy), cast(rows_of(x), dy.dtype)
+            parts = (dy,) if len(registered) == 1 else dy.split(sizes, dim=1)
+        elif len(registered) > 1:
+            ends = list(itertools.accumulate(sizes))
+            parts = [dy.rows(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         for number, weight in enumerate(weights_wanted(self._wgrad_handle, registered, product), product):
             if weight is not None:
                 left, right = parts[number - product], x

@@ -21,9 +21,9 @@ from ..recipes import Operand, Recipe, recipe_now
 from ..torch_internals import watch_prehooks
 from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
 
-__all__ = ["quantized_linear", "refuse_recipe", "takes_recipe"]
+__all__ = ["HALF", "copies", "copies_of_weight", "overflow_as_nan", "quantized_linear", "refuse_recipe", "takes_recipe"]
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -31,7 +31,7 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
 
     Raises ``RuntimeError`` where the device has no kernel for the recipe.
     """
-    if dtype_of_products(input) not in _HALF:
+    if dtype_of_products(input) not in HALF:
         warnings.warn(
             f"{owner}: {type(recipe).__name__} quantises bf16 and fp16; this module computes in "
             f"{dtype_of_products(input)}, as without a recipe",
@@ -52,7 +52,7 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
 def refuse_recipe(owner: str, input: Tensor) -> None:
     """Raise ``RuntimeError`` under a recipe in a module that has no quantised products. fp32 and fp64 are exempt."""
     recipe = recipe_now()
-    if recipe is not None and dtype_of_products(input) in _HALF:
+    if recipe is not None and dtype_of_products(input) in HALF:
         raise RuntimeError(
             f"{owner}: {type(recipe).__name__} is not supported with experts; run the module under "
             f"autocast(enabled=False), where it computes in {dtype_of_products(input)}"
@@ -92,7 +92,7 @@ class _QuantizedLinear(torch.autograd.Function):
         empty = x.numel() == 0 or not any(weight.numel() for weight in weights)
         rows = columns = None
         if not empty:
-            rows, columns = _copies(recipe, "input", x, rows=not use.only_save, columns=needs_dw)
+            rows, columns = copies(recipe, "input", x, rows=not use.only_save, columns=needs_dw)
         ctx.x_kind = None if columns is None else (columns.spec, columns.columns)
         ctx.save_for_backward(*weights, *(() if columns is None else columns.tensors))
         ctx.use, ctx.recipe, ctx.writes, ctx.dtype = use, recipe, writes, dtype
@@ -106,8 +106,14 @@ class _QuantizedLinear(torch.autograd.Function):
         if rows is None:
             shape = x.shape[0], sum(weight.shape[1 if use.transposed else 0] for weight in weights)
             return x.new_zeros(shape) if bias is None else bias.expand(shape).clone()
-        of_weight, _ = _copies_of_weight(
-            weights, use, recipe, dtype, rows=True, columns=needs_dx, moment="forward" if trains else "evaluation"
+        of_weight, _ = copies_of_weight(
+            weights,
+            recipe,
+            dtype,
+            transposed=use.transposed,
+            rows=True,
+            columns=needs_dx,
+            moment="forward" if trains else "evaluation",
         )
         assert of_weight is not None
         return scaled_product(rows, of_weight, dtype, bias, fast=True)
@@ -134,16 +140,17 @@ class _QuantizedLinear(torch.autograd.Function):
         ]
         dy = cast(rows_of(grads[0]), ctx.dtype)
         db = dy.sum(0, dtype=ctx.bias_dtype) if needs_db else None
-        if ctx.dtype is torch.float16:  # elements have no Inf, from which a loss scaler learns of an overflow
-            dy = dy.masked_fill(dy.isinf(), torch.nan)
+        dy = overflow_as_nan(dy)
         dx = rows = columns = None
         if dy.numel():
-            rows, columns = _copies(recipe, "grad", dy, rows=needs_dx, columns=ctx.x_kind is not None)
+            rows, columns = copies(recipe, "grad", dy, rows=needs_dx, columns=ctx.x_kind is not None)
         if needs_dx:
             if rows is None or 0 in ctx.input_shape:
                 dx = dy.new_zeros(ctx.input_shape, dtype=ctx.input_dtype)
             else:
-                _, of_weight = _copies_of_weight(weights, use, recipe, ctx.dtype, columns=True, moment="backward")
+                _, of_weight = copies_of_weight(
+                    weights, recipe, ctx.dtype, transposed=use.transposed, columns=True, moment="backward"
+                )
                 assert of_weight is not None
                 dx = cast(scaled_product(rows, of_weight, ctx.dtype), ctx.input_dtype).view(ctx.input_shape)
         dws: list[Tensor | None] = [None] * len(weights)
@@ -205,12 +212,12 @@ class _Kept(NamedTuple):
     columns: Quantized | None
 
 
-def _copies_of_weight(
+def copies_of_weight(
     weights: Sequence[Tensor],
-    use: LinearUse,
     recipe: Recipe,
     dtype: torch.dtype,
     *,
+    transposed: bool,
     rows: bool = False,
     columns: bool = False,
     moment: Literal["forward", "backward", "evaluation"],
@@ -227,8 +234,8 @@ def _copies_of_weight(
     if record is not None and (record.closed is not None or record.make_room is not None):
         record = None  # sharded weights come and go within an iteration
     if record is None:
-        return _copies(recipe, "weight", _whole(weights, dtype, transposed=use.transposed), rows=rows, columns=columns)
-    key = recipe, dtype, use.transposed, number, *((weight._version, weight.data_ptr()) for weight in weights)
+        return copies(recipe, "weight", _whole(weights, dtype, transposed=transposed), rows=rows, columns=columns)
+    key = recipe, dtype, transposed, number, *((weight._version, weight.data_ptr()) for weight in weights)
     kept = record.of_weight
     if (
         (record.written or moment == "backward")
@@ -238,13 +245,18 @@ def _copies_of_weight(
         and not (columns and kept.columns is None)
     ):
         return kept.rows, kept.columns
-    made = _copies(recipe, "weight", _whole(weights, dtype, transposed=use.transposed), rows=rows, columns=columns)
+    made = copies(recipe, "weight", _whole(weights, dtype, transposed=transposed), rows=rows, columns=columns)
     if moment == "forward":
         record.of_weight = _Kept(key, *made)
     return made
 
 
-def _copies(
+def overflow_as_nan(dy: Tensor) -> Tensor:
+    """A gradient whose overflow stays visible: elements have no Inf, from which a loss scaler in fp16 learns of it."""
+    return dy.masked_fill(dy.isinf(), torch.nan) if dy.dtype is torch.float16 else dy
+
+
+def copies(
     recipe: Recipe, operand: Operand, matrix: Tensor, *, rows: bool = False, columns: bool = False
 ) -> tuple[Quantized | None, Quantized | None]:
     """The quantised copies of ``matrix``: as it is, and transposed."""

@@ -266,27 +266,6 @@ def test_no_outputs() -> None:
     assert layer.weight.grad.shape == (0, 64)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_code_leaves_quantised_layers_outside(fullgraph: bool) -> None:
-    layer, x = layer_of(fuse_wgrad_accumulation=True), input_of()
-    model = DistributedDataParallel(layer)
-    with autocast(recipe=CURRENT):
-        eager = model(x)
-    torch.compiler.reset()  # both cases have one code object, and compiled code is kept by it
-    compiled = torch.compile(lambda x: layer(x) + 1, backend="eager", fullgraph=fullgraph)
-    if fullgraph:
-        with autocast(enabled=False):
-            assert torch.equal(compiled(x), layer(x) + 1)
-        with pytest.raises(Exception, match="compile"), autocast(recipe=CURRENT):
-            compiled(x)
-        return
-    plain = layer(x)
-    assert torch.equal(compiled(x), plain + 1)
-    with autocast(recipe=CURRENT):
-        assert torch.equal(compiled(x), eager + 1)
-    assert torch.equal(compiled(x), plain + 1)
-
-
 def test_graphed_steps_follow_the_recipe() -> None:
     """Inside the function, and around the call: each has a graph of its own."""
     losses = []
