@@ -47,7 +47,7 @@ GroupedWgradOperand = Tensor | GroupedQuantized
 
 def tensors_of(operand: WgradOperand | GroupedQuantized) -> tuple[Tensor, ...]:
     """The tensors that hold ``operand``."""
-    return (operand,) if isinstance(operand, Tensor) else operand.tensors
+    return operand.tensors if isinstance(operand, Quantized | GroupedQuantized) else (operand,)
 
 
 def wgrad_features(operand: GroupedWgradOperand) -> int:
