@@ -251,6 +251,27 @@ def test_scaled_biases_and_buffers(recipe: str) -> None:
         torch.testing.assert_close(layer.bias.main_grad[expert].double(), db, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("needs_x", [False, True])
+@pytest.mark.parametrize("needs_scale", [False, True])
+def test_only_what_is_asked_for_is_computed(needs_x: bool, needs_scale: bool) -> None:
+    """Each set of gradients has the same values."""
+    found: list[list[Tensor | None]] = []
+    for x_too, scale_too in ((needs_x, needs_scale), (True, True)):
+        layer = layer_of(scale_bias=True)
+        model = DistributedDataParallel(layer)
+        x, splits, dy = batch(0, padding=0)
+        x = x.detach().requires_grad_(x_too)
+        scales = torch.ones(len(x)).requires_grad_(scale_too)
+        with autocast(recipe=Float8BlockScaling()):
+            y = model(x, splits, scales)
+        y.backward(dy)
+        model.finish_grad_sync()
+        found.append([x.grad, scales.grad, *(param.main_grad for param in layer.parameters())])
+    assert (found[0][0] is not None, found[0][1] is not None) == (needs_x, needs_scale)
+    for some, every in zip(*found, strict=True):
+        assert some is None or torch.equal(some, every)
+
+
 def test_experts_that_share_a_weight() -> None:
     layer = layer_of(bias=False)
     layer.weight2 = layer.weight0
