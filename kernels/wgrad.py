@@ -1,15 +1,23 @@
-"""The dense weight gradient, added to its accumulator by one GEMM.
+"""Weight gradients, added to their accumulators: the dense one by one GEMM, and experts' by grouped products.
 
 Legend: T rows (tokens), N output features, K input features.
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .compat import HAS_TRITON
-from .quantized import Quantized, scaled_product, scaled_wgrad_accumulate
+from .grouped.products import grouped_wgrad_accumulate
+from .quantized import (
+    GroupedQuantized,
+    Quantized,
+    scaled_grouped_wgrad_accumulate,
+    scaled_product,
+    scaled_wgrad_accumulate,
+)
 from .reference import wgrad_accumulate_reference
 from .tuning import Problem, gpu_name, tuned_config
 
@@ -17,17 +25,34 @@ if HAS_TRITON:
     from .grouped.wgrad_triton import grouped_wgrad_triton
     from .wgrad_config import WgradConfig
 
-__all__ = ["WgradOperand", "cublas_wgrad", "tensors_of", "wgrad_accumulate", "wgrad_product"]
+__all__ = [
+    "GroupedWgradOperand",
+    "WgradOperand",
+    "cublas_wgrad",
+    "grouped_wgrad",
+    "tensors_of",
+    "wgrad_accumulate",
+    "wgrad_features",
+    "wgrad_product",
+]
 
 _HALF = (torch.bfloat16, torch.float16)
 
 WgradOperand = Tensor | Quantized
 """An operand of ``dy^T x``: [T, features]; or quantised along the tokens, and so transposed: [features, T]."""
 
+GroupedWgradOperand = Tensor | GroupedQuantized
+"""An operand of ``dy_e^T x_e``: [T, features]; or quantised along each expert's tokens: [features, T]."""
 
-def tensors_of(operand: WgradOperand) -> tuple[Tensor, ...]:
+
+def tensors_of(operand: WgradOperand | GroupedQuantized) -> tuple[Tensor, ...]:
     """The tensors that hold ``operand``."""
-    return operand.tensors if isinstance(operand, Quantized) else (operand,)
+    return operand.tensors if isinstance(operand, Quantized | GroupedQuantized) else (operand,)
+
+
+def wgrad_features(operand: GroupedWgradOperand) -> int:
+    """The number of features of an operand."""
+    return operand.matrix.shape[0] if isinstance(operand, GroupedQuantized) else operand.shape[1]
 
 
 def wgrad_product(dy: WgradOperand, x: WgradOperand, dtype: torch.dtype) -> Tensor:
@@ -86,6 +111,22 @@ def wgrad_accumulate(dy: WgradOperand, x: WgradOperand, main_grad: Tensor, *, ov
             torch.addmm(main_grad, dy.t(), x, out=main_grad)
     else:
         wgrad_accumulate_reference(dy, x, main_grad, overwrite=overwrite)
+
+
+def grouped_wgrad(
+    dy: GroupedWgradOperand,
+    x: GroupedWgradOperand,
+    main_grads: Tensor | Sequence[Tensor | None],
+    offsets: Tensor,
+    *,
+    overwrite: bool | Sequence[bool] = False,
+) -> None:
+    """``grouped_wgrad_accumulate``, which describes the arguments. Quantised operands have offsets of their own."""
+    if isinstance(dy, GroupedQuantized) or isinstance(x, GroupedQuantized):
+        assert isinstance(dy, GroupedQuantized) and isinstance(x, GroupedQuantized), "both alike"
+        scaled_grouped_wgrad_accumulate(dy, x, main_grads, overwrite=overwrite)
+    else:
+        grouped_wgrad_accumulate(dy, x, main_grads, offsets, overwrite=overwrite)
 
 
 def cublas_wgrad(dy: Tensor, x: Tensor, main_grad: Tensor, *, overwrite: bool) -> None:

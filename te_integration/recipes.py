@@ -195,7 +195,7 @@ def autocast(
     recipe: Recipe | None = None,
     amax_reduction_group: Any = None,
 ) -> Iterator[None]:
-    """Around forwards: dense modules quantise the operands of their products as ``recipe`` says, in backward too.
+    """Around forwards: modules quantise the operands of their products as ``recipe`` says, in backward too.
 
     enabled               False: no recipe in this block, whatever is around it
     calibrating           only with delayed scaling, which is not supported: must be False

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.wgrad import WgradOperand, tensors_of
+from ...kernels.wgrad import GroupedWgradOperand, WgradOperand, tensors_of
 from ..torch_internals import checkpointed_region
 from .late_grads import note_lost, note_over, note_waiting
 from .main_grad import hand_over_sum
@@ -39,14 +39,14 @@ class DelayedWgrad:
     def __init__(
         self,
         write: Callable[..., None],
-        operands: tuple[WgradOperand, ...],
+        operands: tuple[WgradOperand | GroupedWgradOperand, ...],
         records: Sequence[GradRecord],
         owner: str,
         backward: int,
         weights: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
         self._write = write
-        self._operands: tuple[WgradOperand, ...] | None = operands
+        self._operands: tuple[WgradOperand | GroupedWgradOperand, ...] | None = operands
         tensors = [tensor for operand in operands for tensor in tensors_of(operand)]
         self._versions = [tensor._version for tensor in tensors]
         self._records = records

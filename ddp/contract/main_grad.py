@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..torch_internals import has_tensor_hooks
-from .accumulator import check_accumulator
-from .record import GradRecord, PendingWgrad
+from .record import GradRecord, PendingWgrad, check_accumulator
 from .return_table import Returned, placeholder, wgrad_outcome
 
 __all__ = [

@@ -1,11 +1,15 @@
-"""``GradRecord``: what our provider knows of one parameter beyond the attributes that all providers share."""
+"""What a provider gives a parameter: an accumulator, which is checked, and, ours alone, a ``GradRecord``.
+
+A record is what our provider knows of the parameter beyond the attributes that all providers share.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["GradRecord", "PendingWgrad"]
+__all__ = ["GradRecord", "PendingWgrad", "check_accumulator"]
 
 
 class PendingWgrad:
@@ -128,3 +132,33 @@ class GradRecord:
         """Start a new iteration."""
         self.written = self.ready = self.passed = self.awaits_delayed = False
         self.closed = self.of_weight = None
+
+
+# ---- Which tensors may be an accumulator, by shape, dtype, device and strides. ----
+
+
+def check_accumulator(owner: str, weight: Tensor, main_grad: Tensor, rows_apart: bool) -> None:
+    """Raise ``RuntimeError`` that names shape and stride: see ``main_grad.accumulator_of``."""
+    if (
+        main_grad.shape != weight.shape
+        or main_grad.device != weight.device
+        or main_grad.dtype not in (torch.float32, weight.dtype)
+        or not (_rows_fit(main_grad) if rows_apart else main_grad.is_contiguous())
+    ):
+        raise RuntimeError(
+            f"{owner}: main_grad must {'have adjacent columns and be' if rows_apart else 'be contiguous,'} of the "
+            f"weight's shape {tuple(weight.shape)} on {weight.device}, fp32 or {weight.dtype}; got shape "
+            f"{tuple(main_grad.shape)}, stride {tuple(main_grad.stride())}, {main_grad.dtype} on {main_grad.device}"
+        )
+
+
+def _rows_fit(main_grad: Tensor) -> bool:
+    """Whether columns are adjacent and no two elements share memory."""
+    if main_grad.is_contiguous():
+        return True
+    end = 1
+    for stride, size in sorted(zip(main_grad.stride(), main_grad.shape, strict=True)):
+        if size > 1 and stride < end:
+            return False
+        end = max(end, stride * size)
+    return main_grad.stride(-1) == 1

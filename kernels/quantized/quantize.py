@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .spec import Element, Quantized, QuantSpec, ScaleForm
 
-__all__ = ["dequantize", "quantize", "rotate"]
+__all__ = ["WHOLE", "Parts", "decode", "dequantize", "encode", "quantize", "rotate"]
 
 _ROTATED = 16
 """Columns that a Hadamard transform mixes."""
@@ -51,25 +51,56 @@ def quantize(x: Tensor, spec: QuantSpec) -> Quantized:
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize takes a matrix that has elements, got {tuple(x.shape)}")
-    values = rotate(x.float()) if spec.rotated else x.float()
-    factor = _global_factor(values.abs().amax(), spec) if spec.scale is ScaleForm.E4M3 else None
-    if spec.block is None:
-        stored, encode = _scales(values.abs().amax(), spec, factor)
-    else:
-        stored, encode = _scales(_block_amax(values, spec.block), spec, factor)
-        encode = _spread(encode, spec.block, values.shape)
-    return Quantized(_cast(values * encode, spec), stored, factor, spec, values.shape[1])
+    return encode(x.float(), spec, WHOLE)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """[R, C]: the values that ``q`` stands for, computed in fp32 (or ``dtype`` fp64); rotated ones where it is."""
+    return decode(q, dtype, WHOLE)
+
+
+class Parts:
+    """What has one scale where a spec has no blocks, and one factor of its own: here the whole matrix."""
+
+    def amax(self, values: Tensor) -> Tensor:
+        """The largest magnitude of each part: 0-dim. values [R, C]."""
+        return values.abs().amax()
+
+    def spread(self, per_part: Tensor, width: int) -> Tensor:
+        """``per_part`` for elements, or for blocks ``width`` columns wide: broadcasts to them."""
+        return per_part
+
+
+WHOLE = Parts()
+
+
+def encode(values: Tensor, spec: QuantSpec, parts: Parts) -> Quantized:
+    """Quantise ``values`` [R, C] fp32. Scale (without blocks) and factor are of the form that ``parts`` has."""
+    if spec.rotated:
+        values = rotate(values)
+    factor = _global_factor(parts.amax(values), spec) if spec.scale is ScaleForm.E4M3 else None
+    if spec.block is None:
+        stored, per_element = _scales(parts.amax(values), spec, factor)
+        per_element = parts.spread(per_element, 1)
+    else:
+        per_block = None if factor is None else parts.spread(factor, spec.block[1])
+        stored, per_element = _scales(_block_amax(values, spec.block), spec, per_block)
+        per_element = _spread(per_element, spec.block, values.shape)
+    return Quantized(_cast(values * per_element, spec), stored, factor, spec, values.shape[1])
+
+
+def decode(q: Quantized, dtype: torch.dtype, parts: Parts) -> Tensor:
+    """``dequantize`` what ``encode`` returned."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     elements = _elements(q).to(wide)
+    block = q.spec.block
     scale = q.scale.to(torch.float32).to(wide)  # from E8M0 and E4M3 too, exactly
+    if block is None:
+        scale = parts.spread(scale, 1)
     if q.factor is not None:
-        scale = scale * q.factor.to(wide)
-    if q.spec.block is not None:
-        scale = _spread(scale, q.spec.block, q.shape)
+        scale = scale * parts.spread(q.factor.to(wide), 1 if block is None else block[1])
+    if block is not None:
+        scale = _spread(scale, block, q.shape)
     return (elements * scale).to(dtype)
 
 

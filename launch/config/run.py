@@ -146,7 +146,7 @@ class TrainConfig:
     other two are for tests and for the search of errors."""
     recipe: Literal["none", "float8_current", "float8_block", "mxfp8", "nvfp4"] = "none"
     """How the operands of linear layers are quantised (``docs/recipes.md``). Needs ``model.param_dtype = "bfloat16"``,
-    and goes neither with experts nor with ``compile``."""
+    and does not go with ``compile``. A router in fp32 stays in fp32, and a warning says so."""
     emulate_recipe: bool = False
     """On a GPU, where no recipe has kernels yet: quantise, and multiply in fp32."""
     cuda_graph: bool = False
@@ -249,10 +249,10 @@ class Config:
             'quantises a model in bfloat16: set model.param_dtype to "bfloat16"',
         )
         require(
-            self.train.recipe == "none" or not (self.model.num_experts or self.train.compile),
+            self.train.recipe == "none" or not self.train.compile,
             "train.recipe",
             self.train.recipe,
-            "goes neither with model.num_experts nor with train.compile",
+            "does not go with train.compile",
         )
         require(
             not (self.train.cuda_graph and (self.fsdp.offload_to_cpu or self.fsdp.copy_engine_gather)),

@@ -104,7 +104,8 @@ class _CompiledQuantizedLinear(torch.autograd.Function):
         ctx.num_weights, ctx.product, ctx.transposed, ctx.recipe = len(weights), product, transposed, recipe
         ctx.input_shape = x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(*x.shape[:-1], y.shape[1])
+        output: Tensor = y.view(*x.shape[:-1], y.shape[1])
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

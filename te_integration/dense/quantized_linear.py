@@ -17,11 +17,11 @@ from ...ddp.contract.target import Place
 from ...ddp.torch_internals import current_backward
 from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
 from ...kernels.wgrad import wgrad_product
-from ..recipes import Operand, Recipe, recipe_now
+from ..recipes import Operand, Recipe
 from ..torch_internals import watch_prehooks
 from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
 
-__all__ = ["HALF", "copies", "copies_of_weight", "overflow_as_nan", "quantized_linear", "refuse_recipe", "takes_recipe"]
+__all__ = ["HALF", "copies", "copies_of_weight", "overflow_as_nan", "quantized_linear", "takes_recipe"]
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -47,16 +47,6 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
                 f"{type(recipe).__name__}(emulate=True) quantises, and multiplies in fp32: right, and slower than bf16"
             )
     return True
-
-
-def refuse_recipe(owner: str, input: Tensor) -> None:
-    """Raise ``RuntimeError`` under a recipe in a module that has no quantised products. fp32 and fp64 are exempt."""
-    recipe = recipe_now()
-    if recipe is not None and dtype_of_products(input) in HALF:
-        raise RuntimeError(
-            f"{owner}: {type(recipe).__name__} is not supported with experts; run the module under "
-            f"autocast(enabled=False), where it computes in {dtype_of_products(input)}"
-        )
 
 
 def quantized_linear(

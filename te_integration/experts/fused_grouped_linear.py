@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from ...ddp.contract.demand import Demand, demand
-from ...ddp.contract.target import GroupedWgradTarget, Place, fresh_grouped_wgrads
+from ...ddp.contract.grouped_target import GroupedWgradTarget, fresh_grouped_wgrads
+from ...ddp.contract.target import Place
 from ...ddp.contract.torch_ddp import in_torch_ddp
 from ...ddp.torch_internals import current_backward
 from ...kernels import PerExpert, grouped_bias_grad, grouped_dgrad, grouped_linear, grouped_scale_grad
+from ...kernels.wgrad import GroupedWgradOperand
 from ..dense.fused_linear import cast, dtype_of_products, refuse_split_backward
 from ..dense.transforms import refuse_in_transform
+from ..recipes import Recipe
 from ..torch_internals import watch_prehooks
 from ..wgrad_queue import WgradQueue
 from .grouped_products import (
@@ -28,7 +31,20 @@ from .grouped_products import (
     differentiable_wgrad,
 )
 
-__all__ = ["GroupedUse", "fused_grouped_linear", "parts_of"]
+__all__ = [
+    "GroupedCall",
+    "GroupedUse",
+    "arguments_of",
+    "bias_grads",
+    "fused_grouped_linear",
+    "note_call",
+    "parts_of",
+    "per_expert",
+    "weight_grads",
+    "weights_wanted",
+    "without_autocast",
+    "written",
+]
 
 
 class GroupedUse:
@@ -77,7 +93,7 @@ class GroupedUse:
         return type(None), ()  # a copied module has other weights, and creates its own object
 
 
-class _Call(NamedTuple):
+class GroupedCall(NamedTuple):
     """What one forward passes to its autograd function, except the tensors that may need a gradient."""
 
     offsets: Tensor
@@ -87,6 +103,10 @@ class _Call(NamedTuple):
     packed_bias: bool
     out: Tensor | None
     grad_input: Tensor | None
+    recipe: Recipe | None = None
+    """Of quantised products: see ``quantized_grouped_linear``."""
+    trains: bool = True
+    """Grad mode is on; quantised products save nothing otherwise."""
 
 
 def fused_grouped_linear(
@@ -123,6 +143,22 @@ def fused_grouped_linear(
 
     ``autograd.grad`` and ``create_graph=True`` get ordinary gradients and write nothing.
     """
+    input, call, tensors = arguments_of(input, weights, bias, offsets, use, bias_scale, out, grad_input)
+    output: Tensor = _apply_directly(input, use, call, *tensors)  # type: ignore[no-untyped-call]
+    return output
+
+
+def arguments_of(
+    input: Tensor,
+    weights: PerExpert,
+    bias: PerExpert | None,
+    offsets: Tensor,
+    use: GroupedUse,
+    bias_scale: Tensor | None,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+) -> tuple[Tensor, GroupedCall, tuple[Tensor | None, ...]]:
+    """What ``apply`` takes, for the arguments of ``fused_grouped_linear``: checked, and cast to the products' dtype."""
     dtype = dtype_of_products(input)
     _check_buffer(use.owner, "out", out, (input.shape[0], _features(weights)), dtype, input.device)
     _check_buffer(use.owner, "grad_input", grad_input, tuple(input.shape), dtype, input.device)
@@ -132,10 +168,9 @@ def fused_grouped_linear(
         raise ValueError(f"{use.owner}: grad_input with save_original_input needs an input of {dtype}")
     experts = (weights,) if isinstance(weights, Tensor) else tuple(weights)
     biases = () if bias is None else (bias,) if isinstance(bias, Tensor) else tuple(bias)
-    call = _Call(offsets, dtype, len(experts), isinstance(bias, Tensor), out, grad_input)
+    call = GroupedCall(offsets, dtype, len(experts), isinstance(bias, Tensor), out, grad_input)
     refuse_in_transform(use.owner)
-    output: Tensor = _apply_directly(input, use, call, *experts, *biases, bias_scale)  # type: ignore[no-untyped-call]
-    return output
+    return input, call, (*experts, *biases, bias_scale)
 
 
 def _features(weights: PerExpert) -> int:
@@ -167,7 +202,7 @@ def parts_of(gradient: Tensor, packed: bool, needs: Sequence[bool]) -> list[Tens
     return [part if need else None for part, need in zip(parts, needs, strict=True)]
 
 
-def _per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> PerExpert:
+def per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> PerExpert:
     first = tensors[0]
     if packed:
         return cast(first, dtype)
@@ -178,12 +213,12 @@ def _per_expert(tensors: Sequence[Tensor], packed: bool, dtype: torch.dtype) -> 
     return together
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast off: operands are cast already, and fp32 sums must stay fp32."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def _written(buffer: Tensor) -> Tensor:
+def written(buffer: Tensor) -> Tensor:
     """A view, for autograd, of memory that a kernel wrote: the caller's tensor itself gets no history."""
     if not buffer.is_inference():  # an inference tensor has no version
         torch.autograd.graph.increment_version(buffer)  # a graph that saved the old content must fail
@@ -194,7 +229,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
     """See ``fused_grouped_linear``. ``apply`` takes input, use, call, weights, biases, and the scale of the bias."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, use: GroupedUse, call: _Call, *tensors: Any) -> Tensor:
+    def forward(ctx: Any, input: Tensor, use: GroupedUse, call: GroupedCall, *tensors: Any) -> Tensor:
         count = call.num_weights
         weights, biases, scale = tensors[:count], tensors[count:-1], tensors[-1]
         needs_dx, _, _, *needs = ctx.needs_input_grad
@@ -206,33 +241,23 @@ class _FusedGroupedLinear(torch.autograd.Function):
             *(weights if needs_dx else ()),
             *(biases if needs_ds else ()),
         )
-        ctx.use, ctx.call = use, call._replace(out=None)
-        # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
-        ctx.outer_backward = current_backward()
-        ctx.input_dtype, ctx.weight_dtype = input.dtype, weights[0].dtype
-        ctx.bias_dtype = biases[0].dtype if biases else None
-        ctx.scale_dtype = None if scale is None else scale.dtype
+        note_call(ctx, input, use, call, tensors)
         x = cast(input, call.dtype)
-        with _without_autocast(x.device.type):
+        with without_autocast(x.device.type):
             y = grouped_linear(
                 x,
-                _per_expert(weights, use.packed, call.dtype),
+                per_expert(weights, use.packed, call.dtype),
                 call.offsets,
-                bias=_per_expert(biases, call.packed_bias, call.dtype) if biases else None,
+                bias=per_expert(biases, call.packed_bias, call.dtype) if biases else None,
                 bias_scale=scale,
                 out=call.out,
             )
-        return y if call.out is None else _written(y)
+        return y if call.out is None else written(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        count, use = ctx.call.num_weights, ctx.use
-        # next_functions lists the tensor inputs only: the input, then the weights.
-        nodes, needs = ctx.next_functions, ctx.needs_input_grad[3 : 3 + count]
-        wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs)]
-        if use.fused and Demand.ACCUMULATE not in wanted:
-            refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
-        with _without_autocast(grads[0].device.type):
+        wanted = weights_wanted(ctx)
+        with without_autocast(grads[0].device.type):
             return (_gradients_with_graph if torch.is_grad_enabled() else _gradients)(ctx, grads[0], wanted)
 
 
@@ -241,15 +266,34 @@ _apply_directly = super(torch.autograd.Function, _FusedGroupedLinear).apply
 watch_prehooks(_FusedGroupedLinear)
 
 
+def note_call(ctx: Any, input: Tensor, use: GroupedUse, call: GroupedCall, tensors: Sequence[Any]) -> None:
+    """In forward: what backward needs beside tensors."""
+    biases, scale = tensors[call.num_weights : -1], tensors[-1]
+    ctx.use, ctx.call = use, call._replace(out=None)
+    # A forward inside a backward is a reentrant recompute; its nested backward counts as part of the outer one.
+    ctx.outer_backward = current_backward()
+    ctx.input_dtype, ctx.weight_dtype = input.dtype, tensors[0].dtype
+    ctx.bias_dtype = biases[0].dtype if biases else None
+    ctx.scale_dtype = None if scale is None else scale.dtype
+
+
+def weights_wanted(ctx: Any) -> list[Demand]:
+    """In backward: what becomes of each weight's gradient."""
+    # next_functions lists the tensor inputs only: the input, then the weights.
+    nodes, needs = ctx.next_functions, ctx.needs_input_grad[3 : 3 + ctx.call.num_weights]
+    wanted = [demand(nodes[i + 1][0]) if need else Demand.NOTHING for i, need in enumerate(needs)]
+    if ctx.use.fused and Demand.ACCUMULATE not in wanted:
+        refuse_split_backward(ctx, returns=Demand.RETURN in wanted)
+    return wanted
+
+
 def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
     """What backward returns for each argument of ``apply``: dy [T, N]."""
-    call: _Call = ctx.call
+    call: GroupedCall = ctx.call
     use: GroupedUse = ctx.use
     x, offsets, scale, *others = ctx.saved_tensors
-    needs_dx, _, _, *needs = ctx.needs_input_grad
-    needs_db, needs_ds = needs[call.num_weights : -1], needs[-1]
+    needs_dx = ctx.needs_input_grad[0]
     weights = others[: call.num_weights] if needs_dx else ()
-    biases = others[len(weights) :]
     # Decide where each gradient goes first, so that errors are raised before any product.
     places: list[Place | None] = [None] * len(wanted)
     if use.target is not None:
@@ -257,34 +301,49 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
 
     dx = None
     if needs_dx:
-        dx = grouped_dgrad(dy, _per_expert(weights, use.packed, dy.dtype), offsets, out=call.grad_input)
-        dx = cast(dx, ctx.input_dtype) if call.grad_input is None else _written(dx)
+        dx = grouped_dgrad(dy, per_expert(weights, use.packed, dy.dtype), offsets, out=call.grad_input)
+        dx = cast(dx, ctx.input_dtype) if call.grad_input is None else written(dx)
+    dbs_and_ds = bias_grads(ctx, dy, offsets, scale, others[len(weights) :])
+    dws: list[Tensor | None] = [None] * len(wanted)
+    if x is not None:
+        x = cast(x, dy.dtype)
+        # The queue must not keep the graph of x, which keeps the weights.
+        dws = weight_grads(ctx, dy, x.detach() if use.delays else x, offsets, wanted, places)
+    return (dx, None, None, *dws, *dbs_and_ds)
+
+
+def bias_grads(
+    ctx: Any, dy: Tensor, offsets: Tensor, scale: Tensor | None, biases: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """What backward returns for each bias, and for the scale of the bias: dy [T, N]."""
+    call: GroupedCall = ctx.call
+    *needs_db, needs_ds = ctx.needs_input_grad[3 + call.num_weights :]
     dbs: list[Tensor | None] = [None] * len(needs_db)
     if True in needs_db:
         db = grouped_bias_grad(dy, offsets, scale=scale, dtype=ctx.bias_dtype)
         dbs = parts_of(db, call.packed_bias, needs_db)
     ds = None
     if needs_ds:
-        ds = cast(grouped_scale_grad(dy, _per_expert(biases, call.packed_bias, dy.dtype), offsets), ctx.scale_dtype)
-    return (dx, None, None, *_weight_grads(ctx, dy, x, offsets, wanted, places), *dbs, ds)
+        ds = cast(grouped_scale_grad(dy, per_expert(biases, call.packed_bias, dy.dtype), offsets), ctx.scale_dtype)
+    return [*dbs, ds]
 
 
-def _weight_grads(
-    ctx: Any, dy: Tensor, x: Tensor | None, offsets: Tensor, wanted: Sequence[Demand], places: Sequence[Place | None]
+def weight_grads(
+    ctx: Any,
+    dy: GroupedWgradOperand,
+    x: GroupedWgradOperand,
+    offsets: Tensor,
+    wanted: Sequence[Demand],
+    places: Sequence[Place | None],
 ) -> list[Tensor | None]:
-    """What backward returns for each weight: dy [T, N], x [T, K]."""
+    """What backward returns for each weight: dy [T, N], x [T, K], or both quantised."""
     use: GroupedUse = ctx.use
     results: list[Tensor | None] = [None] * len(wanted)
-    if x is None:
-        return results
-    x = cast(x, dy.dtype)
     plain = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
     if True in plain:
         results = fresh_grouped_wgrads(dy, x, offsets, plain, ctx.weight_dtype, packed=use.packed)
     if use.target is None or all(place is None for place in places):
         return results
-    if use.delays:
-        x = x.detach()  # the queue must not keep the graph of x, which keeps the weights
     backward = ctx.outer_backward if ctx.outer_backward != -1 else current_backward()
     delivered = use.target.deliver(places, dy, x, offsets, backward)
     return [result if place is None else given for result, given, place in zip(results, delivered, places, strict=True)]
@@ -292,7 +351,7 @@ def _weight_grads(
 
 def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
     """``_gradients`` under ``create_graph=True``: differentiable, and without a write to ``main_grad``."""
-    call: _Call = ctx.call
+    call: GroupedCall = ctx.call
     x, offsets, scale, *others = ctx.saved_tensors
     needs_dx, _, _, *needs = ctx.needs_input_grad
     needs_db, needs_ds = needs[call.num_weights : -1], needs[-1]

@@ -140,7 +140,8 @@ class GroupedMLP(GroupedModule):
         """The three steps: rows [T, K], offsets [E + 1], probs [T] -> [T, K].
 
         Backward runs the second layer first, so its weight gradients are queued first. Saved for backward between the
-        layers: h [T, 2F], the input of the activation, and its output [T, F], for the second weight gradient.
+        layers: h [T, 2F], the input of the activation, and its output [T, F], for the second weight gradient; under a
+        recipe the output's quantised copy.
         """
         hidden = self.multiply_rows(self.fc1, rows, offsets, None, queue)
         activated = scaled_activation(hidden, probs, self.glu)

@@ -3,7 +3,8 @@
 Legend: E ``num_gemms``, the experts; T rows; K input features; N output features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from ...ddp.contract.main_grad import check_delayable, is_fusable
 from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompute
 from ...ddp.torch_internals import current_backward
+from .. import recipes
 from ..compiled import weights_wanted
 from ..dense.linear_module import InitMethod, LinearModule, reset_linear
-from ..dense.quantized_linear import refuse_recipe
 from ..dense.transforms import refuse_in_transform
 from ..wgrad_queue import WgradQueue
 from .compiled_grouped_linear import compiled_grouped_linear
 from .fused_grouped_linear import GroupedUse, fused_grouped_linear
+from .quantized_grouped_linear import quantized_grouped_linear
 
 __all__ = ["ExpertLayer", "GroupedModule"]
 
@@ -96,7 +98,6 @@ class GroupedModule(LinearModule, nn.Module):
 
         bias_scales, out, grad_input  see ``fused_grouped_linear``
         """
-        refuse_recipe(self.describe(), rows)
         weights = self.parameters_named(layer.weight_names)
         biases = self.parameters_named(layer.bias_names) if add_bias else ()
         if not torch.is_autocast_enabled(rows.device.type):
@@ -111,7 +112,11 @@ class GroupedModule(LinearModule, nn.Module):
             product = self.expert_layers.index(layer)
             key = self._wgrad_key if self.way(weights, queue, product) == "graph" else None
             return compiled_grouped_linear(rows, weights, biases, offsets, key, product, bias_scale=bias_scales)
-        return fused_grouped_linear(
+        recipe = self._recipe_now(rows)
+        run: Callable[..., Tensor] = fused_grouped_linear
+        if recipe is not None and rows.shape[0]:  # without rows there is nothing to quantise
+            run = partial(quantized_grouped_linear, recipe=recipe)
+        return run(
             rows,
             weights[0] if layer.packed_weight else weights,
             None if not biases else biases[0] if layer.packed_bias else biases,
@@ -169,12 +174,12 @@ class GroupedModule(LinearModule, nn.Module):
         return fused, queue
 
     def runs_in_graph(self, m_splits: Any, *buffers: Tensor | None) -> bool:
-        """Whether ``torch.compile`` takes this forward whole. If not, the forward is a graph break.
+        """Whether ``torch.compile`` takes this forward whole. If not, the forward is a graph break, as under a recipe.
 
         Splits on the host would be constants of the graph, and memory that the caller gave would be written by an
         operator that the compiler takes for a pure one. The other cases are those of ``LinearModule``.
         """
-        if not isinstance(m_splits, Tensor) or any(buffer is not None for buffer in buffers):
+        if recipes.may_be_any or not isinstance(m_splits, Tensor) or any(buffer is not None for buffer in buffers):
             return False
         queue = self.queue_now()
         return all(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ddp.contract.target import fresh_grouped_wgrads
+from ...ddp.contract.grouped_target import fresh_grouped_wgrads
 from ...kernels import grouped_dgrad, grouped_linear
 
 __all__ = ["differentiable_bias_grad", "differentiable_dgrad", "differentiable_scale_grad", "differentiable_wgrad"]

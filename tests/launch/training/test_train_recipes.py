@@ -10,17 +10,21 @@ from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.training.train import train
 
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 16}
+
 
 def losses_of(config: Config) -> list[float]:
     result = train(config)
     return [*result.losses, result.validation_loss or 0.0]
 
 
-def run(folder: Path, *, ranks: int = 2, parallel: str = "zero1", **settings: Any) -> list[float]:
+def run(folder: Path, *, ranks: int = 2, parallel: str = "zero1", model: Any = None, **settings: Any) -> list[float]:
     folder.mkdir()
     settings = {"num_microbatches": 2, "steps": 16, "eval_every": 16, **settings}
     sections = {"ddp": {}} if parallel == "fsdp" else {}
-    config = tiny_config(folder, parallel=parallel, model={"param_dtype": "bfloat16"}, train=settings, **sections)
+    config = tiny_config(
+        folder, parallel=parallel, model={"param_dtype": "bfloat16", **(model or {})}, train=settings, **sections
+    )
     return simulate(losses_of, ranks, config)[0]
 
 
@@ -41,6 +45,17 @@ def test_learns(tmp_path: Path, plain: list[float], recipe: str, within: float) 
     assert low[-1] == pytest.approx(plain[-1], rel=within)
 
 
+def test_experts_learn(tmp_path: Path) -> None:
+    """The router is in fp32, and a warning says that it stays so."""
+    settings: dict[str, Any] = {"ranks": 1, "model": EXPERTS, "steps": 10, "eval_every": 10}
+    plain = run(tmp_path / "bf16", **settings)
+    with pytest.warns(RuntimeWarning, match="as without a recipe"):
+        low = run(tmp_path / "low", recipe="mxfp8", **settings)
+    assert low != plain
+    assert low[-1] < 0.95 * low[0]
+    assert low[-1] == pytest.approx(plain[-1], rel=0.1)
+
+
 def test_as_a_graph(tmp_path: Path) -> None:
     eager = run(tmp_path / "eager", recipe="mxfp8", steps=6, eval_every=3)
     assert run(tmp_path / "graphed", recipe="mxfp8", steps=6, eval_every=3, cuda_graph=True) == pytest.approx(
@@ -52,10 +67,6 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     for sections in (
         {"train": {"recipe": "mxfp8"}},
         {"train": {"recipe": "mxfp8", "compile": True}, "model": {"param_dtype": "bfloat16"}},
-        {
-            "train": {"recipe": "mxfp8"},
-            "model": {"param_dtype": "bfloat16", "num_experts": 4, "top_k": 2, "expert_ffn_dim": 16},
-        },
     ):
         with pytest.raises(ConfigError, match=r"train\.recipe"):
             tiny_config(tmp_path, **sections)

@@ -13,8 +13,6 @@ from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedT
 from maingrad.te_integration import (
     Float8BlockScaling,
     Float8CurrentScaling,
-    GroupedLinear,
-    GroupedMLP,
     LayerNormMLP,
     Linear,
     MXFP8BlockScaling,
@@ -175,15 +173,6 @@ def test_gradients_that_are_asked_for_are_not_written() -> None:
     (grad,) = torch.autograd.grad(y.float().sum(), layer.weight)
     assert grad.abs().sum() > 0
     assert torch.equal(layer.weight.main_grad, torch.full_like(layer.weight.main_grad, 7.0))
-
-
-def test_experts_are_refused() -> None:
-    x, splits = torch.randn(6, 8).bfloat16(), torch.tensor([2, 4])
-    for module in (GroupedLinear(2, 8, 8, dtype=torch.bfloat16), GroupedMLP(2, 8, 8, dtype=torch.bfloat16)):
-        with autocast(recipe=MXFP8BlockScaling()), pytest.raises(RuntimeError, match=r"autocast\(enabled=False\)"):
-            module(x, splits)
-        with autocast(recipe=MXFP8BlockScaling()), autocast(enabled=False):
-            assert module(x, splits).shape == (6, 8)
 
 
 def test_transforms_are_refused() -> None:

@@ -1,0 +1,108 @@
+"""Quantised rows of experts: each expert's rows are a matrix of their own, in one tensor with the others'.
+
+Legend: E experts, T rows, C columns. Expert e has the rows from offsets[e] up to, but not including, offsets[e + 1].
+Rows from offsets[E] on are padding. Offsets stay on the device, and the host reads nothing.
+
+Transposed, an expert's rows become columns, along which a product contracts: columns of zeros fill up the last block of
+each expert, so that no block lies in two. How many these are in all is known on the device alone; the host knows that
+there are at most (block - 1) for each expert.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .quantize import Parts, decode, encode
+from .spec import Quantized, QuantSpec
+
+__all__ = ["GroupedQuantized", "dequantize_grouped", "quantize_grouped"]
+
+_ROTATED = 16
+"""Columns that a Hadamard transform mixes."""
+
+
+class GroupedQuantized(NamedTuple):
+    """A quantised matrix whose rows, or columns, are experts' one after the other."""
+
+    matrix: Quantized
+    """[T, C]; transposed [C, T and what fills the last blocks]. Instead of one scale (where the spec has no blocks) and
+    one factor of the matrix there is one for each expert, [E]."""
+    offsets: Tensor
+    """[E + 1]: the rows of each expert; transposed: the columns."""
+    transposed: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is in memory."""
+        return (*self.matrix.tensors, self.offsets)
+
+
+def quantize_grouped(x: Tensor, spec: QuantSpec, offsets: Tensor, *, transposed: bool = False) -> GroupedQuantized:
+    """Quantise each expert's rows as ``quantize`` does, or their transpose.
+
+    x           [T, C], bf16, fp16 or fp32, any strides. Pad rows, which may hold anything, become zeros
+    offsets     [E + 1], int32 or int64, ascending from 0, at most T; on the device of x
+    transposed  quantise the transpose of each expert's rows, [C, rows]
+
+    An expert may have no rows. Raises ``ValueError`` unless x is a matrix with elements, and for blocks of several rows
+    where experts lie along them.
+    """
+    if x.dim() != 2 or x.numel() == 0:
+        raise ValueError(f"quantize_grouped takes a matrix that has elements, got {tuple(x.shape)}")
+    if not transposed and spec.block is not None and spec.block[0] != 1:
+        raise ValueError(f"blocks of {spec.block[0]} rows would lie in several experts: {spec}")
+    if transposed:
+        offsets, source = _segments(offsets, x.shape[0], _width(spec))
+        x = x.index_select(0, source.clamp(min=0)).t().contiguous()
+        values = torch.where(source >= 0, x.float(), 0.0)
+    else:
+        filled = torch.arange(x.shape[0], device=x.device) < offsets[-1]
+        values = torch.where(filled[:, None], x.float(), 0.0)
+    parts = _Experts(offsets, values.shape[transposed], transposed)
+    return GroupedQuantized(encode(values, spec, parts), offsets, transposed)
+
+
+def dequantize_grouped(q: GroupedQuantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``dequantize``, in the shape of ``q.matrix``. What is no expert's is zeros."""
+    length = q.matrix.shape[q.transposed]
+    return decode(q.matrix, dtype, _Experts(q.offsets, length, q.transposed))
+
+
+def _width(spec: QuantSpec) -> int:
+    """The columns of an expert are a multiple of this."""
+    return math.lcm(1 if spec.block is None else spec.block[1], _ROTATED if spec.rotated else 1)
+
+
+def _segments(offsets: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """The columns of each expert [E + 1], multiples of ``width``; and for each column its row of x, or -1."""
+    experts = offsets.shape[0] - 1
+    sizes = (offsets.diff() + (width - 1)).div(width, rounding_mode="floor") * width
+    columns = torch.nn.functional.pad(sizes.cumsum(0, dtype=offsets.dtype), (1, 0))
+    most = (rows + (width - 1) * min(experts, rows)) // width * width
+    column = torch.arange(most, device=offsets.device, dtype=offsets.dtype)
+    expert = torch.searchsorted(columns[1:], column, right=True).clamp(max=experts - 1)
+    row = column - columns[expert] + offsets[expert]
+    return columns, torch.where(row < offsets[expert + 1], row, -1)
+
+
+class _Experts(Parts):
+    """Each expert's rows, or columns (``transposed``). What is no expert's has the amax 0, scale and factor 1."""
+
+    def __init__(self, offsets: Tensor, length: int, transposed: bool) -> None:
+        position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
+        self._owner = torch.searchsorted(offsets[1:], position, right=True)
+        """[T]: the expert; E where there is none."""
+        self._experts = torch.arange(offsets.shape[0] - 1, device=offsets.device)
+        self._transposed = transposed
+
+    def amax(self, values: Tensor) -> Tensor:
+        """[E]."""
+        each = values.abs().amax(1 - self._transposed)
+        return torch.where(self._owner == self._experts[:, None], each, 0.0).amax(1)
+
+    def spread(self, per_part: Tensor, width: int) -> Tensor:
+        """[E] -> [T, 1]; transposed [1, columns / width]."""
+        each = torch.nn.functional.pad(per_part, (0, 1), value=1.0)[self._owner]
+        return each[None, ::width] if self._transposed else each[:, None]

@@ -1,0 +1,85 @@
+"""Products of quantised rows of experts with their weights, and the weight gradients.
+
+On every device the reference runs: it dequantises and multiplies in fp32. The host reads no split sizes for it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..grouped.products import PerExpert, grouped_linear, grouped_wgrad_accumulate
+from .grouped import GroupedQuantized, dequantize_grouped
+from .quantize import dequantize
+from .spec import Quantized
+
+__all__ = ["scaled_grouped_product", "scaled_grouped_wgrad_accumulate"]
+
+
+def scaled_grouped_product(
+    x: GroupedQuantized,
+    weights: Sequence[Quantized],
+    dtype: torch.dtype,
+    *,
+    bias: PerExpert | None = None,
+    bias_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``y[t] = x[t] W_e^T + s[t] b_e`` for row t of expert e, [T, N] of ``dtype``; pad rows are zeros.
+
+    ==========  ========================  =============================================
+    x           [T, K]                    by rows
+    weights     E x [N, K]                one for each expert
+    bias        [E, N], or E x [N]        b; None: no bias
+    bias_scale  [T]                       s; None: 1
+    out         [T, N] of ``dtype``       written and returned; None: allocated
+    ==========  ========================  =============================================
+
+    Sums are fp32, rounded once. Raises ``ValueError`` where K differs, or one of the two alone is rotated.
+    """
+    for weight in weights:
+        _check(x.matrix, weight)
+    together = None
+    if bias is not None:
+        together = (bias if isinstance(bias, Tensor) else torch.stack(tuple(bias))).float()
+    with torch.autocast(x.offsets.device.type, enabled=False):
+        # One packed tensor: a capture takes no table of the addresses of separate ones.
+        packed = torch.stack([dequantize(weight) for weight in weights])
+        y = grouped_linear(dequantize_grouped(x), packed, x.offsets, bias=together, bias_scale=bias_scale)
+    return y.to(dtype) if out is None else out.copy_(y)
+
+
+def scaled_grouped_wgrad_accumulate(
+    dy: GroupedQuantized,
+    x: GroupedQuantized,
+    main_grads: Tensor | Sequence[Tensor | None],
+    *,
+    overwrite: bool | Sequence[bool] = False,
+) -> None:
+    """``G_e = beta_e G_e + dy_e^T x_e`` in place, of operands that are quantised along the rows T of each expert.
+
+    dy          [N, T]  the transposed gradient of the output
+    x           [K, T]  the transposed input
+    main_grads          G, in any dtype; these and ``overwrite`` are those of ``grouped_wgrad_accumulate``
+    """
+    _check(dy.matrix, x.matrix)
+    grads = list(main_grads)
+    with torch.autocast(x.offsets.device.type, enabled=False):
+        operands = dequantize_grouped(dy).t(), dequantize_grouped(x).t()
+        if all(grad is None or grad.dtype is torch.float32 for grad in grads):
+            grouped_wgrad_accumulate(*operands, main_grads, dy.offsets, overwrite=overwrite)
+            return
+        products = torch.empty(len(grads), dy.matrix.shape[0], x.matrix.shape[0], device=dy.offsets.device)
+        grouped_wgrad_accumulate(*operands, products, dy.offsets, overwrite=True)
+    bits = [overwrite] * len(grads) if isinstance(overwrite, bool) else overwrite
+    for grad, product, once in zip(grads, products, bits, strict=True):
+        if grad is not None:
+            grad.copy_(product) if once else grad.add_(product)
+
+
+def _check(a: Quantized, b: Quantized) -> None:
+    if a.columns != b.columns or a.spec.rotated is not b.spec.rotated:
+        raise ValueError(
+            f"a product contracts the last dims of two matrices, both rotated or none: got {a.shape} ({a.spec}) and "
+            f"{b.shape} ({b.spec})"
+        )

@@ -1,0 +1,170 @@
+"""``quantized_grouped_linear``: the differentiable grouped operation under a recipe; see ``te_integration/recipes.py``.
+
+Legend: E experts, T rows, K input features, N output features. Each expert's rows, and its weight, are quantised alone:
+scales are those of one expert, and no block lies in two. The host reads no split sizes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ddp.contract.demand import Demand
+from ...ddp.contract.target import Place
+from ...kernels import PerExpert
+from ...kernels.quantized import (
+    GroupedQuantized,
+    Quantized,
+    quantize,
+    quantize_grouped,
+    restored,
+    scaled_grouped_product,
+)
+from ..dense.fused_linear import cast
+from ..recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Operand, Recipe
+from ..torch_internals import watch_prehooks
+from .fused_grouped_linear import (
+    GroupedCall,
+    GroupedUse,
+    arguments_of,
+    bias_grads,
+    note_call,
+    per_expert,
+    weight_grads,
+    weights_wanted,
+    without_autocast,
+    written,
+)
+
+__all__ = ["quantized_grouped_linear"]
+
+_SUPPORTED = (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+
+
+def quantized_grouped_linear(
+    input: Tensor,
+    weights: PerExpert,
+    bias: PerExpert | None,
+    offsets: Tensor,
+    use: GroupedUse,
+    *,
+    recipe: Recipe,
+    bias_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    grad_input: Tensor | None = None,
+) -> Tensor:
+    """``y[t] = x[t] W_e^T + s[t] b_e``; arguments as those of ``fused_grouped_linear``, with rows: T is not 0.
+
+    All three products take quantised operands. Saved for backward is the input's transposed quantised copy, by experts.
+    Raises ``RuntimeError`` for second derivatives, and for a recipe that experts have no products for.
+    """
+    _refuse_unsupported(recipe, input, use.owner)
+    input, call, tensors = arguments_of(input, weights, bias, offsets, use, bias_scale, out, grad_input)
+    call = call._replace(recipe=recipe, trains=torch.is_grad_enabled())
+    output: Tensor = _QuantizedGroupedLinear.apply(input, use, call, *tensors)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _refuse_unsupported(recipe: Recipe, input: Tensor, owner: str) -> None:
+    name = type(recipe).__name__
+    if not isinstance(recipe, _SUPPORTED):
+        raise RuntimeError(
+            f"{owner}: {name} is not supported with experts; run the module under autocast(enabled=False), where it "
+            f"computes in {input.dtype}, or under another recipe"
+        )
+    if input.is_cuda and not recipe.emulate:
+        raise RuntimeError(
+            f"{owner}: {name} has no kernel for experts on GPUs here. {name}(emulate=True) quantises, and multiplies "
+            f"in fp32: right, and slower than bf16"
+        )
+
+
+class _QuantizedGroupedLinear(torch.autograd.Function):
+    """See ``quantized_grouped_linear``. ``apply`` takes what that of ``fused_grouped_linear`` takes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, use: GroupedUse, call: GroupedCall, *tensors: Any) -> Tensor:
+        count = call.num_weights
+        weights, biases, scale = tensors[:count], tensors[count:-1], tensors[-1]
+        needs_dx, _, _, *needs = ctx.needs_input_grad
+        needs_dw, needs_db, needs_ds = True in needs[:count], True in needs[count:-1], needs[-1]
+        assert call.recipe is not None, "of quantised products"
+        columns = None
+        if needs_dw and call.trains:
+            spec = call.recipe.spec("input", columns=True)
+            columns = quantize_grouped(x, spec, call.offsets, transposed=True)
+        ctx.x_kind = None if columns is None else (columns.matrix.spec, columns.matrix.columns)
+        ctx.save_for_backward(
+            call.offsets,
+            scale if needs_db else None,
+            *(weights if needs_dx else ()),
+            *(biases if needs_ds else ()),
+            *(() if columns is None else columns.tensors),
+        )
+        note_call(ctx, x, use, call, tensors)
+        rows = quantize_grouped(x, call.recipe.spec("input", columns=False), call.offsets)
+        y = scaled_grouped_product(
+            rows,
+            _quantized_weights(weights, call, columns=False),
+            call.dtype,
+            bias=per_expert(biases, call.packed_bias, call.dtype) if biases else None,
+            bias_scale=scale,
+            out=call.out,
+        )
+        return y if call.out is None else written(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{ctx.use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run "
+                f"this forward under autocast(enabled=False)"
+            )
+        with without_autocast(grads[0].device.type):
+            return _gradients(ctx, grads[0], weights_wanted(ctx))
+
+
+watch_prehooks(_QuantizedGroupedLinear)
+
+
+def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor | None, ...]:
+    """What backward returns for each argument of ``apply``: dy [T, N]."""
+    call: GroupedCall = ctx.call
+    use: GroupedUse = ctx.use
+    assert call.recipe is not None, "of quantised products"
+    offsets, scale, *others = ctx.saved_tensors
+    needs_dx, needs_ds = ctx.needs_input_grad[0], ctx.needs_input_grad[-1]
+    num_weights = call.num_weights if needs_dx else 0
+    num_biases = len(ctx.needs_input_grad) - 4 - call.num_weights if needs_ds else 0
+    weights, biases = others[:num_weights], others[num_weights : num_weights + num_biases]
+    # Decide where each gradient goes first, so that errors are raised before any product.
+    places: list[Place | None] = [None] * len(wanted)
+    if use.target is not None:
+        places = use.target.resolve([want is Demand.ACCUMULATE for want in wanted])
+
+    dbs_and_ds = bias_grads(ctx, dy, offsets, scale, biases)
+    if call.dtype is torch.float16:  # elements have no Inf, from which a loss scaler learns of an overflow
+        dy = dy.masked_fill(dy.isinf(), torch.nan)
+    dx = None
+    if needs_dx:
+        rows = quantize_grouped(dy, call.recipe.spec("grad", columns=False), offsets)
+        of_weights = _quantized_weights(weights, call, columns=True)
+        dx = scaled_grouped_product(rows, of_weights, call.dtype, out=call.grad_input)
+        dx = cast(dx, ctx.input_dtype) if call.grad_input is None else written(dx)
+    dws: list[Tensor | None] = [None] * len(wanted)
+    if ctx.x_kind is not None:
+        *of_matrix, segments = others[num_weights + num_biases :]
+        x = GroupedQuantized(restored(of_matrix, *ctx.x_kind), segments, transposed=True)
+        grad = quantize_grouped(dy, call.recipe.spec("grad", columns=True), offsets, transposed=True)
+        dws = weight_grads(ctx, grad, x, offsets, wanted, places)
+    return (dx, None, None, *dws, *dbs_and_ds)
+
+
+def _quantized_weights(weights: Sequence[Tensor], call: GroupedCall, *, columns: bool) -> list[Quantized]:
+    """[N, K] of each expert; or their transposes."""
+    assert call.recipe is not None, "of quantised products"
+    operand: Operand = "weight"
+    spec = call.recipe.spec(operand, columns=columns)
+    each = weights[0].unbind() if weights[0].dim() == 3 else weights
+    return [quantize(cast(weight.t() if columns else weight, call.dtype), spec) for weight in each]

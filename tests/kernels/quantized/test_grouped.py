@@ -1,0 +1,200 @@
+"""``quantize_grouped``: each expert's bits are those of ``quantize`` on its rows alone; products against fp64."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from quant_oracle import NAN, SPECS
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from maingrad.kernels.quantized import (
+    Element,
+    GroupedQuantized,
+    Quantized,
+    QuantSpec,
+    ScaleForm,
+    dequantize,
+    dequantize_grouped,
+    quantize,
+    quantize_grouped,
+    scaled_grouped_product,
+    scaled_grouped_wgrad_accumulate,
+)
+from maingrad.kernels.wgrad import grouped_wgrad, tensors_of, wgrad_features
+
+GROUPED = {name: spec for name, spec in SPECS.items() if "weights" not in name} | {
+    "NVFP4, rotated": dataclasses.replace(SPECS["NVFP4"], rotated=True)
+}
+FEATURES = 41
+SPLITS = {
+    "uneven": ([130, 0, 1, 33, 128], 0),
+    "padded": ([5, 16, 0, 300], 70),
+    "one": ([57], 0),
+    "padding alone": ([0, 0], 9),
+    "many": ([2] * 40, 3),
+}
+
+
+def rows_of(splits: list[int], padding: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Rows of many magnitudes, with NaN and Inf in pad rows, and offsets."""
+    draws = torch.Generator().manual_seed(0)
+    total = sum(splits) + padding
+    x = torch.randn(total, FEATURES, generator=draws) * torch.exp2(torch.randn(total, 1, generator=draws) * 3)
+    x[sum(splits) :] = NAN
+    x[sum(splits) + 1 :] = float("inf")
+    return x.to(dtype), torch.tensor([0, *itertools.accumulate(splits)])
+
+
+def expert_of(q: GroupedQuantized, expert: int, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Elements, scales and factor of one expert, in what a matrix of its own would have."""
+    start, end = (int(offset) for offset in q.offsets[expert : expert + 2])
+    data, scale, factor, _, _ = q.matrix
+    if not q.transposed:
+        return data[start:end], scale[expert] if spec.block is None else scale[start:end], _at(factor, expert)
+    in_byte = 2 if spec.element is Element.E2M1 else 1
+    data = data[:, start // in_byte : end // in_byte]
+    width = 1 if spec.block is None else spec.block[1]
+    return data, scale[expert] if spec.block is None else scale[:, start // width : end // width], _at(factor, expert)
+
+
+def _at(factor: Tensor | None, expert: int) -> Tensor | None:
+    return None if factor is None else factor[expert]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.sampled(12)
+def test_each_expert_has_the_bits_of_its_rows_alone(name: str, splits: str, transposed: bool) -> None:
+    spec = GROUPED[name]
+    for dtype in (torch.bfloat16, torch.float16):
+        x, offsets = rows_of(*SPLITS[splits], dtype)
+        q = quantize_grouped(x, spec, offsets, transposed=transposed)
+        for expert, part in enumerate(x[: offsets[-1]].split(SPLITS[splits][0])):
+            if not part.numel():
+                continue
+            alone = quantize(part.t() if transposed else part, spec)
+            data, scale, factor = expert_of(q, expert, spec)
+            filled = alone.data.shape[1]
+            assert torch.equal(data[:, :filled].float(), alone.data.float())
+            assert data[:, filled:].float().count_nonzero() == 0
+            assert torch.equal(scale.float(), alone.scale.float())
+            assert (factor is None) is (alone.factor is None)
+            assert factor is None or torch.equal(factor, alone.factor)
+        outside = dequantize_grouped(q)
+        outside = outside[:, q.offsets[-1] :] if transposed else outside[q.offsets[-1] :]
+        assert outside.count_nonzero() == 0  # NaN would count
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_is_not_finite_stays_with_its_expert(name: str) -> None:
+    spec = GROUPED[name]
+    x, offsets = rows_of(*SPLITS["uneven"])
+    clean = {each: dequantize_grouped(quantize_grouped(x, spec, offsets, transposed=each)) for each in (False, True)}
+    x[131, 3] = NAN  # of the fourth expert
+    for transposed in (False, True):
+        q = quantize_grouped(x, spec, offsets, transposed=transposed)
+        found, expected = dequantize_grouped(q), clean[transposed]
+        if transposed:
+            found, expected = found.t(), expected.t()
+        start, end = (int(each) for each in q.offsets[3:5])
+        assert found[start:end].isnan().any()
+        assert torch.equal(found[:start], expected[:start])
+        assert torch.equal(found[end:], expected[end:])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", GROUPED)
+def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
+    """A fake tensor has none to read, and knows each size nevertheless."""
+    with FakeTensorMode():
+        x, offsets = torch.empty(1000, 64, dtype=torch.bfloat16), torch.empty(9, dtype=torch.int64)
+        q = quantize_grouped(x, GROUPED[name], offsets, transposed=transposed)
+        found = dequantize_grouped(q)
+    width = {"block": 128, "MXFP8": 32, "NVFP4": 16}.get(name.split(",")[0], 1)
+    assert found.shape == ((64, (1000 + (width - 1) * 8) // width * width) if transposed else (1000, 64))
+
+
+def test_what_cannot_be_quantised() -> None:
+    offsets = torch.tensor([0, 2])
+    for shape in ((4,), (0, 3), (3, 0)):
+        with pytest.raises(ValueError, match="a matrix that has elements"):
+            quantize_grouped(torch.ones(shape), SPECS["current"], offsets)
+    with pytest.raises(ValueError, match="would lie in several experts"):
+        quantize_grouped(torch.ones(4, 4), SPECS["block, weights"], offsets)
+
+
+def exact(x: Tensor, spec: QuantSpec) -> Tensor:
+    return dequantize(quantize(x, spec), torch.float64)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", [name for name in GROUPED if "rotated" not in name])
+def test_products(name: str, scaled: bool) -> None:
+    spec, weight_spec = GROUPED[name], SPECS.get(f"{name}, weights", SPECS[name])
+    splits, padding = SPLITS["padded"]
+    x, offsets = rows_of(splits, padding)
+    draws = torch.Generator().manual_seed(1)
+    weights, biases = torch.randn(4, 17, FEATURES, generator=draws), torch.randn(4, 17, generator=draws)
+    scale = torch.rand(len(x), generator=draws) if scaled else None
+    quantized = [quantize(weight, weight_spec) for weight in weights]
+    rows = quantize_grouped(x, spec, offsets)
+    y = scaled_grouped_product(rows, quantized, torch.float32, bias=list(biases), bias_scale=scale)
+    for expert, part in enumerate(x[: offsets[-1]].split(splits)):
+        start, end = (int(each) for each in offsets[expert : expert + 2])
+        if start < end:
+            s = 1.0 if scale is None else scale[start:end, None].double()
+            expected = exact(part, spec) @ dequantize(quantized[expert], torch.float64).t()
+            expected += s * biases[expert].double()
+            assert (y[start:end].double() - expected).norm() < 1e-5 * expected.norm()
+    assert y[offsets[-1] :].count_nonzero() == 0
+    out = torch.full((len(x), 17), NAN, dtype=torch.bfloat16)
+    given = scaled_grouped_product(rows, quantized, torch.bfloat16, bias=biases, bias_scale=scale, out=out)
+    assert given is out
+    assert torch.equal(out, y.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", GROUPED)
+def test_weight_gradients(name: str, dtype: torch.dtype) -> None:
+    spec = GROUPED[name]
+    splits, padding = SPLITS["padded"]
+    x, offsets = rows_of(splits, padding)
+    dy = x[:, :9].flip(1).contiguous()
+    operands = [quantize_grouped(each, spec, offsets, transposed=True) for each in (dy, x)]
+    overwrite = [True, False, True, False]
+    grads: list[Tensor | None] = [torch.full((9, FEATURES), NAN if once else 1.0, dtype=dtype) for once in overwrite]
+    grads[1] = None
+    scaled_grouped_wgrad_accumulate(*operands, grads, overwrite=overwrite)
+    packed = torch.zeros(4, 9, FEATURES, dtype=dtype)
+    grouped_wgrad(*operands, packed, offsets)
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-6
+    for expert, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        product = torch.zeros(9, FEATURES, dtype=torch.float64)
+        if start < end:
+            product = exact(dy[start:end].t(), spec) @ exact(x[start:end].t(), spec).t()
+        for found, before in ((grads[expert], 1.0 - overwrite[expert]), (packed[expert], 0.0)):
+            if found is not None:
+                close = tolerance * float(product.abs().max() + 1)
+                torch.testing.assert_close(found.double(), product + before, rtol=tolerance, atol=close)
+    assert [wgrad_features(each) for each in operands] == [9, FEATURES]
+    assert len(tensors_of(operands[0])) == (4 if "NVFP4" in name else 3)
+
+
+def test_products_that_do_not_match() -> None:
+    offsets = torch.tensor([0, 4])
+    rows = quantize_grouped(torch.ones(4, 8), SPECS["current"], offsets)
+    weight: Quantized = quantize(torch.ones(4, 16), SPECS["current"])
+    with pytest.raises(ValueError, match="contracts the last dims"):
+        scaled_grouped_product(rows, [weight], torch.float32)
+    rotated = QuantSpec(Element.E4M3, (1, 16), ScaleForm.POWER_OF_TWO, rotated=True)
+    plain = dataclasses.replace(rotated, rotated=False)
+    x = torch.ones(32, 8)
+    with pytest.raises(ValueError, match="both rotated or none"):
+        scaled_grouped_wgrad_accumulate(
+            quantize_grouped(x, rotated, offsets * 8, transposed=True),
+            quantize_grouped(x, plain, offsets * 8, transposed=True),
+            torch.zeros(1, 8, 8),
+        )
