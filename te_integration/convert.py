@@ -1,7 +1,7 @@
 """``convert_linears``: make the linear layers of a model fused, in place; ``unconvert`` undoes it."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -135,17 +135,19 @@ def _unfuse(module: LinearModule) -> None:
     own = vars(module)
     own.pop("_uses", None)  # these describe fused products
     if isinstance(module, FusedConv1D):
-        _drop_handle(own)
+        _drop_handle(module)
         module.__class__ = module._unfused
     elif type(module) is Linear and "label" not in own:  # no Linear constructor ran: the module was an nn.Linear
-        _drop_handle(own)
+        _drop_handle(module)
         del own["fuse_wgrad_accumulation"]
         cast(nn.Module, module).__class__ = nn.Linear
     else:
         module.fuse_wgrad_accumulation = False
 
 
-def _drop_handle(own: dict[str, Any]) -> None:
+def _drop_handle(module: LinearModule) -> None:
+    own = vars(module)
+    module.drop_scaling()
     own.pop("_wgrad_handle", None)
     own.pop("_wgrad_key", None)
 

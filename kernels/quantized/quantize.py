@@ -42,18 +42,24 @@ _TABLES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def quantize(x: Tensor, spec: QuantSpec) -> Quantized:
+def quantize(x: Tensor, spec: QuantSpec, *, scale: Tensor | None = None) -> Quantized:
     """Quantise a matrix.
 
-    x  [R, C], bf16, fp16 or fp32, any strides
+    x      [R, C], bf16, fp16 or fp32, any strides
+    scale  0-dim fp32: elements are ``x * scale``, whatever x holds, where one scale in fp32 is the tensor's. None: the
+           formulas above
 
-    Raises ``ValueError`` unless x is a matrix with elements.
+    Raises ``ValueError`` unless x is a matrix with elements, and for a ``scale`` with another form of scales.
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize takes a matrix that has elements, got {tuple(x.shape)}")
     values = rotate(x.float()) if spec.rotated else x.float()
     factor = _global_factor(values.abs().amax(), spec) if spec.scale is ScaleForm.E4M3 else None
-    if spec.block is None:
+    if scale is not None:
+        if spec.block is not None or spec.scale is not ScaleForm.FP32 or spec.rotated:
+            raise ValueError(f"quantize takes a scale where one scale in fp32 is the tensor's, not with {spec}")
+        stored, encode = 1.0 / scale, scale
+    elif spec.block is None:
         stored, encode = _scales(values.abs().amax(), spec, factor)
     else:
         stored, encode = _scales(_block_amax(values, spec.block), spec, factor)

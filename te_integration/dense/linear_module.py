@@ -16,10 +16,11 @@ from ...ddp.contract.torch_ddp import note_without_grad, refuse_delay_in_recompu
 from ...ddp.torch_internals import current_backward
 from .. import recipes
 from ..compiled import Way, WgradHandle, can_compile, weights_wanted
+from ..delayed_scaling import ScaledModule
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
 from .fused_linear import LinearUse, cast, fused_linear, rows_of, run_outside_graph
-from .quantized_linear import quantized_linear, takes_recipe
+from .quantized_linear import Quantizing, quantized_linear, takes_recipe
 from .transforms import in_transform
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -27,7 +28,7 @@ __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
 InitMethod = Callable[[Tensor], Any]
 
 
-class LinearModule(DelayedWgradModule):
+class LinearModule(ScaledModule, DelayedWgradModule):
     """Mixin of modules with one or more products ``x W^T``.
 
     Defaults are class attributes, because ``convert_linears`` changes the class of a module without a constructor call.
@@ -124,7 +125,7 @@ class LinearModule(DelayedWgradModule):
             return compiled_linear(input, weights, bias, self._wgrad_key, product, transposed=self.transposed)
         recipe = self._recipe_now(input)
         if recipe is not None:
-            return self._quantized_product(input, weights, bias, queue, only_save, recipe)
+            return self._quantized_product(input, weights, bias, queue, product, only_save, recipe)
         if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
             if queue is not None:
                 note_without_grad(self)
@@ -159,6 +160,7 @@ class LinearModule(DelayedWgradModule):
         weights: Sequence[Tensor],
         bias: Tensor | None,
         queue: WgradQueue | None,
+        product: int,
         only_save: bool,
         recipe: recipes.Recipe,
     ) -> Tensor:
@@ -175,7 +177,10 @@ class LinearModule(DelayedWgradModule):
         if writes and queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
         use = self._use(weights, queue if writes else None, only_save)
-        return quantized_linear(input, weights, bias, use, recipe, writes)
+        quantizing: Quantizing = recipe
+        if isinstance(recipe, recipes.DelayedScaling):
+            quantizing = self.scaling_of(recipe, product, input.device)
+        return quantized_linear(input, weights, bias, use, quantizing, writes)
 
     def _check_input(self, input: Tensor, weight: Tensor) -> None:
         features = weight.shape[0 if self.transposed else 1]

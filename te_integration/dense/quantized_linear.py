@@ -5,7 +5,7 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,13 +17,16 @@ from ...ddp.contract.target import Place
 from ...ddp.torch_internals import current_backward
 from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
 from ...kernels.wgrad import wgrad_product
+from ..delayed_scaling import ProductScaling
 from ..recipes import Operand, Recipe, recipe_now
 from ..torch_internals import watch_prehooks
 from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
 
-__all__ = ["quantized_linear", "refuse_recipe", "takes_recipe"]
+__all__ = ["Quantizing", "quantized_linear", "refuse_recipe", "takes_recipe"]
 
 _HALF = (torch.bfloat16, torch.float16)
+Quantizing: TypeAlias = Recipe | ProductScaling
+"""What quantises the operands of one product: a recipe, or one with the product's own scales."""
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -40,7 +43,9 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
         )
         return False
     if input.is_cuda and not recipe.emulate:
-        needed = lacking(recipe.spec("input", columns=False), input.device)
+        needed = "kernels that are not written yet"
+        if recipe.has_kernels:
+            needed = lacking(recipe.spec("input", columns=False), input.device)
         if needed is not None:
             raise RuntimeError(
                 f"{owner}: {type(recipe).__name__} on {torch.cuda.get_device_name(input.device)} needs {needed}. "
@@ -60,7 +65,7 @@ def refuse_recipe(owner: str, input: Tensor) -> None:
 
 
 def quantized_linear(
-    input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse, recipe: Recipe, writes: bool
+    input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse, recipe: Quantizing, writes: bool
 ) -> Tensor:
     """``y = x W^T + b``; arguments as those of ``fused_linear``. All three products take quantised operands.
 
@@ -83,7 +88,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, use: LinearUse, recipe: Recipe, writes: bool, trains: bool, *weights_and_bias: Any
+        ctx: Any, input: Tensor, use: LinearUse, recipe: Quantizing, writes: bool, trains: bool, *weights_and_bias: Any
     ) -> Tensor:
         *weights, bias = weights_and_bias
         dtype = dtype_of_products(input)
@@ -115,7 +120,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         use: LinearUse = ctx.use
-        recipe: Recipe = ctx.recipe
+        recipe: Quantizing = ctx.recipe
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run this "
@@ -208,7 +213,7 @@ class _Kept(NamedTuple):
 def _copies_of_weight(
     weights: Sequence[Tensor],
     use: LinearUse,
-    recipe: Recipe,
+    recipe: Quantizing,
     dtype: torch.dtype,
     *,
     rows: bool = False,
@@ -245,13 +250,15 @@ def _copies_of_weight(
 
 
 def _copies(
-    recipe: Recipe, operand: Operand, matrix: Tensor, *, rows: bool = False, columns: bool = False
+    recipe: Quantizing, operand: Operand, matrix: Tensor, *, rows: bool = False, columns: bool = False
 ) -> tuple[Quantized | None, Quantized | None]:
     """The quantised copies of ``matrix``: as it is, and transposed."""
+    recipe.record(operand, matrix)
     return quantize_both(
         matrix,
         recipe.spec(operand, columns=False) if rows else None,
         recipe.spec(operand, columns=True) if columns else None,
+        scale=recipe.scale_of(operand),
     )
 
 
