@@ -108,7 +108,7 @@ def unconvert(model: nn.Module) -> tuple[str, ...]:
 
 
 def _check_free(name: str, module: LinearModule) -> None:
-    for local, weight in module._parameters.items():  # type: ignore[attr-defined]  # nn.Module's
+    for local, weight in module._parameters.items():
         if weight is not None and _is_sharded(weight):
             raise ValueError(f"unconvert: '{name}' is sharded already; call unconvert(model) before fully_shard")
         if weight is not None and has_main_grad(weight):

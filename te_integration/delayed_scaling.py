@@ -1,6 +1,6 @@
 """Delayed scaling: a tensor's scale comes from its largest magnitudes (amaxes) in earlier iterations.
 
-A module keeps, as buffers, for each of its products and in this order: the input, the weight, the gradient of the output
+A module keeps as buffers, n = 3 for each of its products: of the input, the weight and the gradient of the output
 
     fp8_scale         [n]     what elements are multiplied by before the cast
     fp8_amax_history  [L, n]  row 0: the largest amax of this iteration so far, -1 where there is none yet;

@@ -82,6 +82,7 @@ class Recipe(ABC):
 
     def record(self, operand: Operand, matrix: Tensor) -> None:
         """Called with each matrix that is quantised."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ class DelayedScaling(Recipe):
     fp8_format         elements: HYBRID, or E4M3 throughout
     amax_history_len   iterations that are remembered, the last one among them
     amax_compute_algo  the amax for scales: the history's "max", its "most_recent", or a function of the history
-                       [amax_history_len, n], whose row 0 is the last iteration, which returns [n]. It runs on the device
+                       [amax_history_len, n] that returns [n], on the device. Row 0 is the last iteration's
     reduce_amax        amaxes are the largest of all ranks of the model; False: of this rank alone
 
     ``te_integration/delayed_scaling.py`` says where the state is, and when it changes. Raises ``ValueError`` for an

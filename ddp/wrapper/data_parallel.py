@@ -342,7 +342,7 @@ class DistributedDataParallel(AroundModule):
         return self._launcher.observer
 
     def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
-        """``DistributedOptimizer`` calls it: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
+        """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
         self._gathers, self._masters = gathers, weakref.ref(masters)
 
     @property

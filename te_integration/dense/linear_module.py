@@ -289,7 +289,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # FP8 scaling factors of Transformer Engine
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def describe(self) -> str:
         """The layer's name in error messages."""

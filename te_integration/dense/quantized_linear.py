@@ -43,7 +43,7 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
         )
         return False
     if input.is_cuda and not recipe.emulate:
-        needed = "kernels that are not written yet"
+        needed: str | None = "kernels that are not written yet"
         if recipe.has_kernels:
             needed = lacking(recipe.spec("input", columns=False), input.device)
         if needed is not None:
