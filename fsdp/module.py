@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ddp.buckets.iteration_ends import note_model
 from ..ddp.collectives.timeline import Timeline, recorded_on
 from .iteration.parts import RootParts
 from .iteration.root import Root
@@ -192,6 +193,7 @@ def root_of(module: FSDPModule) -> Root:
 
 def make_unit(module: nn.Module, unit: Unit) -> None:
     """Put ``FSDPModule`` before the module's class."""
+    note_model(module)
     module.__dict__[_UNIT] = unit
     module.__class__ = _class_of(type(module))  # type: ignore[arg-type]  # classes are hashable
 

@@ -15,6 +15,7 @@ from .experts.scaled_activations import ScaledClampedQGeGLU as ScaledClampedQGeG
 from .experts.scaled_activations import ScaledSwiGLU as ScaledSwiGLU
 from .graphs.chunks import graphed_chunks as graphed_chunks
 from .graphs.make_graphed_callables import make_graphed_callables as make_graphed_callables
+from .recipes import DelayedScaling as DelayedScaling
 from .recipes import Float8BlockScaling as Float8BlockScaling
 from .recipes import Float8CurrentScaling as Float8CurrentScaling
 from .recipes import Format as Format
@@ -26,6 +27,7 @@ from .wgrad_queue import WgradQueue as WgradQueue
 from .wgrad_queue import delayed_wgrad as delayed_wgrad
 
 __all__ = [
+    "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",

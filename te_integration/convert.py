@@ -1,7 +1,7 @@
 """``convert_linears``: make the linear layers of a model fused, in place; ``unconvert`` undoes it."""
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -108,7 +108,7 @@ def unconvert(model: nn.Module) -> tuple[str, ...]:
 
 
 def _check_free(name: str, module: LinearModule) -> None:
-    for local, weight in module._parameters.items():  # type: ignore[attr-defined]  # nn.Module's
+    for local, weight in module._parameters.items():
         if weight is not None and _is_sharded(weight):
             raise ValueError(f"unconvert: '{name}' is sharded already; call unconvert(model) before fully_shard")
         if weight is not None and has_main_grad(weight):
@@ -135,17 +135,19 @@ def _unfuse(module: LinearModule) -> None:
     own = vars(module)
     own.pop("_uses", None)  # these describe fused products
     if isinstance(module, FusedConv1D):
-        _drop_handle(own)
+        _drop_handle(module)
         module.__class__ = module._unfused
     elif type(module) is Linear and "label" not in own:  # no Linear constructor ran: the module was an nn.Linear
-        _drop_handle(own)
+        _drop_handle(module)
         del own["fuse_wgrad_accumulation"]
         cast(nn.Module, module).__class__ = nn.Linear
     else:
         module.fuse_wgrad_accumulation = False
 
 
-def _drop_handle(own: dict[str, Any]) -> None:
+def _drop_handle(module: LinearModule) -> None:
+    own = vars(module)
+    module.drop_scaling()
     own.pop("_wgrad_handle", None)
     own.pop("_wgrad_key", None)
 

@@ -11,25 +11,28 @@ Names and defaults are Transformer Engine's. Weight gradients are summed in fp32
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from ..ddp.graphs.surroundings import modes
 from ..ddp.torch_internals import checkpointed_region, checkpointed_regions, current_backward
 from ..kernels.quantized import Element, QuantSpec, ScaleForm
 
 __all__ = [
+    "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "Recipe",
+    "amax_group_now",
     "autocast",
     "recipe_named",
     "recipe_now",
@@ -66,9 +69,20 @@ class Recipe(ABC):
 
     emulate: bool = False
 
+    has_kernels: ClassVar[bool] = True
+    """Whether there are kernels for some GPU."""
+
     @abstractmethod
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """How the operand is quantised, as it is or transposed (``columns``)."""
+
+    def scale_of(self, operand: Operand) -> Tensor | None:
+        """The scale of the whole operand, where it is known before; None: the operand's own values decide."""
+        return None
+
+    def record(self, operand: Operand, matrix: Tensor) -> None:
+        """Called with each matrix that is quantised."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +98,66 @@ class Float8CurrentScaling(Recipe):
         """One scale in fp32."""
         element = self.fp8_format.backward if operand == "grad" else self.fp8_format.forward
         return QuantSpec(element, None, ScaleForm.FP32, emulated=self.emulate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """8 bits and one scale a tensor, from the tensor's largest magnitudes (amaxes) in earlier iterations.
+
+    margin             scales are ``(max / amax) / 2^margin``
+    fp8_format         elements: HYBRID, or E4M3 throughout
+    amax_history_len   iterations that are remembered, the last one among them
+    amax_compute_algo  the amax for scales: the history's "max", its "most_recent", or a function of the history
+                       [amax_history_len, n] that returns [n], on the device. Row 0 is the last iteration's
+    reduce_amax        amaxes are the largest of all ranks of the model; False: of this rank alone
+
+    ``te_integration/delayed_scaling.py`` says where the state is, and when it changes. Raises ``ValueError`` for an
+    unknown ``amax_compute_algo`` and for a history without rows.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
+    reduce_amax: bool = True
+    has_kernels: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.amax_history_len < 1:
+            raise ValueError(f"DelayedScaling: amax_history_len must be at least 1, got {self.amax_history_len}")
+        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
+            raise ValueError(
+                f'DelayedScaling: amax_compute_algo is "max", "most_recent" or a function, got '
+                f"{self.amax_compute_algo!r}"
+            )
+
+    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+        """One scale in fp32, which is given."""
+        element = self.fp8_format.backward if operand == "grad" else self.fp8_format.forward
+        return QuantSpec(element, None, ScaleForm.FP32, emulated=True)
+
+    def new_scales(self, history: Tensor, limit: Tensor, old: Tensor) -> Tensor:
+        """[n] the scales after an iteration. An amax of 0, Inf or NaN keeps the old one.
+
+        history  [L, n] amaxes, row 0 the last iteration's
+        limit    [n] the elements' largest magnitudes
+        old      [n] the scales before
+
+        Raises ``ValueError`` where a function gives another shape.
+        """
+        if self.amax_compute_algo == "max":
+            amax = history.amax(0)
+        elif self.amax_compute_algo == "most_recent":
+            amax = history[0]
+        else:
+            amax = self.amax_compute_algo(history.clone())
+            if amax.shape != old.shape:
+                raise ValueError(
+                    f"DelayedScaling: amax_compute_algo takes {list(history.shape)} and must return "
+                    f"{list(old.shape)}, got {list(amax.shape)}"
+                )
+        scales = ((limit / amax) / 2.0**self.margin).clamp(max=torch.finfo(torch.float32).max)
+        return torch.where((amax > 0) & amax.isfinite(), scales, old)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +209,7 @@ class NVFP4BlockScaling(Recipe):
 
 _NAMED: dict[str, type[Recipe]] = {
     "float8_current": Float8CurrentScaling,
+    "float8_delayed": DelayedScaling,
     "float8_block": Float8BlockScaling,
     "mxfp8": MXFP8BlockScaling,
     "nvfp4": NVFP4BlockScaling,
@@ -148,6 +223,8 @@ def recipe_named(name: str, *, emulate: bool = False) -> Recipe | None:
 
 class _State(threading.local):
     recipe: Recipe | None = None
+    group: Any = None
+    """``amax_reduction_group`` of the innermost block."""
     region: Any = None
     """The checkpointed region in which the innermost block was entered; None outside of regions."""
 
@@ -198,23 +275,30 @@ def autocast(
     """Around forwards: modules quantise the operands of their products as ``recipe`` says, in backward too.
 
     enabled               False: no recipe in this block, whatever is around it
-    calibrating           only with delayed scaling, which is not supported: must be False
+    calibrating           must be False: amaxes are recorded by quantised products alone
     recipe                None: ``Float8CurrentScaling()``. One recipe object may serve all blocks
-    amax_reduction_group  only with delayed scaling: must be None
+    amax_reduction_group  with ``DelayedScaling``: the ranks whose amaxes count; None: those of the wrapper, and without
+                          a wrapper this rank alone
 
     Blocks nest, and belong to a thread. A forward is quantised in bf16 and fp16: the parameters' dtype, or that of
     ``torch.autocast``, which may be around too. fp32 and fp64 modules compute as without a recipe, and a warning says
     so. What ``torch.utils.checkpoint(use_reentrant=False)`` computes again has the recipe of its first forward.
     """
     global _num_blocks, may_be_any, blocks_in_trace
-    if calibrating or amax_reduction_group is not None:
-        raise ValueError("autocast: calibrating and amax_reduction_group belong to delayed scaling, which is not here")
+    if calibrating:
+        raise ValueError(
+            "autocast: calibrating=True (amaxes without quantisation) is not supported; train a few iterations under "
+            "DelayedScaling instead, which begins with scales of 1"
+        )
+    if amax_reduction_group is not None and not isinstance(recipe, DelayedScaling):
+        raise ValueError("autocast: amax_reduction_group belongs to DelayedScaling; other recipes keep no amaxes")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"autocast takes a recipe of maingrad.te_integration, not {type(recipe).__name__}")
-    before = _state.recipe, _state.region
+    before = _state.recipe, _state.region, _state.group
     is_traced = torch.compiler.is_compiling()
     region = None if is_traced else _region_untraced()
     _state.recipe = (recipe or _DEFAULT) if enabled else None
+    _state.group = amax_reduction_group
     _state.region = None if region is None else region[0]
     _num_blocks += enabled
     blocks_in_trace += is_traced
@@ -222,7 +306,7 @@ def autocast(
     try:
         yield
     finally:
-        _state.recipe, _state.region = before
+        _state.recipe, _state.region, _state.group = before
         _num_blocks -= enabled
         blocks_in_trace -= is_traced
         may_be_any = _num_blocks > 0 or bool(_regions)
@@ -268,6 +352,11 @@ def recipe_now() -> Recipe | None:
     if recipe is not None:
         _note_regions(first, recipe)
     return recipe
+
+
+def amax_group_now() -> Any:
+    """``amax_reduction_group`` of the innermost block."""
+    return _state.group
 
 
 def is_recomputed_without_region() -> bool:

@@ -75,6 +75,7 @@ PUBLIC = {
         "fully_shard",
     },
     "maingrad.te_integration": {
+        "DelayedScaling",
         "Float8BlockScaling",
         "Float8CurrentScaling",
         "Format",

@@ -28,6 +28,7 @@ from .files.index import Index
 from .files.manifest import SavedOptimizer
 from .files.storage import Stored, check_files, check_stored, open_checkpoint, read_slices
 from .model import ModelLoad, Notes, StoredNames, check_model, make_manifest, slices_of_model
+from .on_demand import OnDemand
 from .optimizer import OptimizerLoad, describe_optimizer, describe_slices, slices_of_optimizer
 from .ranks import check_same_call
 from .wrapper_source import check_saved_once, source_of
@@ -117,12 +118,14 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         holding = source.hold(optimizer, saving=False)
         stored = open_checkpoint(target, check_sizes=ranks.leads)
         manifest = stored.manifest
+        on_demand = OnDemand.plan(source.module, manifest.buffers)
+        holding = on_demand.shown_in(holding)
         check_model(manifest, holding, names)
         state = None
         if holding.optimizer is not None:
             state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)
         values = ModelLoad.plan(manifest, holding, names)
-        load = _Load(stored, values, state)
+        load = _Load(stored, values, state, on_demand)
         check_stored(manifest.index, load.slices)
         return load
 
@@ -137,6 +140,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         cause = error.__cause__ if isinstance(error, CollectiveError) else error
         raise saying(error, "; the model is partly overwritten, do not go on with it") from cause
     load.values.finish()
+    load.on_demand.finish()
     if load.state is not None:
         load.state.finish()
     source.loaded(optimizer)
@@ -149,6 +153,7 @@ class _Load(NamedTuple):
     stored: Stored
     values: ModelLoad
     state: OptimizerLoad | None
+    on_demand: OnDemand
 
     @property
     def slices(self) -> list[TensorSlice]:

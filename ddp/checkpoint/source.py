@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from .ranks import CheckpointRanks
 
@@ -107,6 +107,10 @@ class CheckpointSource(Protocol):
     @property
     def ranks(self) -> CheckpointRanks:
         """The ranks that save and load together."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose names the entries have."""
 
     @property
     def expert_axes(self) -> Sequence[dist.ProcessGroup] | None:

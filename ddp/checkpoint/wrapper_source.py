@@ -71,10 +71,15 @@ class WrapperSource:
             self.expert_axes = None if experts is grid else tuple(experts.axes)
 
     @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        model = self._model
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @property
     def tensors(self) -> ModelTensors:
         """Parameters and buffers of the module itself."""
-        model = self._model
-        return model_tensors(model.module if isinstance(model, DistributedDataParallel) else model)
+        return model_tensors(self.module)
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from ..buckets.iteration_ends import forget_model, note_model
 from ..buckets.wiring import WiredParam
 from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import attach, detach, forget_failed_backward
@@ -16,6 +17,7 @@ from ..contract.record import GradRecord
 from ..stock.clipping import guard_stock_clipping
 from ..stock.optimizer import clear_exposed_grad, guard_stock_optimizers
 from ..torch_internals import DisableTorchFunctionSubclass
+from .around_module import AroundModule
 from .dropped import forget_dropped, mark_dropped
 from .own_ranks import note_own_ranks
 
@@ -31,7 +33,7 @@ class _Attached(NamedTuple):
 
 
 def attach_params(
-    wrapper: object, wired: Sequence[WiredParam], hooks: Sequence[RemovableHandle], grids: Mapping[str, RankGrid]
+    wrapper: AroundModule, wired: Sequence[WiredParam], hooks: Sequence[RemovableHandle], grids: Mapping[str, RankGrid]
 ) -> "weakref.finalize[Any, Any]":
     """Give every parameter its accumulator, while ``wrapper`` lives.
 
@@ -51,7 +53,9 @@ def attach_params(
     note_own_ranks(wired, grids)
     guard_stock_optimizers(wrapper)
     guard_stock_clipping(wrapper)
-    end = weakref.finalize(wrapper, _take_back, attached, hooks, dropped=any(grid.size > 1 for grid in grids.values()))
+    note_model(wrapper.module)
+    dropped = any(grid.size > 1 for grid in grids.values())
+    end = weakref.finalize(wrapper, _take_back, attached, hooks, weakref.ref(wrapper.module), dropped=dropped)
     end.atexit = False
     return end
 
@@ -72,9 +76,17 @@ def discard_grads(wired: Iterable[WiredParam]) -> None:
             entry.owned.param.grad = None
 
 
-def _take_back(attached: Sequence[_Attached], hooks: Sequence[RemovableHandle], *, dropped: bool) -> None:
+def _take_back(
+    attached: Sequence[_Attached],
+    hooks: Sequence[RemovableHandle],
+    model: "weakref.ref[nn.Module]",
+    *,
+    dropped: bool,
+) -> None:
     for hook in hooks:
         hook.remove()
+    if (alive := model()) is not None:
+        forget_model(alive)
     for entry in attached:
         param = entry.param()
         if param is None:

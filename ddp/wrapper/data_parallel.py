@@ -23,6 +23,7 @@ from ..buckets.checks import (
     check_wiring,
     is_frozen,
 )
+from ..buckets.iteration_ends import end_iteration
 from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
@@ -218,7 +219,7 @@ class DistributedDataParallel(AroundModule):
         if num_tokens is not None:
             with self.failures.watch("the sum of tokens"):
                 divide_by_tokens(self.reduced_grads(), num_tokens, self.grids["dense"], self.device)
-        self._finished = True
+        self._finish()
 
     @property
     def is_clear(self) -> bool:
@@ -228,12 +229,16 @@ class DistributedDataParallel(AroundModule):
     def wait_for_buckets(self, buckets: Iterable[Bucket]) -> None:
         """After ``start_grad_sync``: wait for some buckets. After the last bucket, ``finish_grad_sync`` is done.
 
-        ``DistributedOptimizer.step`` updates one bucket's parameters while other reductions run. Only where
-        ``ddp_config.can_wait_by_bucket``.
+        ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``ddp_config.can_wait_by_bucket``.
         """
         for bucket in buckets:
             self._launcher.wait_for(bucket)
-        self._finished = all(bucket.phase is Phase.REDUCED for bucket in self.buckets)
+        if not self._finished and all(bucket.phase is Phase.REDUCED for bucket in self.buckets):
+            self._finish()
+
+    def _finish(self) -> None:
+        end_iteration(self.module, self.grids["dense"], self.failures)
+        self._finished = True
 
     @property
     def is_reduced(self) -> bool:
@@ -328,11 +333,8 @@ class DistributedDataParallel(AroundModule):
 
         grid_name  "dense" or "expert": only buckets that are reduced over these ranks; None: all
         """
-        return [
-            bucket.grad_data[slice(*self.owned_range(bucket.layout))]
-            for bucket in self.buckets
-            if grid_name in (None, bucket.layout.grid_name)
-        ]
+        wanted = [bucket for bucket in self.buckets if grid_name in (None, bucket.layout.grid_name)]
+        return [bucket.grad_data[slice(*self.owned_range(bucket.layout))] for bucket in wanted]
 
     @property
     def observer(self) -> Observer:
@@ -340,8 +342,7 @@ class DistributedDataParallel(AroundModule):
         return self._launcher.observer
 
     def follow(self, gathers: Sequence[ParamGather], masters: WatchedMasters) -> None:
-        """Called by ``DistributedOptimizer``: compiled forwards wait for ``gathers``, and every forward checks
-        ``masters``."""
+        """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
         self._gathers, self._masters = gathers, weakref.ref(masters)
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
+from ...ddp.buckets.iteration_ends import end_iteration
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import InFlight, in_stages
@@ -59,6 +60,7 @@ class GradRounds:
     ) -> None:
         self._buckets = buckets
         self._device = device
+        self._outermost, self._failures = units[0], failures
         self.meter = Meter()
         """Bytes of whole gradients."""
         for bucket in buckets:
@@ -226,6 +228,8 @@ class GradRounds:
         if self._device.type == "cuda" and any(bucket.shard.device != self._device for bucket in self._buckets):
             current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
+            if (model := self._outermost.module()) is not None:
+                end_iteration(model, self._outermost.grid, self._failures)
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
     def check_delays_are_over(self, what: str) -> None:

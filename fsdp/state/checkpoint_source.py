@@ -85,7 +85,7 @@ class ShardedSource:
     """
 
     def __init__(self, module: nn.Module, pairs: Iterable[ShardedPair]) -> None:
-        self._module = module
+        self.module = module
         self._whole = {pair.sharded: pair.whole for pair in pairs}
         ranks = _ranks_of(module, list(self._whole))
         self.ranks = ranks.together
@@ -94,7 +94,7 @@ class ShardedSource:
 
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """See ``CheckpointSource``. Sharded parameters, and parameters in the optimizer, have a slice each."""
-        tensors = model_tensors(self._module)
+        tensors = model_tensors(self.module)
         gathered = {id(param) for param in self._whole.values()}
         for name, param in tensors.parameters.items():
             if id(param) in gathered:
@@ -155,7 +155,7 @@ class ShardedSource:
     def _buffers_of_experts(self) -> set[int]:
         """``id`` of all buffers in units of experts; ``init_sync`` made these equal over the experts' ranks alone."""
         found: set[int] = set()
-        for unit in self._module.modules():
+        for unit in self.module.modules():
             own = list(_without_units_inside(unit)) if hasattr(unit, "checkpoint_source") else []
             if any(self._is_experts(param) for module in own for param in module._parameters.values()):
                 found.update(id(buffer) for module in own for buffer in module._buffers.values())

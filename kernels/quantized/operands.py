@@ -17,18 +17,21 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def quantize_both(
-    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *, scale: Tensor | None = None
 ) -> tuple[Quantized | None, Quantized | None]:
     """x [R, C] quantised as it is (``rows``) and transposed (``columns``); None: not this copy.
 
     On GPUs that have kernels x is read once for both copies (twice, where one scale is the tensor's), and nothing else
     is written. Elsewhere, and for emulated specs, the reference runs; the bits are the same.
 
+    scale  see ``quantize``: the reference runs
+
     Raises ``ValueError`` unless x is a matrix with elements.
     """
     spec = rows or columns
     if (
         spec is not None
+        and scale is None
         and (rows is None or columns is None or rows == columns)
         and x.dim() == 2
         and x.numel()
@@ -36,7 +39,8 @@ def quantize_both(
         and has_kernels(spec, x.device)
     ):
         return quantize_triton(x, rows, columns)
-    return None if rows is None else quantize(x, rows), None if columns is None else quantize(x.t(), columns)
+    as_it_is = None if rows is None else quantize(x, rows, scale=scale)
+    return as_it_is, None if columns is None else quantize(x.t(), columns, scale=scale)
 
 
 def quantized_like(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:

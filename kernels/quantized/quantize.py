@@ -42,16 +42,22 @@ _TABLES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def quantize(x: Tensor, spec: QuantSpec) -> Quantized:
+def quantize(x: Tensor, spec: QuantSpec, *, scale: Tensor | None = None) -> Quantized:
     """Quantise a matrix.
 
-    x  [R, C], bf16, fp16 or fp32, any strides
+    x      [R, C], bf16, fp16 or fp32, any strides
+    scale  0-dim fp32: elements are ``x * scale``, whatever x holds, where one scale in fp32 is the tensor's. None: the
+           formulas above
 
-    Raises ``ValueError`` unless x is a matrix with elements.
+    Raises ``ValueError`` unless x is a matrix with elements, and for a ``scale`` with another form of scales.
     """
     if x.dim() != 2 or x.numel() == 0:
         raise ValueError(f"quantize takes a matrix that has elements, got {tuple(x.shape)}")
-    return encode(x.float(), spec, WHOLE)
+    if scale is None:
+        return encode(x.float(), spec, WHOLE)
+    if spec.block is not None or spec.scale is not ScaleForm.FP32 or spec.rotated:
+        raise ValueError(f"quantize takes a scale where one scale in fp32 is the tensor's, not with {spec}")
+    return Quantized(_cast(x.float() * scale, spec), 1.0 / scale, None, spec, x.shape[1])
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -144,7 +144,7 @@ class TrainConfig:
     compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of ``compile``. ``inductor`` makes fast code, and needs Triton on a GPU and a C++ compiler on a CPU. The
     other two are for tests and for the search of errors."""
-    recipe: Literal["none", "float8_current", "float8_block", "mxfp8", "nvfp4"] = "none"
+    recipe: Literal["none", "float8_current", "float8_delayed", "float8_block", "mxfp8", "nvfp4"] = "none"
     """How the operands of linear layers are quantised (``docs/recipes.md``). Needs ``model.param_dtype = "bfloat16"``,
     and does not go with ``compile``. A router in fp32 stays in fp32, and a warning says so."""
     emulate_recipe: bool = False

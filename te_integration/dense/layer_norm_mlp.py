@@ -55,6 +55,7 @@ class LayerNormMLP(LinearModule, NormalizingModule):
     """
 
     weight_names: tuple[str, ...] = ("fc1_weight", "fc2_weight")
+    num_products = 2
     fc1_bias: Tensor | None
     fc2_bias: Tensor | None
 

@@ -19,10 +19,11 @@ from ...kernels.quantized import Quantized
 from ...kernels.wgrad import WgradOperand
 from .. import recipes
 from ..compiled import Way, WgradHandle, can_compile, weights_wanted
+from ..delayed_scaling import ScaledModule
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
 from .fused_linear import LinearUse, cast, dtype_of_products, fused_linear, rows_of, run_outside_graph
-from .quantized_linear import HALF, quantized_linear, takes_recipe
+from .quantized_linear import HALF, Quantizing, quantized_linear, takes_recipe
 from .transforms import in_transform
 
 __all__ = ["InitMethod", "LinearModule", "one_dtype", "reset_linear"]
@@ -31,9 +32,11 @@ InitMethod = Callable[[Tensor], Any]
 
 _FORGOTTEN = -2
 """In place of a recipe's number: a reentrant checkpoint computes again what was quantised. Eager code has the error."""
+_HAS_STATE = -3
+"""The recipe keeps scales and amaxes, which eager code records."""
 
 
-class LinearModule(DelayedWgradModule):
+class LinearModule(ScaledModule, DelayedWgradModule):
     """Mixin of modules with one or more products ``x W^T``.
 
     Defaults are class attributes, because ``convert_linears`` changes the class of a module without a constructor call.
@@ -134,7 +137,7 @@ class LinearModule(DelayedWgradModule):
             )
         recipe = self._recipe_now(input)
         if recipe is not None:
-            return self._quantized_product(input, weights, bias, queue, only_save, recipe)
+            return self._quantized_product(input, weights, bias, queue, product, only_save, recipe)
         if not (self.fuse_wgrad_accumulation or queue is not None) or not torch.is_grad_enabled():
             if queue is not None:
                 note_without_grad(self)
@@ -169,6 +172,7 @@ class LinearModule(DelayedWgradModule):
         weights: Sequence[Tensor],
         bias: Tensor | None,
         queue: WgradQueue | None,
+        product: int,
         only_save: bool,
         recipe: recipes.Recipe,
     ) -> Tensor:
@@ -185,7 +189,10 @@ class LinearModule(DelayedWgradModule):
         if writes and queue is not None and queue is not self.wgrad_queue:
             check_delayable(needing, self.describe())
         use = self._use(weights, queue if writes else None, only_save)
-        return quantized_linear(input, weights, bias, use, recipe, writes)
+        quantizing: Quantizing = recipe
+        if isinstance(recipe, recipes.DelayedScaling):
+            quantizing = self.scaling_of(recipe, product, input.device)
+        return quantized_linear(input, weights, bias, use, quantizing, writes)
 
     def _check_input(self, input: Tensor, weight: Tensor) -> None:
         features = weight.shape[0 if self.transposed else 1]
@@ -237,6 +244,8 @@ class LinearModule(DelayedWgradModule):
             self._has_been_quantized = True
         elif self._has_been_quantized and recipes.is_recomputed_without_region():
             return _FORGOTTEN
+        if isinstance(recipe, recipes.DelayedScaling):
+            return _HAS_STATE
         return recipes.number_of(recipe)
 
     def way_now(self, product: int, delayed: bool) -> Way:
@@ -329,7 +338,7 @@ class LinearModule(DelayedWgradModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(f"{prefix}_extra_state", None)  # FP8 scaling factors of Transformer Engine
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def describe(self) -> str:
         """The layer's name in error messages."""

@@ -5,7 +5,7 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,13 +17,16 @@ from ...ddp.contract.target import Place
 from ...ddp.torch_internals import current_backward
 from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
 from ...kernels.wgrad import wgrad_product
+from ..delayed_scaling import ProductScaling
 from ..recipes import Operand, Recipe
 from ..torch_internals import watch_prehooks
 from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
 
-__all__ = ["HALF", "copies", "copies_of_weight", "overflow_as_nan", "quantized_linear", "takes_recipe"]
+__all__ = ["HALF", "Quantizing", "copies", "copies_of_weight", "overflow_as_nan", "quantized_linear", "takes_recipe"]
 
 HALF = (torch.bfloat16, torch.float16)
+Quantizing: TypeAlias = Recipe | ProductScaling
+"""What quantises the operands of one product: a recipe, or one with the product's own scales."""
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -40,7 +43,9 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
         )
         return False
     if input.is_cuda and not recipe.emulate:
-        needed = lacking(recipe.spec("input", columns=False), input.device)
+        needed: str | None = "kernels that are not written yet"
+        if recipe.has_kernels:
+            needed = lacking(recipe.spec("input", columns=False), input.device)
         if needed is not None:
             raise RuntimeError(
                 f"{owner}: {type(recipe).__name__} on {torch.cuda.get_device_name(input.device)} needs {needed}. "
@@ -50,7 +55,7 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
 
 
 def quantized_linear(
-    input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse, recipe: Recipe, writes: bool
+    input: Tensor, weights: Sequence[Tensor], bias: Tensor | None, use: LinearUse, recipe: Quantizing, writes: bool
 ) -> Tensor:
     """``y = x W^T + b``; arguments as those of ``fused_linear``. All three products take quantised operands.
 
@@ -73,7 +78,7 @@ class _QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, use: LinearUse, recipe: Recipe, writes: bool, trains: bool, *weights_and_bias: Any
+        ctx: Any, input: Tensor, use: LinearUse, recipe: Quantizing, writes: bool, trains: bool, *weights_and_bias: Any
     ) -> Tensor:
         *weights, bias = weights_and_bias
         dtype = dtype_of_products(input)
@@ -111,7 +116,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         use: LinearUse = ctx.use
-        recipe: Recipe = ctx.recipe
+        recipe: Quantizing = ctx.recipe
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{use.owner}: second derivatives (create_graph=True) of quantised products are not defined; run this "
@@ -204,7 +209,7 @@ class _Kept(NamedTuple):
 
 def copies_of_weight(
     weights: Sequence[Tensor],
-    recipe: Recipe,
+    recipe: Quantizing,
     dtype: torch.dtype,
     *,
     transposed: bool,
@@ -247,13 +252,15 @@ def overflow_as_nan(dy: Tensor) -> Tensor:
 
 
 def copies(
-    recipe: Recipe, operand: Operand, matrix: Tensor, *, rows: bool = False, columns: bool = False
+    recipe: Quantizing, operand: Operand, matrix: Tensor, *, rows: bool = False, columns: bool = False
 ) -> tuple[Quantized | None, Quantized | None]:
     """The quantised copies of ``matrix``: as it is, and transposed."""
+    recipe.record(operand, matrix)
     return quantize_both(
         matrix,
         recipe.spec(operand, columns=False) if rows else None,
         recipe.spec(operand, columns=True) if columns else None,
+        scale=recipe.scale_of(operand),
     )
 
 

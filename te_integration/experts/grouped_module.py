@@ -50,6 +50,7 @@ class ExpertLayer(NamedTuple):
 class GroupedModule(LinearModule, nn.Module):
     """Mixin of modules with one or more linear layers of experts."""
 
+    num_products = 0  # of dense products, which delayed scaling counts
     num_gemms: int
     expert_layers: tuple[ExpertLayer, ...]
 

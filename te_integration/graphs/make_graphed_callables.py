@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.graphs.capture import GraphPool
+from ..delayed_scaling import refused
 from ..pipeline.order import Kind, Schedule, parse_order
 from .callable import GraphedCallable
 from .captured_order import Place
@@ -79,7 +80,7 @@ def make_graphed_callables(
     made: list[LayerGraphs] = []
     try:
         first = pool or GraphPool(device)
-        with _without_autocast_cache():
+        with _without_autocast_cache(), refused("make_graphed_callables"):
             for number, group in enumerate(groups):
                 own = GraphPool(device) if number else first
                 own.stream = first.stream  # cuBLAS keeps a workspace for each stream

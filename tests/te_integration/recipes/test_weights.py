@@ -58,9 +58,9 @@ def counted() -> Iterator[list[tuple[int, ...]]]:
     shapes: list[tuple[int, ...]] = []
     quantize = operands.quantize
 
-    def count(x: Tensor, spec: Any) -> Any:
+    def count(x: Tensor, spec: Any, **options: Any) -> Any:
         shapes.append(tuple(x.shape))
-        return quantize(x, spec)
+        return quantize(x, spec, **options)
 
     with mock.patch.object(operands, "quantize", count):
         yield shapes

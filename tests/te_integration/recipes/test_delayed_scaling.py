@@ -1,0 +1,551 @@
+"""``DelayedScaling``: scales follow the amaxes of earlier iterations, alike on all ranks."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GraphedTrainingStep,
+)
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+from maingrad.te_integration import (
+    DelayedScaling,
+    Format,
+    GroupedLinear,
+    LayerNormMLP,
+    Linear,
+    WgradQueue,
+    autocast,
+    delayed_wgrad,
+    make_graphed_callables,
+)
+
+BF16 = torch.bfloat16
+RECIPE = DelayedScaling(amax_history_len=4)
+FP32_MAX = torch.finfo(torch.float32).max
+State = dict[str, Tensor]
+
+
+def towers(fused: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        LayerNormMLP(32, 48, fuse_wgrad_accumulation=fused, dtype=BF16),
+        Linear(32, 32, fuse_wgrad_accumulation=fused, dtype=BF16),
+    )
+
+
+def batch(seed: int, rows: int = 8) -> Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed)).mul(1 + seed % 5).to(BF16)
+
+
+def scaling(module: nn.Module) -> State:
+    return {name: value.clone() for name, value in module.state_dict().items() if "fp8_" in name}
+
+
+def assert_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys() != set()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def iterate(model: Any, seeds: list[int], recipe: DelayedScaling = RECIPE, group: Any = None) -> None:
+    """One iteration, without a step."""
+    for number, seed in enumerate(seeds):
+        with autocast(recipe=recipe, amax_reduction_group=group):
+            y = model(batch(seed))
+        with nullcontext() if number == len(seeds) - 1 else model.no_sync():
+            y.float().square().sum().backward()
+    model.finish_grad_sync()
+    model.zero_grad()
+
+
+# ---- Formulas. ----
+
+AMAXES = [
+    (1.0, 2.0),
+    (3.0, 0.5),
+    (0.0, 0.0),
+    (0.25, 1e-4),
+    (math.inf, 4.0),
+    (0.5, math.nan),
+    (0.125, 8.0),
+    (0.25, 2.0),
+    (1e-38, 1e-37),
+    (1e-38, 1e-37),
+    (1e-38, 1e-37),
+]
+"""Of input and gradient, by iteration."""
+
+
+def median(history: Tensor) -> Tensor:
+    return history.median(0).values
+
+
+ALGORITHMS: dict[str, tuple[Any, Callable[[list[float]], float]]] = {
+    "max": ("max", max),
+    "most recent": ("most_recent", lambda rows: rows[0]),
+    "median": (median, lambda rows: sorted(rows)[(len(rows) - 1) // 2]),
+}
+
+
+def fp32(value: float) -> float:
+    return torch.tensor(value, dtype=torch.float64).float().double().item()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
+@pytest.mark.sampled(6)
+def test_scales_are_those_of_the_formulas(algorithm: str, margin: int, length: int, fp8_format: Format) -> None:
+    given, oracle = ALGORITHMS[algorithm]
+    recipe = DelayedScaling(margin=margin, amax_history_len=length, amax_compute_algo=given, fp8_format=fp8_format)
+    layer = Linear(8, 8, bias=False, fuse_wgrad_accumulation=True, dtype=BF16)
+    model = DistributedDataParallel(layer)
+    weight = layer.weight.abs().max().item()
+    limits = fp8_format.forward.max, fp8_format.forward.max, fp8_format.backward.max
+    scales, past = [1.0] * 3, [[0.0] * length for _ in range(3)]
+    for of_input, of_grad in AMAXES:
+        x, dy = torch.zeros(4, 8, dtype=BF16), torch.zeros(4, 8, dtype=BF16)
+        x[1, 2], dy[2, 3] = -of_input, of_grad
+        with autocast(recipe=recipe):
+            y = model(x)
+        y.backward(dy)
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+        for place, amax in enumerate((x[1, 2].abs().item(), weight, dy[2, 3].item())):
+            past[place] = [math.inf if math.isnan(amax) else amax, *past[place][: length - 1]]
+            found = oracle(past[place])
+            if 0 < found < math.inf:
+                scales[place] = min(fp32(fp32(limits[place] / found) / 2**margin), FP32_MAX)
+        assert layer.fp8_scale.tolist() == scales
+        history: Any = layer.fp8_amax_history
+        assert history[0].tolist() == [-1.0] * 3
+        for place in range(3):
+            newest_first = history[1:, place].flip(0).tolist()
+            assert newest_first == past[place][: length - 1]
+
+
+def test_operands_are_multiplied_by_the_scales() -> None:
+    """By hand, with scales that no power of two hides."""
+    layer = Linear(16, 16, bias=False, fuse_wgrad_accumulation=True, dtype=BF16)
+    model = DistributedDataParallel(layer)
+
+    def cast(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        limit = torch.finfo(dtype).max
+        return (value.float() * scale).clamp(-limit, limit).to(dtype).float() * (1.0 / scale)
+
+    for seed in range(3):
+        draws = torch.Generator().manual_seed(seed)
+        x, dy = (torch.randn(8, 16, generator=draws).mul(3.0**seed).to(BF16) for _ in range(2))
+        x.requires_grad_()
+        known = getattr(layer, "fp8_scale", torch.ones(3)).clone()
+        with autocast(recipe=RECIPE):
+            y = model(x)
+        y.backward(dy)
+        low = [
+            cast(value, scale, dtype)
+            for value, scale, dtype in zip(
+                (x.detach(), layer.weight.detach(), dy),
+                known,
+                (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2),
+                strict=True,
+            )
+        ]
+        assert torch.equal(y, (low[0] @ low[1].t()).to(BF16))
+        assert x.grad is not None
+        assert torch.equal(x.grad, (low[2] @ low[1]).to(BF16))
+        model.finish_grad_sync()
+        torch.testing.assert_close(layer.weight.main_grad, low[2].t() @ low[0])
+        model.zero_grad_buffer()
+    assert torch.all(known.frexp().mantissa != 0.5)
+
+
+# ---- When amaxes are recorded. ----
+
+
+def test_microbatches_share_scales_and_leave_the_largest_amax() -> None:
+    model = DistributedDataParallel(towers())
+    iterate(model, [1])
+    before = scaling(model.module)
+    for number, seed in enumerate((2, 9, 5)):
+        with autocast(recipe=RECIPE):
+            y = model(batch(seed))
+        with nullcontext() if number == 2 else model.no_sync():
+            y.float().square().sum().backward()
+        found = scaling(model.module)
+        assert all(torch.equal(found[name], value) for name, value in before.items() if name.endswith("scale"))
+    model.finish_grad_sync()
+    model.zero_grad_buffer()
+    alone = []
+    for seed in (2, 9, 5):
+        other = DistributedDataParallel(towers())
+        iterate(other, [1])
+        iterate(other, [seed])
+        alone.append(scaling(other.module))
+    found = scaling(model.module)
+    for name in found:
+        if "history" in name:
+            assert torch.equal(found[name][-1], torch.stack([each[name][-1] for each in alone]).amax(0)), name
+
+
+@pytest.mark.parametrize("how", ["no_grad", "eval", "inference"])
+def test_evaluation_leaves_the_state_alone(how: str) -> None:
+    model = DistributedDataParallel(towers())
+
+    def evaluate(module: nn.Module) -> Tensor:
+        module.train(how != "eval")
+        blocks: dict[str, Any] = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+        with blocks.get(how, nullcontext)(), autocast(recipe=RECIPE):
+            y = module(batch(4) * 100)
+        module.train()
+        return y.detach()
+
+    evaluate(model)
+    assert not scaling(model.module), "a module that was never trained has no state"
+    for seed in range(3):
+        iterate(model, [seed])
+        before = scaling(model.module)
+        evaluate(model)
+        assert_equal(scaling(model.module), before)
+    other = DistributedDataParallel(towers())
+    for seed in range(3):
+        iterate(other, [seed])
+    assert_equal(scaling(model.module), scaling(other.module))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_recompute_records_nothing_and_has_the_scales_of_its_forward(nested: bool, wrapped: bool) -> None:
+    def train(recomputed: bool) -> tuple[list[Tensor], State]:
+        module = towers(fused=False)
+        model: Any = DistributedDataParallel(module) if wrapped else module
+        results = []
+
+        def run(x: Tensor) -> Tensor:
+            with autocast(recipe=RECIPE):
+                if recomputed and nested:
+                    x = checkpoint(module[0], x, use_reentrant=False)
+                    return module[1](x)
+                return model(x)
+
+        for seed in range(3):
+            x = batch(seed).requires_grad_()
+            y = checkpoint(run, x, use_reentrant=False) if recomputed else run(x)
+            y.float().square().sum().backward()
+            results += [y.detach(), x.grad]
+            if wrapped:
+                model.finish_grad_sync()
+                model.zero_grad_buffer()
+        return results, scaling(module)
+
+    found, expected = train(True), train(False)
+    for mine, other in zip(found[0], expected[0], strict=True):
+        assert torch.equal(mine, other)
+    assert_equal(found[1], expected[1])
+
+
+def test_delayed_weight_gradients() -> None:
+    def train(handling: str) -> tuple[list[Tensor], State]:
+        model, queue = DistributedDataParallel(towers()), WgradQueue()
+        found = []
+        for seed in range(3):
+            with autocast(recipe=RECIPE), delayed_wgrad(queue) if handling == "queue" else nullcontext():
+                y = model(batch(seed))
+            y.float().square().sum().backward()
+            queue.drain()
+            model.finish_grad_sync()
+            found += [param.main_grad.clone() for param in model.module.parameters()]
+            model.zero_grad_buffer()
+        return found, scaling(model.module)
+
+    queued, fused = train("queue"), train("fused")
+    for mine, other in zip(queued[0], fused[0], strict=True):
+        assert torch.equal(mine, other)
+    assert_equal(queued[1], fused[1])
+
+
+# ---- Ranks. ----
+
+
+def wrapped(how: str) -> Any:
+    module = towers()
+    if how in ("zero3", "zero2"):
+        for part in module:
+            fully_shard(part, placements=how)
+        return fully_shard(module, placements=how)
+    options: dict[str, Any] = {
+        "ddp": {},
+        "no overlap": {"overlap_grad_reduce": False},
+        "zero1": {"use_distributed_optimizer": True},
+        "hybrid": {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
+    }[how]
+    return DistributedDataParallel(module, DistributedDataParallelConfig(**options))
+
+
+@contextmanager
+def counted_maxima() -> Iterator[list[int]]:
+    """Sizes of MAX-reductions that this process issues, on all simulated ranks together."""
+    sizes: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        if op == dist.ReduceOp.MAX:
+            sizes.append(tensor.numel())
+        return all_reduce(tensor, op, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", counting):
+        yield sizes
+
+
+def train_on_rank(how: str) -> State:
+    model = wrapped(how)
+    own = dist.get_rank() if dist.is_initialized() else 0
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(3):
+        iterate(model, [step * 4 + number for number in range(own, 4, ranks)])
+    return scaling(getattr(model, "module", model))
+
+
+@pytest.mark.parametrize("how", ["ddp", "no overlap", "zero1", "hybrid", "zero2", "zero3"])
+def test_ranks_have_the_scales_of_one_process(how: str) -> None:
+    ranks, axes = (4, 2) if how == "hybrid" else (2, 1)
+    alone = train_on_rank("ddp")
+    with counted_maxima() as sizes:
+        found = simulate(train_on_rank, ranks, how)
+    for state in found:
+        assert_equal(state, alone)
+    assert sizes == [9] * (3 * ranks * axes), "once an iteration, for two products of the first layer and one"
+
+
+class Branches(nn.Module):
+    """Each rank runs a branch of its own, as far as there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(Linear(32, 32, fuse_wgrad_accumulation=True, dtype=BF16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts[dist.get_rank()](x)
+        return y
+
+
+def train_branches() -> State:
+    config = DistributedDataParallelConfig(overlap_grad_reduce=False)
+    model = DistributedDataParallel(Branches(), config)
+    for step in range(2):
+        iterate(model, [step + 3 * dist.get_rank()])
+    return scaling(model.module)
+
+
+def test_ranks_that_run_other_modules_agree() -> None:
+    first, second = simulate(train_branches, 2)
+    assert_equal(first, second)
+    assert first["parts.2.fp8_scale"].tolist() == [1.0] * 3, "no rank has run it"
+    for part in (0, 1):
+        assert torch.all(first[f"parts.{part}.fp8_scale"] != 1.0)
+
+
+def train_in_groups(options: dict[str, Any], given: bool) -> State:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = wrapped("ddp")
+    recipe = DelayedScaling(amax_history_len=4, **options)
+    for step in range(2):
+        group = pairs[dist.get_rank() // 2] if given else None
+        iterate(model, [step * 4 + dist.get_rank()], recipe, group)
+    return scaling(model.module)
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_whose_amaxes_count(group: bool) -> None:
+    options = {} if group else {"reduce_amax": False}
+    found = simulate(train_in_groups, 4, options, group)
+    pairs = [(0, 1), (2, 3)] if group else []
+    for one in range(4):
+        for other in range(one):
+            same = all(torch.equal(found[one][name], found[other][name]) for name in found[0])
+            assert same is ((other, one) in pairs), (one, other)
+
+
+def test_optimizer_step_without_finish_grad_sync() -> None:
+    def train(finish: bool) -> State:
+        model = wrapped("zero1")
+        optimizer = DistributedOptimizer(model, lr=1e-3)
+        for step in range(3):
+            with autocast(recipe=RECIPE):
+                y = model(batch(step * 2 + dist.get_rank()))
+            y.float().square().sum().backward()
+            if finish:
+                model.finish_grad_sync()
+            else:
+                model.start_grad_sync()
+            optimizer.step()
+            model.zero_grad_buffer()
+        return scaling(model.module)
+
+    for mine, other in zip(simulate(train, 2, False), simulate(train, 2, True), strict=True):
+        assert_equal(mine, other)
+
+
+def test_a_graphed_step() -> None:
+    def train(graphed: bool) -> State:
+        model = wrapped("zero1")
+        optimizer = DistributedOptimizer(model, lr=1e-2)
+
+        def step(x: Tensor) -> Tensor:
+            with autocast(recipe=RECIPE):
+                loss = model(x).float().square().sum()
+            loss.backward()
+            model.finish_grad_sync()
+            optimizer.step()
+            model.zero_grad_buffer()
+            return loss.detach()
+
+        run: Any = GraphedTrainingStep(step, model, optimizer, num_warmup_steps=1) if graphed else step
+        for seed in range(6):
+            run(batch(seed * 2 + dist.get_rank()))
+        assert not graphed or run.num_graphs == 1
+        optimizer.finish_param_sync()
+        return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+    for mine, other in zip(simulate(train, 2, True), simulate(train, 2, False), strict=True):
+        assert_equal(mine, other)
+
+
+# ---- Without a wrapper. ----
+
+
+def test_without_a_wrapper_scales_change_before_the_next_forward() -> None:
+    """A forward whose backward has not come keeps them."""
+    plain, model = towers(fused=False), DistributedDataParallel(towers())
+    for seeds in ([1], [2], [3]):
+        iterate(model, seeds)
+    for seed in (1, 2, 3):
+        with autocast(recipe=RECIPE):
+            loss = plain(batch(seed)).float().square().sum()
+        loss.backward()  # and the graph's remains live on through the next forward
+    with autocast(recipe=RECIPE):
+        first = plain(batch(4))
+        scales = scaling(plain)
+        second = plain(batch(5))
+    expected = scaling(model.module)
+    for name in expected:
+        assert torch.equal(
+            scales[name][-1] if "history" in name else scales[name],
+            expected[name][-1] if "history" in name else expected[name],
+        )
+    first.float().sum().backward()
+    with autocast(recipe=RECIPE):
+        plain(batch(6))
+    assert all(torch.equal(scaling(plain)[name], scales[name]) for name in scales if "scale" in name)
+    second.float().sum().backward()
+    with autocast(recipe=RECIPE):
+        plain(batch(6))
+    assert not all(torch.equal(scaling(plain)[name], scales[name]) for name in scales if "scale" in name)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="calibrating"), autocast(recipe=RECIPE, calibrating=True):
+        pass
+    for options in ({"amax_history_len": 0}, {"amax_compute_algo": "mean"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            DelayedScaling(**options)  # type: ignore[arg-type]
+    recipe = DelayedScaling(amax_compute_algo=lambda history: history)
+    with pytest.raises(ValueError, match="must return"):
+        iterate(DistributedDataParallel(towers()), [1], recipe)
+    layer = Linear(32, 32, dtype=BF16)
+
+    def run(x: Tensor) -> Tensor:
+        with autocast(recipe=RECIPE):
+            return layer(x)
+
+    y = checkpoint(run, batch(1).requires_grad_(), use_reentrant=True)
+    with pytest.raises(RuntimeError, match="reentrant"):
+        y.sum().backward()
+    layer.weight.allreduce = False  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="experts"), autocast(recipe=RECIPE):
+        layer(batch(1))
+    experts = GroupedLinear(2, 32, 32, params_dtype=BF16)
+    with pytest.raises(RuntimeError, match="experts"), autocast(recipe=RECIPE):
+        experts(batch(1), [4, 4])
+    layer = Linear(32, 32, dtype=BF16)
+    with pytest.raises(RuntimeError, match="make_graphed_callables"), autocast(recipe=RECIPE):
+        make_graphed_callables([layer], [(batch(1).requires_grad_(),)])
+    assert not scaling(layer)
+
+
+# ---- State. ----
+
+
+def trained(steps: int = 3) -> DistributedDataParallel:
+    model = DistributedDataParallel(towers())
+    for seed in range(steps):
+        iterate(model, [seed])
+    return model
+
+
+def test_state_dicts() -> None:
+    plain = towers()
+    names = set(plain.state_dict())
+    assert not any("fp8" in name for name in names)
+    model = trained()
+    state = copy.deepcopy(model.module.state_dict())
+    fresh = towers()
+    assert fresh.load_state_dict(state).missing_keys == []
+    assert_equal(scaling(fresh), scaling(model.module))
+    again = DistributedDataParallel(fresh)
+    iterate(again, [7])
+    iterate(model, [7])
+    assert_equal(scaling(again.module), scaling(model.module))
+
+    # A state of before the recipe, strictly: scales begin anew, in place.
+    scale: Any = model.module[1].fp8_scale
+    model.module.load_state_dict({name: state[name] for name in names})
+    assert model.module[1].fp8_scale is scale
+    assert scale.tolist() == [1.0] * 3
+    begun = DistributedDataParallel(towers())
+    begun.module.load_state_dict({name: state[name] for name in names})
+    for each in (model, begun):
+        iterate(each, [8])
+    assert_equal(scaling(model.module), scaling(begun.module))
+    with pytest.raises(RuntimeError, match="fp8_scale"):  # one without the other, or of another module
+        towers().load_state_dict({name: value for name, value in state.items() if "history" not in name})
+
+
+def test_copies_and_casts() -> None:
+    model = trained()
+    before = scaling(model.module)
+    twin = copy.deepcopy(model.module)
+    iterate(model, [9])
+    assert_equal(scaling(twin), before)
+    wrapped_twin = DistributedDataParallel(twin)
+    iterate(wrapped_twin, [9])
+    assert_equal(scaling(twin), scaling(model.module))
+    half = copy.deepcopy(twin).half()
+    assert_equal(scaling(half), scaling(twin))
+
+
+def test_another_history_length_keeps_the_newest() -> None:
+    model = trained(4)
+    before: Any = scaling(model.module)["1.fp8_amax_history"]
+    for length in (2, 6):
+        model = trained(4)
+        iterate(model, [5], DelayedScaling(amax_history_len=length))
+        found: Any = scaling(model.module)["1.fp8_amax_history"]
+        assert found.shape[0] == length
+        kept = min(length, 4) - 2
+        assert torch.equal(found[-1 - kept : -1], before[4 - kept :])
