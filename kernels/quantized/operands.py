@@ -34,7 +34,7 @@ def quantize_both(
         and scale is None
         and (rows is None or columns is None or rows == columns)
         and x.dim() == 2
-        and x.numel()
+        and min(x.shape) > 1  # Triton makes constants of counts that are 1; with them 3.6 leaves elements unwritten
         and x.dtype in _HALF
         and has_kernels(spec, x.device)
     ):
@@ -45,7 +45,7 @@ def quantize_both(
 
 def quantized_like(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
     """Of a fake x [R, C]: fakes of the tensors that the transposed copy of ``x.t()`` by ``spec`` has."""
-    if x.dtype in _HALF and has_kernels(spec, x.device):
+    if min(x.shape) > 1 and x.dtype in _HALF and has_kernels(spec, x.device):
         return empty_copy(x.shape[0], x.shape[1], spec, x, transposed=True).tensors
     return quantize(x, spec).tensors
 

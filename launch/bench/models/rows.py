@@ -25,7 +25,8 @@ from ....ddp import (
 )
 from ....ddp.torch_internals import zero_cta_options
 from ....fsdp import MixedPrecisionPolicy, fully_shard
-from ....te_integration import convert_linears
+from ....te_integration import autocast, convert_linears
+from ....te_integration.recipes import Recipe, recipe_named
 from ..steps import accumulate_losses
 from .architectures import Architecture, Shape, decoder_layers
 
@@ -103,7 +104,13 @@ def _loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _zero1(
-    case: Case, *, fused: bool = True, compiled: bool = False, copy_engines: bool = False, graphed: bool = False
+    case: Case,
+    *,
+    fused: bool = True,
+    compiled: bool = False,
+    copy_engines: bool = False,
+    graphed: bool = False,
+    recipe: Recipe | None = None,
 ) -> Step:
     model = case.make_model(torch.bfloat16, fused=fused, compiled=compiled)
     config = DistributedDataParallelConfig(
@@ -117,7 +124,8 @@ def _zero1(
     tokens = case.tokens()
 
     def train_step(tokens: Tensor) -> Tensor:
-        loss = accumulate_losses(_loss_of(ddp), tokens, not_last=ddp.no_sync)
+        with autocast(recipe is not None, recipe=recipe):
+            loss = accumulate_losses(_loss_of(ddp), tokens, not_last=ddp.no_sync)
         ddp.start_grad_sync()  # the optimizer's step waits for it, bucket by bucket
         optimizer.step()
         ddp.zero_grad_buffer()
@@ -260,6 +268,10 @@ def _variants() -> Mapping[str, Row]:
     graphed = {"graphed": True, "refuse": _refuse_graphs}
     add("zero1_graphed", "maingrad ZeRO-1, one CUDA graph", _zero1, f"{_ZERO1}; GraphedTrainingStep", **graphed)
     add("zero1_linear", "maingrad ZeRO-1, nn.Linear", _zero1, f"{_ZERO1}; not converted", fused=False)
+    for name in ("float8_current", "float8_block"):
+        recipe = recipe_named(name)
+        options = f"{_ZERO1}; autocast({recipe}), the head too"
+        add(f"zero1_{name}", f"maingrad ZeRO-1, {type(recipe).__name__}", _zero1, options, recipe=recipe)
     add("zero3", "maingrad ZeRO-3", _zero3, _ZERO3)
     add("zero3_linear", "maingrad ZeRO-3, nn.Linear", _zero3, f"{_ZERO3}; not converted", fused=False)
     add("fsdp2_zero2", "FSDP2 ZeRO-2", _fsdp2, f"{_FSDP2}; reshard_after_forward=False", reshard=False)
