@@ -7,6 +7,7 @@ from operator import index
 import torch
 from torch import Tensor
 
+from ...ddp.collectives.streams import is_capturing
 from ...kernels import group_offsets
 from ...kernels.operators import group_offsets_op
 
@@ -61,6 +62,10 @@ def _checked(counts: Sequence[int], num_experts: int, rows: int, padded: bool, o
 
 def _to_device(offsets: list[int], device: torch.device, owner: str) -> Tensor:
     if device.type != "cuda":
+        if is_capturing():
+            raise RuntimeError(
+                f"{owner}: on a CPU the host reads the rows of each expert, and replays of a graph would keep the first"
+            )
         return torch.tensor(offsets, dtype=torch.int64, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -13,7 +13,6 @@ from maingrad.ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
-    GraphedTrainingStep,
 )
 from maingrad.launch import simulate
 from maingrad.te_integration import (
@@ -226,39 +225,6 @@ def test_converted_models_have_experts_of_their_own() -> None:
     unconvert(net)
     with autocast(recipe=Float8CurrentScaling()):
         assert torch.equal(net["experts"](net["gate"](x), splits, probs), found[1])
-
-
-# ---- Graphs. ----
-
-
-def test_graphed_steps_follow_the_recipe() -> None:
-    losses = []
-    for graphed in (False, True):
-        mlp = experts(delay_wgrad_compute=True)
-        model = DistributedDataParallel(mlp)
-        optimizer = DistributedOptimizer(model, lr=2**-7)
-
-        def train_step(
-            x: Tensor, probs: Tensor, splits: Tensor, model: Any = model, optimizer: Any = optimizer
-        ) -> Tensor:
-            loss = model(x, splits, probs).float().square().mean()
-            loss.backward()
-            model.module.backward_dw()
-            model.finish_grad_sync()
-            optimizer.step()
-            model.zero_grad_buffer()
-            return loss
-
-        step: Any = GraphedTrainingStep(train_step, model, optimizer) if graphed else train_step
-        found = []
-        for number in range(10):
-            x, _, probs = inputs(number)
-            with autocast(number % 2 == 0, recipe=Float8BlockScaling()):
-                found.append(step(x.detach(), probs.detach(), SPLITS).detach())
-        losses.append(torch.stack(found))
-        if graphed:
-            assert step.num_graphs == 2
-    assert torch.equal(*losses)
 
 
 # ---- Ranks. ----
