@@ -294,16 +294,24 @@ def _end_iteration(model: nn.Module, axes: Sequence[dist.ProcessGroup]) -> None:
         for module in model.modules()
         if isinstance(module, ScaledModule) and module.num_products and not is_of_experts(module)
     ]
-    uses = (use for module in modules if (use := module._scaling_use) is not None and use.recipe is not None)
-    first = next(uses, None)
-    if first is None or first.recipe is None:
+    uses = [use for module in modules if (use := module._scaling_use) is not None and use.recipe is not None]
+    if not uses:
         return
+    current = [use for use in uses if use.recorded] or uses
+    first = current[0]
+    assert first.recipe is not None
+    if any((use.recipe, use.group) != (first.recipe, first.group) for use in current):
+        found = sorted({f"{use.recipe}, amax_reduction_group={use.group}" for use in current})
+        raise RuntimeError(
+            f"{type(model).__name__}: modules of one model ran under several forms of DelayedScaling in one iteration, "
+            f"and ranks that skip some of them would not agree on scales: {'; '.join(found)}. Use one recipe object "
+            f"and one amax_reduction_group for the model; other recipes may be beside it"
+        )
     device = next(value.device for each in modules if (value := each._buffers.get(BUFFERS[0])) is not None)
     for module in modules:
-        use = module._scaling_use
-        if use is None or use.recipe is None:
-            use, _, _ = module.scaling_state(first.recipe.amax_history_len, device)
-            use.recipe, use.group = first.recipe, first.group
+        mine = module._buffers.get(BUFFERS[0])
+        use, _, _ = module.scaling_state(first.recipe.amax_history_len, device if mine is None else mine.device)
+        use.recipe, use.group = first.recipe, first.group
     update_scales(modules, axes)
 
 

@@ -360,6 +360,45 @@ def test_ranks_that_run_other_modules_agree() -> None:
         assert torch.all(first[f"parts.{part}.fp8_scale"] != 1.0)
 
 
+class Nested(nn.Module):
+    """The second layer has a recipe of its own, and is skipped on request."""
+
+    def __init__(self, recipe: DelayedScaling) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"fuse_wgrad_accumulation": True, "dtype": torch.bfloat16}
+        self.first, self.second = Linear(16, 16, **options), Linear(16, 16, **options)
+        self.recipe = recipe
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        x = self.first(x)
+        if skip:
+            return x
+        with autocast(recipe=self.recipe):
+            return self.second(x)
+
+
+def train_nested(recipe: DelayedScaling) -> State:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Nested(recipe))
+    for step in range(3):
+        x = torch.full((4, 16), 1.0 + step + 10 * dist.get_rank()).bfloat16()
+        with autocast(recipe=DelayedScaling(amax_history_len=4)):
+            y = model(x, dist.get_rank() == 1 and step < 2)
+        y.float().square().mean().backward()
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+    return scaling(model.module)
+
+
+def test_several_forms_in_one_model() -> None:
+    """Equal ones are one; others are refused, since a rank that skips a module does not know its recipe."""
+    first, second = simulate(train_nested, 2, DelayedScaling(amax_history_len=4))
+    assert_equal(first, second)
+    for other in (DelayedScaling(amax_history_len=4, margin=3), DelayedScaling(amax_history_len=4, reduce_amax=False)):
+        with pytest.raises(Exception, match="several forms of DelayedScaling"):
+            simulate(train_nested, 2, other)
+
+
 def train_in_groups(options: dict[str, Any], given: bool) -> State:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = wrapped("ddp")
