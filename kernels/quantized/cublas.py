@@ -44,7 +44,7 @@ def cublas_product(
     step = _COUNT if one_scale else 512 if squares else 128
     width = -(-max(a.data.shape[1], b.data.shape[1]) // step) * step
     left, right = _padded(a, _ROWS, width), _padded(b, _COUNT, width)
-    if bias is not None:
+    if bias is not None and features % _COUNT:  # without the question, torch copies it
         bias = torch.nn.functional.pad(bias, (0, -features % _COUNT))
     product = torch._scaled_mm(
         left.data,

@@ -137,14 +137,20 @@ def _columns(recipe: int, tokens: int) -> int:
 
 
 def _forward(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recipe: int, transposed: bool, trains: bool, saves: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    recipe: int,
+    transposed: bool,
+    needs_dx: bool,
+    needs_dw: bool,
 ) -> list[Tensor]:
     by = recipe_of(recipe)
     takes_recipe(by, x, "a compiled linear layer")
-    rows, columns = copies(by, "input", x, rows=True, columns=saves)
-    moment: Any = "forward" if trains or saves else "evaluation"
+    rows, columns = copies(by, "input", x, rows=True, columns=needs_dw)
+    moment: Any = "forward" if needs_dx or needs_dw else "evaluation"
     of_weight, _ = copies_of_weight(
-        weights, by, x.dtype, transposed=transposed, rows=True, columns=trains, moment=moment
+        weights, by, x.dtype, transposed=transposed, rows=True, columns=needs_dx, moment=moment
     )
     assert rows is not None and of_weight is not None
     y = scaled_product(rows, of_weight, x.dtype, None if bias is None else cast(bias, x.dtype), fast=True)
@@ -152,10 +158,16 @@ def _forward(
 
 
 def _fake_forward(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, recipe: int, transposed: bool, trains: bool, saves: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    recipe: int,
+    transposed: bool,
+    needs_dx: bool,
+    needs_dw: bool,
 ) -> list[Tensor]:
     features = sum(weight.shape[1 if transposed else 0] for weight in weights)
-    columns = quantized_like(x.t(), recipe_of(recipe).spec("input", columns=True)) if saves else ()
+    columns = quantized_like(x.t(), recipe_of(recipe).spec("input", columns=True)) if needs_dw else ()
     return [x.new_empty(x.shape[0], features), *columns]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from maingrad.kernels.quantized import Element, Quantized, QuantSpec, ScaleForm, dequantize, quantize
 
-__all__ = ["NAN", "SPECS", "check_quantized"]
+__all__ = ["NAN", "SPECS", "check_copy", "check_quantized"]
 
 E4M3, E5M2, E2M1 = Element.E4M3, Element.E5M2, Element.E2M1
 SPECS = {
@@ -103,3 +103,14 @@ def check_quantized(x: Tensor, spec: QuantSpec) -> Quantized:
     if q.factor is not None:
         assert q.factor.item() == factor
     return q
+
+
+def check_copy(found: Quantized | None, expected: Quantized) -> tuple[Tensor, Tensor]:
+    """A copy by kernels has the scales of the reference, and zeros behind its columns. Returns the elements of both."""
+    assert found is not None
+    scale = found.scale
+    if expected.spec.block is not None:
+        scale = scale[: expected.scale.shape[0], : expected.scale.shape[1]]
+    assert torch.equal(scale, expected.scale)
+    assert not found.data[:, found.columns :].view(torch.uint8).any()
+    return found.data[:, : found.columns].float(), expected.data.float()

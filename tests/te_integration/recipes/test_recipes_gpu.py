@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from quant_oracle import SPECS
+from quant_oracle import SPECS, check_copy
 from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
@@ -103,14 +103,7 @@ def drawn(rows: int, columns: int, dtype: torch.dtype, *, special: bool = False)
 
 
 def assert_bits(found: Quantized | None, expected: Quantized) -> None:
-    assert found is not None
-    scale = found.scale
-    if expected.spec.block is not None:
-        scale = scale[: expected.scale.shape[0], : expected.scale.shape[1]]
-    assert torch.equal(scale, expected.scale)
-    mine, other = found.data[:, : found.columns].float(), expected.data.float()
-    torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
-    assert not found.data[:, found.columns :].view(torch.uint8).any()
+    torch.testing.assert_close(*check_copy(found, expected), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", NATIVE)
