@@ -74,9 +74,7 @@ def quantize_triton(
         else:
             decides = _of_largest(x) if scale is None else (None, 0, scale, amax)
             grid = triton.cdiv(down, 128), triton.cdiv(across, 64)
-            _tile_kernel[grid](
-                *arguments, *strides, *decides, spec.element.max, exponent, *which, 128, 64, num_warps=4
-            )
+            _tile_kernel[grid](*arguments, *strides, *decides, spec.element.max, exponent, *which, 128, 64, num_warps=4)
     return by_rows, by_columns
 
 

@@ -72,6 +72,7 @@ SCALES = (1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max)
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", NAMES[:2])
 @pytest.mark.sampled(100)
+@pytest.mark.filterwarnings("ignore:overflow")
 def test_a_scale_that_is_given(device: str, name: str) -> None:
     """Scale and amax are entries of vectors, at every place of 16 bytes."""
     draws = torch.Generator().manual_seed(0)
@@ -100,7 +101,13 @@ def test_amaxes_are_those_of_the_reference(device: str) -> None:
     nan = torch.tensor([-float("nan")]).item()
     spec, scale = SPECS["current"], torch.tensor(2.0, device=device)
     for dtype in (torch.bfloat16, torch.float16):
-        for special in ({}, {(299, 400): -7.0}, {(3, 5): -float("inf")}, {(0, 0): nan}, {(0, 0): nan, (9, 9): torch.inf}):
+        for special in (
+            {},
+            {(299, 400): -7.0},
+            {(3, 5): -float("inf")},
+            {(0, 0): nan},
+            {(0, 0): nan, (9, 9): torch.inf},
+        ):
             for first in (-1.0, 0.0, 3.0, torch.inf, torch.nan):
                 x = torch.zeros(300, 401, dtype=dtype)
                 for place, value in special.items():
