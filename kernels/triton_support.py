@@ -1,6 +1,7 @@
 """Helpers of the Triton kernels: device functions, and properties of tensors and GPUs."""
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .experts import Experts
 
 __all__ = [
+    "Launches",
     "capability_of",
     "dot_precision",
     "expert_pointer",
@@ -48,6 +50,41 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 def num_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU; 2 in the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+class Launches:
+    """Launches of a kernel whose compiled forms a key of the caller's tells apart.
+
+    Triton looks at each argument of each launch for that, which takes the host 8 to 12 us, four times the launch itself.
+
+    kernel     a ``triton.jit`` function
+    num_warps  of all launches
+    """
+
+    def __init__(self, kernel: Any, *, num_warps: int) -> None:
+        self._kernel, self._num_warps = kernel, num_warps
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, key: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch on the current device and stream.
+
+        key        the device, and of the arguments all integers, constants and dtypes; of each pointer whether 16
+                   divides it, where Triton may look and memory is not new
+        arguments  all of the kernel's, constants too, by position
+        """
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments)
+            return
+        compiled = self._kernel[grid](*arguments, num_warps=self._num_warps)
+        if compiled is not None:  # the interpreter compiles nothing
+            if len(self._compiled) >= _MOST_FORMS:
+                self._compiled.clear()
+            self._compiled[key] = compiled
+
+
+_MOST_FORMS = 4096
+"""Keys that ``Launches`` remembers: sizes may differ in each launch."""
 
 
 def takes_tma(tensor: Tensor) -> bool:

@@ -119,9 +119,9 @@ class ProductScaling:
     def __hash__(self) -> int:
         return hash((self.recipe, id(self._scales), self._first))
 
-    def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
+    def specs(self, operand: Operand) -> tuple[QuantSpec, QuantSpec]:
         """The recipe's."""
-        return self.recipe.spec(operand, columns=columns)
+        return self.recipe.specs(operand)
 
     def scale_of(self, operand: Operand) -> Tensor:
         """0-dim fp32."""

@@ -73,6 +73,15 @@ class Recipe(ABC):
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """How the operand is quantised, as it is or transposed (``columns``)."""
 
+    def specs(self, operand: Operand) -> tuple[QuantSpec, QuantSpec]:
+        """``spec`` as it is and transposed; asked for once, since the host looks it up for each matrix."""
+        known: dict[Operand, tuple[QuantSpec, QuantSpec]] = self.__dict__.setdefault("_specs", {})
+        found = known.get(operand)
+        if found is None:
+            rows, columns = self.spec(operand, columns=False), self.spec(operand, columns=True)
+            found = known[operand] = rows, rows if rows == columns else columns
+        return found
+
     def scale_of(self, operand: Operand) -> Tensor | None:
         """The scale of the whole operand, where it is known before; None: the operand's own values decide."""
         return None

@@ -42,7 +42,7 @@ def quantize_both(
     if (
         spec is not None
         and (scale is None or spec.block is None)
-        and (rows is None or columns is None or rows == columns)
+        and (rows is None or columns is None or rows is columns or rows == columns)
         and x.dim() == 2
         and min(x.shape) > 1  # Triton makes constants of counts that are 1; with them 3.6 leaves elements unwritten
         and x.dtype in _HALF

@@ -27,9 +27,10 @@ def scaled_product(
     Raises ``ValueError`` where K differs, or one of the two alone is rotated.
     """
     _check(a, b)
-    if _by_cublas(a, b) and dtype in _OUTPUTS and (bias is None or bias.dtype is dtype is not torch.float32):
+    by_cublas = _by_cublas(a, b)
+    if by_cublas and dtype in _OUTPUTS and (bias is None or bias.dtype is dtype is not torch.float32):
         return cublas_product(a, b, dtype, bias, fast=fast)
-    product = _product(a, b)
+    product = _product(a, b, by_cublas=by_cublas)
     return (product if bias is None else product + bias.float()).to(dtype)
 
 
@@ -45,19 +46,20 @@ def scaled_wgrad_accumulate(dy: Quantized, x: Quantized, main_grad: Tensor, *, o
     its own, and is added by a second pass.
     """
     _check(dy, x)
-    if overwrite and _by_cublas(dy, x) and takes_out(main_grad):
+    by_cublas = _by_cublas(dy, x)
+    if overwrite and by_cublas and takes_out(main_grad):
         cublas_product(dy, x, torch.float32, out=main_grad)
         return
-    product = _product(dy, x)
+    product = _product(dy, x, by_cublas=by_cublas)
     if overwrite:
         main_grad.copy_(product)
     else:
         main_grad.add_(product)
 
 
-def _product(a: Quantized, b: Quantized) -> Tensor:
+def _product(a: Quantized, b: Quantized, *, by_cublas: bool) -> Tensor:
     """[M, N] fp32."""
-    if _by_cublas(a, b):
+    if by_cublas:
         return cublas_product(a, b, torch.float32)
     with torch.autocast(a.data.device.type, enabled=False):
         return dequantize(a) @ dequantize(b).t()
@@ -66,7 +68,9 @@ def _product(a: Quantized, b: Quantized) -> Tensor:
 def _by_cublas(a: Quantized, b: Quantized) -> bool:
     device = a.data.device
     squares = a.spec.block == b.spec.block == (128, 128)  # cuBLAS wants one matrix of the two in blocks of 1 x 128
-    return a.spec.scale is b.spec.scale and not squares and has_kernels(a.spec, device) and has_kernels(b.spec, device)
+    if a.spec.scale is not b.spec.scale or squares or not has_kernels(a.spec, device):
+        return False
+    return a.spec is b.spec or has_kernels(b.spec, device)
 
 
 def _check(a: Quantized, b: Quantized) -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..compat import device_of
+from ..triton_support import Launches
 from .spec import Quantized, QuantSpec
 
 __all__ = ["empty_copy", "quantize_triton"]
@@ -44,53 +45,58 @@ def quantize_triton(
     the columns of each copy, up to a count that ``cublas.py`` takes.
     """
     spec = rows or columns
-    assert spec is not None and (rows is None or columns is None or rows == columns), "one form"
+    assert spec is not None and (rows is None or columns is None or rows is columns or rows == columns), "one form"
     assert (scale is None or spec.block is None) and (amax is None or scale is not None), "one scale, which is given"
     if x.stride(1) != 1:
         x = x.contiguous()
     height, width = x.shape
+    block, element, stride = spec.block, spec.element, x.stride(0)
     by_rows = None if rows is None else empty_copy(height, width, rows, x, transposed=False)
-    by_columns = None if columns is None else empty_copy(width, height, columns, x, transposed=True)
-    if spec.block is None and by_rows is not None and by_columns is not None:
-        by_columns = by_columns._replace(scale=by_rows.scale)
+    shared = by_rows.scale if block is None and by_rows is not None else None
+    by_columns = None if columns is None else empty_copy(width, height, columns, x, transposed=True, scale=shared)
     left, right = by_rows or by_columns, by_columns or by_rows
     assert left is not None and right is not None
     # Zeros behind the columns of a copy are written by programs beyond the matrix.
-    down = height if by_columns is None else right.data.shape[1]
-    across = width if by_rows is None else left.data.shape[1]
-    arguments = (x, left.data, left.scale, right.data, right.scale, height, width, x.stride(0))
-    strides = left.data.stride(0), right.data.stride(0)
-    exponent = math.frexp(spec.element.max)[1] - 1
-    which = by_rows is not None, by_columns is not None
+    rows_stride, columns_stride = left.data.shape[1], right.data.shape[1]
+    down = height if by_columns is None else columns_stride
+    across = width if by_rows is None else rows_stride
+    sizes = height, width, stride, rows_stride, columns_stride
+    arguments = (x, left.data, left.scale, right.data, right.scale, *sizes)
+    constants = element.max, math.frexp(element.max)[1] - 1, rows is not None, columns is not None
+    key = (x.get_device(), x.dtype, x.data_ptr() % 16, sizes, constants, block, _dtype_of(scale), _dtype_of(amax))
     with device_of(x):
-        if spec.block == (1, _BLOCK):
-            grid = triton.cdiv(down, _BLOCK), triton.cdiv(across, _BLOCK)
-            _rows_kernel[grid](*arguments, *strides, spec.element.max, exponent, *which, 8, 32, num_warps=4)
-        elif spec.block is not None:
-            grid = triton.cdiv(down, _BLOCK), triton.cdiv(across, _BLOCK)
-            _tile_kernel[grid](
-                *arguments, *strides, *_OWN, spec.element.max, exponent, *which, _BLOCK, _BLOCK, num_warps=8
-            )
+        if block is None:
+            decides = _of_largest(x, key) if scale is None else (None, 0, scale, amax)
+            grid = -(-down // 128), -(-across // 64), 1
+            _launch_tiles(key, grid, *arguments, *decides, *constants, 128, 64)
         else:
-            decides = _of_largest(x) if scale is None else (None, 0, scale, amax)
-            grid = triton.cdiv(down, 128), triton.cdiv(across, 64)
-            _tile_kernel[grid](*arguments, *strides, *decides, spec.element.max, exponent, *which, 128, 64, num_warps=4)
+            grid = -(-down // _BLOCK), -(-across // _BLOCK), 1
+            if block == (1, _BLOCK):
+                _launch_rows(key, grid, *arguments, *constants, 8, 32)
+            else:
+                _launch_squares(key, grid, *arguments, *_OWN, *constants, _BLOCK, _BLOCK)
     return by_rows, by_columns
 
 
-def empty_copy(rows: int, columns: int, spec: QuantSpec, beside: Tensor, *, transposed: bool) -> Quantized:
+def empty_copy(
+    rows: int, columns: int, spec: QuantSpec, beside: Tensor, *, transposed: bool, scale: Tensor | None = None
+) -> Quantized:
     """A matrix [rows, columns] without elements yet; scales lie as cuBLAS reads them.
+
+    scale  0-dim, where one scale is the tensor's: another copy's; None: a new one
 
     Scales of 1 x 128 of one block column lie together, those of 128 x 128 of one block row. The latter come in fours;
     and so do those of 1 x 128 but for transposed copies, which only meet one another.
     """
+    dtype = spec.element.dtype
     if spec.block is None:
-        data = beside.new_empty(rows, -(-columns // 16) * 16, dtype=spec.element.dtype)
-        return Quantized(data, beside.new_empty((), dtype=torch.float32), None, spec, columns)
+        data = beside.new_empty(rows, -(-columns // 16) * 16, dtype=dtype)
+        scale = beside.new_empty((), dtype=torch.float32) if scale is None else scale
+        return Quantized(data, scale, None, spec, columns)
     square = spec.block != (1, _BLOCK)
     count = _BLOCK if transposed and not square else 4 * _BLOCK
     blocks = -(-columns // count) * (count // _BLOCK)
-    data = beside.new_empty(rows, blocks * _BLOCK, dtype=spec.element.dtype)
+    data = beside.new_empty(rows, blocks * _BLOCK, dtype=dtype)
     if square:
         scale = beside.new_empty(-(-rows // _BLOCK), blocks, dtype=torch.float32)
     else:
@@ -98,23 +104,23 @@ def empty_copy(rows: int, columns: int, spec: QuantSpec, beside: Tensor, *, tran
     return Quantized(data, scale, None, spec, columns)
 
 
+def _dtype_of(value: Tensor | None) -> torch.dtype | None:
+    return None if value is None else value.dtype
+
+
 _OWN: Any = (None, 0, None, None)
 """``partial``, ``PARTIALS``, ``given`` and ``amax`` of ``_tile_kernel`` where each tile has a scale of its own."""
 
 
-def _of_largest(x: Tensor) -> Any:
+def _of_largest(x: Tensor, key: Any) -> Any:
     """The same, where the tensor's largest magnitude decides."""
-    partial = _largest(x)
-    return partial, partial.numel(), None, None
-
-
-def _largest(x: Tensor) -> Tensor:
-    """[a power of two] int32: bits of the largest magnitudes. NaN is larger than Inf, as bits."""
-    tiles = triton.cdiv(x.shape[0], 32) * triton.cdiv(x.shape[1], 256)
+    height, width = x.shape
+    tiles = -(-height // 32) * -(-width // 256)
+    # [a power of two] bits of the largest magnitudes. NaN is larger than Inf, as bits.
     programs = min(_PARTIALS, 1 << (tiles.bit_length() - 1))
     partial = x.new_empty(programs, dtype=torch.int32)
-    _amax_kernel[(programs,)](x, partial, x.shape[0], x.shape[1], x.stride(0), tiles, 32, 256, num_warps=8)
-    return partial
+    _launch_amax(key, (programs, 1, 1), x, partial, height, width, x.stride(0), tiles, 32, 256)
+    return partial, programs, None, None
 
 
 @triton.jit
@@ -286,3 +292,9 @@ def _rows_kernel(
         row = (row_block * 128 + tl.arange(0, 128))[None, :]
         place = by_columns + column.to(tl.int64) * columns_stride + row
         tl.store(place, elements, (column < columns) & (row < columns_stride))
+
+
+_launch_amax = Launches(_amax_kernel, num_warps=8)
+_launch_tiles = Launches(_tile_kernel, num_warps=4)
+_launch_squares = Launches(_tile_kernel, num_warps=8)
+_launch_rows = Launches(_rows_kernel, num_warps=4)

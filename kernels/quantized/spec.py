@@ -25,16 +25,18 @@ class Element(Enum):
     E5M2 = "e5m2"
     E2M1 = "e2m1"
 
-    @property
-    def max(self) -> float:
-        """The largest finite magnitude."""
-        return {Element.E4M3: 448.0, Element.E5M2: 57344.0, Element.E2M1: 6.0}[self]
+    max: float
+    """The largest finite magnitude."""
+    dtype: torch.dtype
+    """Of the tensor that holds elements; E2M1: two elements in a byte, the first in the low bits."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor that holds elements; E2M1: two elements in a byte, the first in the low bits."""
-        types = {Element.E4M3: torch.float8_e4m3fn, Element.E5M2: torch.float8_e5m2, Element.E2M1: torch.uint8}
-        return types[self]
+    def __init__(self, code: str) -> None:
+        # Attributes, not properties: the host asks for them in every product.
+        self.max, self.dtype = {
+            "e4m3": (448.0, torch.float8_e4m3fn),
+            "e5m2": (57344.0, torch.float8_e5m2),
+            "e2m1": (6.0, torch.uint8),
+        }[code]
 
 
 class ScaleForm(Enum):
