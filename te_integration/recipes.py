@@ -71,7 +71,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
-        """How the operand is quantised, as it is or transposed (``columns``)."""
+        """How the operand is quantised, as it is or transposed (``columns``): the recipe's fields alone decide."""
 
     def specs(self, operand: Operand) -> tuple[QuantSpec, QuantSpec]:
         """``spec`` as it is and transposed; asked for once, since the host looks it up for each matrix."""

@@ -66,6 +66,18 @@ def test_scales_lie_as_cublas_reads_them(device: str, name: str) -> None:
     assert (rows.scale.stride(), columns.scale.stride()) == strides
 
 
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(100)
+def test_launches_that_differ_in_one_thing(device: str, name: str) -> None:
+    """A compiled form that is found again fits: sizes, dtype, and whether the memory begins at whole 16 bytes."""
+    x = torch.randn(96, 264).bfloat16().to(device)
+    for matrix in (x[:, :256], x[:, 1:257], x[:, :255], x[:95, :256], x[:, :256].half(), x[:, 8:], x[:, :256]):
+        rows, columns = quantize_triton(matrix, SPECS[name], SPECS[name])
+        check(rows, matrix, name)
+        check(columns, matrix.t(), name)
+
+
 SCALES = (1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max)
 
 
