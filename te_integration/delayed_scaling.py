@@ -127,15 +127,14 @@ class ProductScaling:
         """0-dim fp32."""
         return self._scales[self._first + _OPERANDS[operand]]
 
-    def record(self, operand: Operand, matrix: Tensor) -> None:
-        """Record the amax of a matrix that is quantised."""
+    def amax_of(self, operand: Operand) -> Tensor | None:
+        """See ``Recipe``. A weight that the backward quantises again is recorded once."""
         if operand == "grad" and self._use is not None:
             self._use.awaited.discard(self._graph)
         if self._history is None or (operand == "weight" and self._has_weight):
-            return
+            return None
         self._has_weight = self._has_weight or operand == "weight"
-        slot = self._history[0, self._first + _OPERANDS[operand]]
-        torch.maximum(slot, matrix.abs().amax().float(), out=slot)
+        return self._history[0, self._first + _OPERANDS[operand]]
 
 
 class ScaledModule:

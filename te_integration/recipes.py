@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,9 +69,6 @@ class Recipe(ABC):
 
     emulate: bool = False
 
-    has_kernels: ClassVar[bool] = True
-    """Whether there are kernels for some GPU."""
-
     @abstractmethod
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """How the operand is quantised, as it is or transposed (``columns``)."""
@@ -80,8 +77,11 @@ class Recipe(ABC):
         """The scale of the whole operand, where it is known before; None: the operand's own values decide."""
         return None
 
-    def record(self, operand: Operand, matrix: Tensor) -> None:
-        """Called with each matrix that is quantised."""
+    def amax_of(self, operand: Operand) -> Tensor | None:
+        """Where the largest magnitude of the operand that is quantised now is recorded: 0-dim fp32; None: nowhere.
+
+        Asked once for each matrix, which also has a ``scale_of``.
+        """
         return None
 
 
@@ -120,7 +120,6 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max"
     reduce_amax: bool = True
-    has_kernels: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.amax_history_len < 1:
@@ -134,7 +133,7 @@ class DelayedScaling(Recipe):
     def spec(self, operand: Operand, *, columns: bool) -> QuantSpec:
         """One scale in fp32, which is given."""
         element = self.fp8_format.backward if operand == "grad" else self.fp8_format.forward
-        return QuantSpec(element, None, ScaleForm.FP32, emulated=True)
+        return QuantSpec(element, None, ScaleForm.FP32, emulated=self.emulate)
 
     def new_scales(self, history: Tensor, limit: Tensor, old: Tensor) -> Tensor:
         """[n] the scales after an iteration. An amax of 0, Inf or NaN keeps the old one.

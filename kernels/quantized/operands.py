@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..compat import HAS_TRITON
-from .quantize import quantize
+from .quantize import quantize, record_amax
 from .spec import Quantized, QuantSpec, ScaleForm
 
 if HAS_TRITON:
@@ -17,28 +17,40 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def quantize_both(
-    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, *, scale: Tensor | None = None
+    x: Tensor,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """x [R, C] quantised as it is (``rows``) and transposed (``columns``); None: not this copy.
 
-    On GPUs that have kernels x is read once for both copies (twice, where one scale is the tensor's), and nothing else
-    is written. Elsewhere, and for emulated specs, the reference runs; the bits are the same.
+    On GPUs that have kernels x is read once for both copies (twice, where one scale is the tensor's and not given), and
+    nothing else is written. Elsewhere, and for emulated specs, the reference runs; the bits are the same.
 
-    scale  see ``quantize``: the reference runs
+    scale  see ``quantize``
+    amax   0-dim fp32, with a ``scale``: raised in place to the largest magnitude in x, where that is larger. A NaN in x
+           makes it NaN, and it stays so
 
-    Raises ``ValueError`` unless x is a matrix with elements.
+    Raises ``ValueError`` unless x is a matrix with elements, for a ``scale`` with another form of scales, and for an
+    ``amax`` without a ``scale``.
     """
+    if amax is not None and scale is None:
+        raise ValueError("quantize_both records an amax where a scale is given")
     spec = rows or columns
     if (
         spec is not None
-        and scale is None
+        and (scale is None or spec.block is None)
         and (rows is None or columns is None or rows == columns)
         and x.dim() == 2
         and min(x.shape) > 1  # Triton makes constants of counts that are 1; with them 3.6 leaves elements unwritten
         and x.dtype in _HALF
         and has_kernels(spec, x.device)
     ):
-        return quantize_triton(x, rows, columns)
+        return quantize_triton(x, rows, columns, scale, amax)
+    if amax is not None:
+        record_amax(x, amax)
     as_it_is = None if rows is None else quantize(x, rows, scale=scale)
     return as_it_is, None if columns is None else quantize(x.t(), columns, scale=scale)
 

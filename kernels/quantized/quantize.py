@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .spec import Element, Quantized, QuantSpec, ScaleForm
 
-__all__ = ["WHOLE", "Parts", "decode", "dequantize", "encode", "quantize", "rotate"]
+__all__ = ["WHOLE", "Parts", "decode", "dequantize", "encode", "quantize", "record_amax", "rotate"]
 
 _ROTATED = 16
 """Columns that a Hadamard transform mixes."""
@@ -58,6 +58,11 @@ def quantize(x: Tensor, spec: QuantSpec, *, scale: Tensor | None = None) -> Quan
     if spec.block is not None or spec.scale is not ScaleForm.FP32 or spec.rotated:
         raise ValueError(f"quantize takes a scale where one scale in fp32 is the tensor's, not with {spec}")
     return Quantized(_cast(x.float() * scale, spec), 1.0 / scale, None, spec, x.shape[1])
+
+
+def record_amax(x: Tensor, amax: Tensor) -> None:
+    """Raise ``amax``, 0-dim fp32, to the largest magnitude in x [R, C]. A NaN makes it NaN, and it stays so."""
+    torch.maximum(amax, x.abs().amax().float(), out=amax)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

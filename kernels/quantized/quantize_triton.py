@@ -1,12 +1,14 @@
 """The quantiser as Triton kernels: a tile of the matrix is read once, and both copies are written.
 
 The formulas, and so the bits, are those of ``quantize.py``. Scales of a whole tensor need its largest magnitude first:
-a kernel leaves the largest of each program's share, and the cast takes the largest of those. No atomics, no host reads.
+a kernel leaves the largest of each program's share, and the cast takes the largest of those. A scale that is given
+needs no such pass; the cast then records the largest magnitude, by an atomic maximum. No host reads.
 
 Legend: R rows; C columns.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -27,15 +29,23 @@ _INF_BITS = tl.constexpr(0x7F800000)
 
 
 def quantize_triton(
-    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None
+    x: Tensor,
+    rows: QuantSpec | None,
+    columns: QuantSpec | None,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Quantized | None, Quantized | None]:
     """x [R, C] as it is by ``rows``, and transposed by ``columns``; None: not this copy.
+
+    scale  0-dim fp32, finite: what elements are multiplied by, where one scale is the tensor's. None: x decides
+    amax   0-dim fp32, with a ``scale``: see ``quantize_both``
 
     Both specs are equal: one scale for the tensor, or powers of two for blocks of 1 x 128 or 128 x 128. Zeros follow
     the columns of each copy, up to a count that ``cublas.py`` takes.
     """
     spec = rows or columns
     assert spec is not None and (rows is None or columns is None or rows == columns), "one form"
+    assert (scale is None or spec.block is None) and (amax is None or scale is not None), "one scale, which is given"
     if x.stride(1) != 1:
         x = x.contiguous()
     height, width = x.shape
@@ -59,14 +69,12 @@ def quantize_triton(
         elif spec.block is not None:
             grid = triton.cdiv(down, _BLOCK), triton.cdiv(across, _BLOCK)
             _tile_kernel[grid](
-                *arguments, *strides, None, 0, spec.element.max, exponent, *which, _BLOCK, _BLOCK, num_warps=8
+                *arguments, *strides, *_OWN, spec.element.max, exponent, *which, _BLOCK, _BLOCK, num_warps=8
             )
         else:
-            partial = _largest(x)
+            decides = _of_largest(x) if scale is None else (None, 0, scale, amax)
             grid = triton.cdiv(down, 128), triton.cdiv(across, 64)
-            _tile_kernel[grid](
-                *arguments, *strides, partial, partial.numel(), spec.element.max, exponent, *which, 128, 64, num_warps=4
-            )
+            _tile_kernel[grid](*arguments, *strides, *decides, spec.element.max, exponent, *which, 128, 64, num_warps=4)
     return by_rows, by_columns
 
 
@@ -88,6 +96,16 @@ def empty_copy(rows: int, columns: int, spec: QuantSpec, beside: Tensor, *, tran
     else:
         scale = beside.new_empty(blocks, rows, dtype=torch.float32).t()
     return Quantized(data, scale, None, spec, columns)
+
+
+_OWN: Any = (None, 0, None, None)
+"""``partial``, ``PARTIALS``, ``given`` and ``amax`` of ``_tile_kernel`` where each tile has a scale of its own."""
+
+
+def _of_largest(x: Tensor) -> Any:
+    """The same, where the tensor's largest magnitude decides."""
+    partial = _largest(x)
+    return partial, partial.numel(), None, None
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -148,6 +166,16 @@ def elements_of(values: tl.tensor, MAX: tl.constexpr, dtype: tl.constexpr) -> tl
 
 
 @triton.jit
+def _record(amax: tl.tensor, bits: tl.tensor) -> None:
+    """Raise ``amax`` to the magnitude whose bits are given: as integers they are ordered as magnitudes are.
+
+    NaN comes last, and -1, which stands for none, first. Few programs find more than is recorded, and only those write.
+    """
+    place = amax.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(place, bits, bits > tl.load(place), sem="relaxed")
+
+
+@triton.jit(do_not_specialize_on_alignment=["given", "amax"])  # entries of small vectors, at any of their places
 def _tile_kernel(
     x: tl.tensor,
     by_rows: tl.tensor,
@@ -161,6 +189,8 @@ def _tile_kernel(
     columns_stride: tl.tensor,
     partial: tl.tensor,
     PARTIALS: tl.constexpr,
+    given: tl.tensor,
+    amax: tl.tensor,
     MAX: tl.constexpr,
     EXPONENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -168,14 +198,23 @@ def _tile_kernel(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Both copies of a tile that has one scale: the tensor's, from PARTIALS largest magnitudes, or its own (0)."""
+    """Both copies of a tile that has one scale: the tensor's, given or from PARTIALS largest magnitudes, or its own.
+
+    amax  None: nothing is recorded
+    """
     row_block, column_block = tl.program_id(0), tl.program_id(1)
     row = (row_block * HEIGHT + tl.arange(0, HEIGHT))[:, None]
     column = (column_block * WIDTH + tl.arange(0, WIDTH))[None, :]
     inside = (row < rows) & (column < columns)
     values = tl.load(x + row.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
-    if PARTIALS:
-        encode = tensor_encode(tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0), MAX)
+    if PARTIALS or given is not None:
+        if PARTIALS:
+            encode = tensor_encode(tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0), MAX)
+        else:
+            encode = tl.load(given)
+        if amax is not None:
+            bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            _record(amax, tl.max(tl.max(bits, 1), 0))
         if (row_block == 0) & (column_block == 0):
             tl.store(row_scales, tl.div_rn(1.0, encode))
     else:

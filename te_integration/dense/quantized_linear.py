@@ -55,9 +55,7 @@ def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
         )
         return False
     if input.is_cuda and not recipe.emulate:
-        needed: str | None = "kernels that are not written yet"
-        if recipe.has_kernels:
-            needed = lacking(recipe.spec("input", columns=False), input.device)
+        needed = lacking(recipe.spec("input", columns=False), input.device)
         if needed is not None:
             raise RuntimeError(
                 f"{owner}: {type(recipe).__name__} on {torch.cuda.get_device_name(input.device)} needs {needed}. "
@@ -285,12 +283,12 @@ def copies(
     recipe: Quantizing, operand: Operand, matrix: Tensor, *, rows: bool = False, columns: bool = False
 ) -> tuple[Quantized | None, Quantized | None]:
     """The quantised copies of ``matrix``: as it is, and transposed."""
-    recipe.record(operand, matrix)
     return quantize_both(
         matrix,
         recipe.spec(operand, columns=False) if rows else None,
         recipe.spec(operand, columns=True) if columns else None,
         scale=recipe.scale_of(operand),
+        amax=recipe.amax_of(operand),
     )
 
 

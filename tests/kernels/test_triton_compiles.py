@@ -73,10 +73,16 @@ KERNELS = {
         "tiles": "i32", "HEIGHT": 32, "WIDTH": 256,
     },
     "quantized.quantize_triton._tile_kernel#tensor": {
-        **_QUANTISED, "partial": "*i32/16", "PARTIALS": 512, "HEIGHT": 128, "WIDTH": 64,
+        **_QUANTISED, "partial": "*i32/16", "PARTIALS": 512, "given": None, "amax": None, "HEIGHT": 128, "WIDTH": 64,
+    },
+    "quantized.quantize_triton._tile_kernel#given": {
+        **_QUANTISED, "partial": None, "PARTIALS": 0, "given": "*fp32", "amax": None, "HEIGHT": 128, "WIDTH": 64,
+    },
+    "quantized.quantize_triton._tile_kernel#recorded": {
+        **_QUANTISED, "partial": None, "PARTIALS": 0, "given": "*fp32", "amax": "*fp32", "HEIGHT": 128, "WIDTH": 64,
     },
     "quantized.quantize_triton._tile_kernel#square": {
-        **_QUANTISED, "partial": None, "PARTIALS": 0, "HEIGHT": 128, "WIDTH": 128,
+        **_QUANTISED, "partial": None, "PARTIALS": 0, "given": None, "amax": None, "HEIGHT": 128, "WIDTH": 128,
     },
     "quantized.quantize_triton._rows_kernel": {**_QUANTISED, "GROUPS": 8, "LANES": 32},
 }  # fmt: skip

@@ -13,6 +13,7 @@ from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
 from maingrad.kernels.quantized import Element, Quantized, quantize
 
 pytest.importorskip("triton", reason="the launchers are Triton's")
+from maingrad.kernels.quantized.quantize import record_amax
 from maingrad.kernels.quantized.quantize_triton import quantize_triton
 
 NAMES = ["current", "current, gradients", "block", "block, weights"]
@@ -20,8 +21,8 @@ SMALLEST = {Element.E4M3: 2**-6, Element.E5M2: 2**-14}
 """Normal elements."""
 
 
-def check(found: Quantized | None, x: Tensor, name: str) -> None:
-    expected = quantize(x, SPECS[name])
+def check(found: Quantized | None, x: Tensor, name: str, scale: Tensor | None = None) -> None:
+    expected = quantize(x, SPECS[name], scale=scale)
     mine, other = check_copy(found, expected)
     if x.is_cuda:
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
@@ -63,3 +64,55 @@ def test_scales_lie_as_cublas_reads_them(device: str, name: str) -> None:
     assert (rows.data.shape, columns.data.shape) == ((300, widths[0]), (700, widths[1]))
     strides = {"block": ((1, 300), (1, 700)), "block, weights": ((8, 1), (4, 1))}.get(name, ((), ()))
     assert (rows.scale.stride(), columns.scale.stride()) == strides
+
+
+SCALES = (1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max)
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.sampled(100)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_scale_that_is_given(device: str, name: str) -> None:
+    """Scale and amax are entries of vectors, at every place of 16 bytes."""
+    draws = torch.Generator().manual_seed(0)
+    spec, tiny = SPECS[name], 1e-30 if device == "cpu" else 1e-40  # the interpreter widens subnormals in bf16 wrongly
+    for dtype, shape in ((torch.bfloat16, (150, 170)), (torch.float16, (3, 520))):
+        x = torch.randn(shape, generator=draws) * torch.exp2(torch.randn(shape, generator=draws) * 2)
+        x[0], x[1, 3], x[2, 5:9] = 0.0, float("inf"), tiny
+        x = x.to(dtype).to(device)
+        for place, scale in enumerate(torch.tensor(SCALES, device=device)):
+            amaxes = torch.full((4,), -1.0, device=device)
+            for matrix in (x, x.t(), x[:, : shape[1] // 2]):
+                with nan_filled_memory():
+                    rows, columns = quantize_triton(matrix, spec, spec, scale, amaxes[place])
+                    only_rows, _ = quantize_triton(matrix, spec, None, scale, amaxes[place])
+                    _, only_columns = quantize_triton(matrix, None, spec, scale)
+                for copy in (rows, only_rows):
+                    check(copy, matrix, name, scale)
+                for copy in (columns, only_columns):
+                    check(copy, matrix.t(), name, scale)
+            assert amaxes.tolist() == [float("inf") if each == place else -1.0 for each in range(4)]
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+def test_amaxes_are_those_of_the_reference(device: str) -> None:
+    """The largest of many programs, of what is there already, and of NaN, whose sign may be set."""
+    nan = torch.tensor([-float("nan")]).item()
+    spec, scale = SPECS["current"], torch.tensor(2.0, device=device)
+    for dtype in (torch.bfloat16, torch.float16):
+        for special in (
+            {},
+            {(299, 400): -7.0},
+            {(3, 5): -float("inf")},
+            {(0, 0): nan},
+            {(0, 0): nan, (9, 9): torch.inf},
+        ):
+            for first in (-1.0, 0.0, 3.0, torch.inf, torch.nan):
+                x = torch.zeros(300, 401, dtype=dtype)
+                for place, value in special.items():
+                    x[place] = value
+                found, expected = torch.full((2,), first, device=device), torch.full((), first)
+                quantize_triton(x.to(device), spec, spec, scale, found[1])
+                record_amax(x, expected)
+                torch.testing.assert_close(found[1].cpu(), expected, rtol=0, atol=0, equal_nan=True)

@@ -20,6 +20,7 @@ from maingrad.ddp import (
     GraphedTrainingStep,
 )
 from maingrad.fsdp import fully_shard
+from maingrad.kernels.quantized import operands
 from maingrad.launch import simulate
 from maingrad.te_integration import (
     DelayedScaling,
@@ -276,6 +277,40 @@ def test_delayed_weight_gradients() -> None:
     for mine, other in zip(queued[0], fused[0], strict=True):
         assert torch.equal(mine, other)
     assert_equal(queued[1], fused[1])
+
+
+def test_kernels_record_what_the_reference_does() -> None:
+    """Triton's interpreter quantises; one layer, since its elements are not the reference's bits."""
+    pytest.importorskip("triton", reason="the quantiser is Triton's")
+    found = []
+    for by_kernels in (True, False):
+        torch.manual_seed(0)
+        layer = Linear(48, 32, fuse_wgrad_accumulation=True, dtype=BF16)
+        model = DistributedDataParallel(layer)
+
+        def run(x: Tensor, model: Any = model) -> Tensor:
+            with autocast(recipe=RECIPE):
+                y: Tensor = model(x)
+            return y
+
+        states = []
+        with mock.patch.object(operands, "has_kernels", return_value=True) if by_kernels else nullcontext():
+            for step in range(3):
+                draws = torch.Generator().manual_seed(step)
+                x = torch.randn(2, 20, 48, generator=draws).mul(1.0 + step).to(BF16).requires_grad_()
+                dy = torch.randn(2, 20, 32, generator=draws).to(BF16)
+                with torch.no_grad():
+                    run(x[0] * 100)
+                with model.no_sync():
+                    checkpoint(run, x[0], use_reentrant=False).backward(dy[0])
+                run(x[1]).backward(dy[1])
+                states.append(scaling(layer))
+                model.finish_grad_sync()
+                model.zero_grad_buffer()
+                states.append(scaling(layer))
+        found.append(states)
+    for mine, other in zip(*found, strict=True):
+        assert_equal(mine, other)
 
 
 # ---- Ranks. ----

@@ -6,6 +6,8 @@ import pytest
 import torch
 from quant_oracle import SPECS, check_copy
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainingStep
 from maingrad.kernels.quantized import (
@@ -16,9 +18,12 @@ from maingrad.kernels.quantized import (
     scaled_product,
     scaled_wgrad_accumulate,
 )
+from maingrad.kernels.quantized.quantize import record_amax
 from maingrad.te_integration import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Format,
     LayerNormMLP,
     Linear,
     MXFP8BlockScaling,
@@ -29,7 +34,8 @@ from maingrad.te_integration.recipes import Recipe
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+NATIVE_RECIPES = (Float8CurrentScaling, DelayedScaling, Float8BlockScaling)
+RECIPES = (*NATIVE_RECIPES, MXFP8BlockScaling, NVFP4BlockScaling)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -51,7 +57,7 @@ def test_bits_are_those_of_the_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", [*(recipe(emulate=True) for recipe in RECIPES), *(recipe() for recipe in RECIPES[:2])]
+    "recipe", [*(recipe(emulate=True) for recipe in RECIPES), *(recipe() for recipe in NATIVE_RECIPES)]
 )
 def test_training_as_a_graph_is_eager_training(recipe: Recipe) -> None:
     outcomes = []
@@ -122,6 +128,29 @@ def test_the_quantiser_has_the_bits_of_the_reference(name: str, shape: tuple[int
                 assert_bits(quantize_both(matrix, None, spec)[1], quantize(matrix.t(), spec))
 
 
+@pytest.mark.parametrize("name", NATIVE[:2])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sampled(100)
+def test_a_given_scale_has_the_bits_of_the_reference(name: str, shape: tuple[int, int]) -> None:
+    """And so has the amax that is recorded beside."""
+    spec = SPECS[name]
+    for dtype in (torch.bfloat16, torch.float16):
+        for special in (False, True):
+            x = drawn(*shape, dtype, special=special)
+            for matrix in (x, x.t(), x[:, : max(1, shape[1] // 2)]):
+                for scale in torch.tensor([1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max], device="cuda"):
+                    amax, expected = torch.full((2, 4), -1.0, device="cuda")
+                    amax, expected = amax[1], expected[1]
+                    rows, columns = quantize_both(matrix, spec, spec, scale=scale, amax=amax)
+                    record_amax(matrix, expected)
+                    torch.testing.assert_close(amax, expected, rtol=0, atol=0, equal_nan=True)
+                    assert_bits(rows, quantize(matrix, spec, scale=scale))
+                    assert_bits(columns, quantize(matrix.t(), spec, scale=scale))
+                    assert_bits(quantize_both(matrix, spec, None, scale=scale)[0], quantize(matrix, spec, scale=scale))
+                    alone = quantize_both(matrix, None, spec, scale=scale)[1]
+                    assert_bits(alone, quantize(matrix.t(), spec, scale=scale))
+
+
 PAIRS = (("current", "current"), ("current, gradients", "current"), ("block", "block, weights"), ("block", "block"))
 PRODUCTS = (
     (256, 256, 512),
@@ -177,7 +206,7 @@ def test_rows_of_a_quantised_matrix() -> None:
         assert torch.equal(scaled_product(left.rows(start, end), other, torch.float32), product[start:end])
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling, Float8BlockScaling])
+@pytest.mark.parametrize("recipe", NATIVE_RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_layers_are_near_their_emulation(recipe: type, dtype: torch.dtype) -> None:
     """Odd sizes, a split weight, four microbatches; no wait for the device."""
@@ -226,11 +255,79 @@ def test_models_are_near_their_emulation(recipe: type) -> None:
         assert (emulated - native).norm() <= 0.1 * emulated.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8_format", Format)
+def test_delayed_scales_are_those_of_the_emulation(dtype: torch.dtype, fp8_format: Format) -> None:
+    """Amaxes and scales bit for bit, results nearly: iterations of two microbatches, an evaluation, a recompute.
+
+    No wait for the device after the first iteration, whose kernels are compiled.
+    """
+    found = []
+    for emulate in (True, False):
+        torch.manual_seed(0)
+        recipe = DelayedScaling(emulate=emulate, amax_history_len=3, fp8_format=fp8_format)
+        layer = Linear(200, 96, fuse_wgrad_accumulation=True, dtype=dtype, device="cuda")
+        model = DistributedDataParallel(layer)
+
+        def run(x: Tensor, model=model, recipe=recipe) -> Tensor:
+            with autocast(recipe=recipe):
+                return model(x)
+
+        draws = torch.Generator(device="cuda").manual_seed(1)
+        outputs, states = [], []
+        for step in range(5):
+            x = torch.randn(2, 120, 200, device="cuda", generator=draws).mul(1 + step % 3).to(dtype).requires_grad_()
+            dy = torch.randn(2, 120, 96, device="cuda", generator=draws).mul(2.0 ** -(step % 3)).to(dtype)
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                with torch.no_grad():
+                    outputs.append(run(x[0] * 100))
+                with model.no_sync():
+                    y = checkpoint(run, x[0], use_reentrant=False, preserve_rng_state=False)
+                    y.backward(dy[0])
+                outputs += [y, run(x[1])]
+                outputs[-1].backward(dy[1])
+                outputs += [layer.weight.main_grad.clone(), x.grad]
+                states.append(layer.fp8_amax_history.clone())
+                model.finish_grad_sync()
+                model.zero_grad_buffer()
+                states += [layer.fp8_amax_history.clone(), layer.fp8_scale.clone()]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found.append((states, outputs))
+    for emulated, native in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(emulated, native)
+    assert len({tuple(scales.tolist()) for scales in found[1][0][2::3]}) > 2, "scales change"
+    for emulated, native in zip(found[0][1], found[1][1], strict=True):
+        assert (emulated - native).norm() <= 8e-3 * emulated.norm()
+
+
+def test_delayed_scaling_reads_each_matrix_once() -> None:
+    """Of three matrices, which have two copies each, one kernel makes the copies and records the amax."""
+    layer = Linear(512, 256, bias=False, fuse_wgrad_accumulation=True, dtype=torch.bfloat16, device="cuda")
+    model = DistributedDataParallel(layer)
+    x = torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(1024, 256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        with profile(activities=[ProfilerActivity.CUDA]) as measured:
+            with autocast(recipe=DelayedScaling()):
+                y = model(x)
+            y.backward(dy)
+            torch.cuda.synchronize()
+        model.finish_grad_sync()
+        model.zero_grad_buffer()
+        x.grad = None
+    names = [event.key for event in measured.key_averages() for _ in range(event.count)]
+    assert sum("_tile_kernel" in name for name in names) == 3, names
+    others = ("_amax_kernel", "abs_kernel", "AbsFunctor", "at::native::reduce_kernel")
+    assert not any(other in name for name in names for other in others), names
+
+
 def test_saved_bytes() -> None:
     layer = Linear(1024, 1024, fuse_wgrad_accumulation=True, dtype=torch.bfloat16, device="cuda")
     DistributedDataParallel(layer)
     x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
-    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+    for recipe in (Float8CurrentScaling(), DelayedScaling(), Float8BlockScaling()):
         saved: list[int] = []
 
         def note(tensor: Tensor, saved: list[int] = saved) -> Tensor:
