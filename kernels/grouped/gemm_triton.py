@@ -21,7 +21,7 @@ from ..compat import device_of
 from ..experts import PerExpert, locate_experts
 from ..triton_support import dot_precision, expert_pointer, experts_descriptor, takes_tma, tile_of, triton_dtype
 
-__all__ = ["GEMM_CANDIDATES", "GemmConfig", "default_gemm_config", "grouped_gemm_triton"]
+__all__ = ["GEMM_CANDIDATES", "GemmConfig", "default_gemm_config", "find_tile", "grouped_gemm_triton"]
 
 
 class GemmConfig(NamedTuple):
@@ -66,7 +66,7 @@ def default_gemm_config(dtype: torch.dtype, capability: tuple[int, int] | None, 
 
 
 @triton.jit
-def _find_tile(
+def find_tile(
     program: tl.tensor,
     offsets_ptr: tl.tensor,
     E: tl.tensor,
@@ -192,7 +192,7 @@ def _grouped_gemm_kernel(
 ) -> None:
     # The weight is [F, C] if TRANSPOSED (forward), else [C, F] (dgrad).
     program = tl.program_id(0)
-    expert, row, end, tile_f = _find_tile(program, offsets_ptr, E, T, tiles_f, BLOCK_E, BLOCK_M, GROUP)
+    expert, row, end, tile_f = find_tile(program, offsets_ptr, E, T, tiles_f, BLOCK_E, BLOCK_M, GROUP)
     if expert <= E:
         m = row + tl.arange(0, BLOCK_M)
         f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)

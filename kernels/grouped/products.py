@@ -6,7 +6,7 @@ so it does not wait, and a captured CUDA graph may be replayed with other split 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -215,11 +215,15 @@ def _wgrad(
         if main_grads.numel():
             grouped_wgrad_triton(dy, x, main_grads, offsets, overwrite, config)
         return
-    # One launch per row stride and dtype; nearly always there is one.
+    for here in by_layout(main_grads):
+        grouped_wgrad_triton(dy, x, here, offsets, overwrite, config)
+
+
+def by_layout(main_grads: Sequence[Tensor | None]) -> Iterator[list[Tensor | None]]:
+    """The accumulators of one row stride and dtype, for a launch of their own; nearly always these are all."""
     kinds = {(grad.stride(0), grad.dtype) for grad in main_grads if grad is not None and grad.numel()}
     for kind in kinds:
-        here = [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
-        grouped_wgrad_triton(dy, x, here, offsets, overwrite, config)
+        yield [grad if grad is not None and (grad.stride(0), grad.dtype) == kind else None for grad in main_grads]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -36,7 +36,7 @@ from ..triton_support import (
 )
 from ..wgrad_config import WgradConfig
 
-__all__ = ["grouped_wgrad_triton"]
+__all__ = ["beta_of", "grouped_wgrad_triton", "update_in_parts"]
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _update(
 
 
 @triton.jit
-def _update_in_parts(
+def update_in_parts(
     acc: tl.tensor,
     grad: tl.tensor,
     grad_desc: tl.tensor,
@@ -232,7 +232,7 @@ def _one_tile(
         place = first + step * expert if REDUCE else 0
         row = tile_n * BLOCK_N
         column = tile_k * BLOCK_K
-        _update_in_parts(
+        update_in_parts(
             acc, grad, grad_desc, place, row, column, N, K, stride_grad, reads, BLOCK_N, BLOCK_K, BETA, PARTS, REDUCE
         )
 
@@ -309,7 +309,7 @@ def grouped_wgrad_triton(
     num_experts = len(main_grads)
     (rows, n), k = dy.shape, x.shape[1]
     experts = locate_experts(main_grads)
-    beta, betas = _beta(main_grads, overwrite, dy.device)
+    beta, betas = beta_of(main_grads, overwrite, dy.device)
     tma = config.tma and rows > 0 and takes_tma(dy) and takes_tma(x)
     evenly = experts.table is None and experts.aligned
     reduce = tma and config.reduce and beta == 1 and evenly and experts.base.dtype is torch.float32
@@ -367,7 +367,7 @@ def grouped_wgrad_triton(
         )
 
 
-def _beta(
+def beta_of(
     main_grads: Tensor | Sequence[Tensor | None], overwrite: bool | Sequence[bool], device: torch.device
 ) -> tuple[int, Tensor | None]:
     """BETA of the kernel; if experts differ, also the table of their values: 0, 1, or -1 for a frozen expert."""

@@ -6,8 +6,12 @@ for experts, each of which has some of the rows.
 """
 
 from .grouped import GroupedQuantized as GroupedQuantized
+from .grouped import QuantizedExperts as QuantizedExperts
 from .grouped import dequantize_grouped as dequantize_grouped
 from .grouped import quantize_grouped as quantize_grouped
+from .grouped_operands import lacking_for_experts as lacking_for_experts
+from .grouped_operands import quantize_experts as quantize_experts
+from .grouped_operands import quantize_grouped_both as quantize_grouped_both
 from .grouped_products import scaled_grouped_product as scaled_grouped_product
 from .grouped_products import scaled_grouped_wgrad_accumulate as scaled_grouped_wgrad_accumulate
 from .operands import has_kernels as has_kernels
@@ -29,14 +33,18 @@ __all__ = [
     "GroupedQuantized",
     "QuantSpec",
     "Quantized",
+    "QuantizedExperts",
     "ScaleForm",
     "dequantize",
     "dequantize_grouped",
     "has_kernels",
     "lacking",
+    "lacking_for_experts",
     "quantize",
     "quantize_both",
+    "quantize_experts",
     "quantize_grouped",
+    "quantize_grouped_both",
     "quantized_like",
     "restored",
     "scaled_grouped_product",

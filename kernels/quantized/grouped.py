@@ -17,10 +17,12 @@ from torch import Tensor
 from .quantize import Parts, decode, encode
 from .spec import Quantized, QuantSpec
 
-__all__ = ["GroupedQuantized", "dequantize_grouped", "quantize_grouped"]
+__all__ = ["GroupedQuantized", "QuantizedExperts", "dequantize_grouped", "most_columns", "quantize_grouped"]
 
 _ROTATED = 16
 """Columns that a Hadamard transform mixes."""
+_SECTOR = 32
+"""Bytes that memory delivers at a time. Where an expert's columns begin within one, kernels read as much in vain."""
 
 
 class GroupedQuantized(NamedTuple):
@@ -39,6 +41,25 @@ class GroupedQuantized(NamedTuple):
         return (*self.matrix.tensors, self.offsets)
 
 
+class QuantizedExperts(NamedTuple):
+    """A quantised matrix of each expert, all of one shape [R, C]."""
+
+    data: Tensor
+    """[E, R, C] of the element's dtype, as in ``Quantized``."""
+    scale: Tensor
+    """[E], or [E, ceil(R / block rows), ceil(C / block columns)]."""
+    factor: Tensor | None
+    """[E]."""
+    spec: QuantSpec
+    columns: int
+
+    def unbind(self) -> list[Quantized]:
+        """Each expert's matrix."""
+        factors = [None] * len(self.data) if self.factor is None else self.factor.unbind()
+        each = zip(self.data.unbind(), self.scale.unbind(), factors, strict=True)
+        return [Quantized(data, scale, factor, self.spec, self.columns) for data, scale, factor in each]
+
+
 def quantize_grouped(x: Tensor, spec: QuantSpec, offsets: Tensor, *, transposed: bool = False) -> GroupedQuantized:
     """Quantise each expert's rows as ``quantize`` does, or their transpose.
 
@@ -54,7 +75,7 @@ def quantize_grouped(x: Tensor, spec: QuantSpec, offsets: Tensor, *, transposed:
     if not transposed and spec.block is not None and spec.block[0] != 1:
         raise ValueError(f"blocks of {spec.block[0]} rows would lie in several experts: {spec}")
     if transposed:
-        offsets, source = _segments(offsets, x.shape[0], _width(spec))
+        offsets, source = _segments(offsets, x.shape[0], spec)
         x = x.index_select(0, source.clamp(min=0)).t().contiguous()
         values = torch.where(source >= 0, x.float(), 0.0)
     else:
@@ -66,22 +87,28 @@ def quantize_grouped(x: Tensor, spec: QuantSpec, offsets: Tensor, *, transposed:
 
 def dequantize_grouped(q: GroupedQuantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """``dequantize``, in the shape of ``q.matrix``. What is no expert's is zeros."""
-    length = q.matrix.shape[q.transposed]
-    return decode(q.matrix, dtype, _Experts(q.offsets, length, q.transposed))
+    parts = _Experts(q.offsets, q.matrix.shape[q.transposed], q.transposed)
+    filled = parts.filled if q.transposed else parts.filled[:, None]
+    return torch.where(filled, decode(q.matrix, dtype, parts), 0.0)  # kernels leave some of the rest unwritten
+
+
+def most_columns(rows: int, num_experts: int, spec: QuantSpec) -> int:
+    """The columns of a transposed copy of ``rows`` rows at most, whatever the split sizes are."""
+    width = _width(spec)
+    return (rows + (width - 1) * min(num_experts, rows)) // width * width
 
 
 def _width(spec: QuantSpec) -> int:
     """The columns of an expert are a multiple of this."""
-    return math.lcm(1 if spec.block is None else spec.block[1], _ROTATED if spec.rotated else 1)
+    return math.lcm(_SECTOR if spec.block is None else spec.block[1], _ROTATED if spec.rotated else 1)
 
 
-def _segments(offsets: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """The columns of each expert [E + 1], multiples of ``width``; and for each column its row of x, or -1."""
-    experts = offsets.shape[0] - 1
+def _segments(offsets: Tensor, rows: int, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The columns of each expert [E + 1], multiples of ``_width``; and for each column its row of x, or -1."""
+    experts, width = offsets.shape[0] - 1, _width(spec)
     sizes = (offsets.diff() + (width - 1)).div(width, rounding_mode="floor") * width
     columns = torch.nn.functional.pad(sizes.cumsum(0, dtype=offsets.dtype), (1, 0))
-    most = (rows + (width - 1) * min(experts, rows)) // width * width
-    column = torch.arange(most, device=offsets.device, dtype=offsets.dtype)
+    column = torch.arange(most_columns(rows, experts, spec), device=offsets.device, dtype=offsets.dtype)
     expert = torch.searchsorted(columns[1:], column, right=True).clamp(max=experts - 1)
     row = column - columns[expert] + offsets[expert]
     return columns, torch.where(row < offsets[expert + 1], row, -1)
@@ -95,6 +122,8 @@ class _Experts(Parts):
         self._owner = torch.searchsorted(offsets[1:], position, right=True)
         """[T]: the expert; E where there is none."""
         self._experts = torch.arange(offsets.shape[0] - 1, device=offsets.device)
+        self.filled = self._owner < offsets.shape[0] - 1
+        """[T]: whether it is an expert's."""
         self._transposed = transposed
 
     def amax(self, values: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Products of quantised rows of experts with their weights, and the weight gradients.
 
-On every device the reference runs: it dequantises and multiplies in fp32. The host reads no split sizes for it.
+GPUs that have kernels run them. Elsewhere the reference runs: it dequantises and multiplies in fp32. The host reads no
+split sizes for either.
 """
 
 from collections.abc import Sequence
@@ -8,17 +9,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..grouped.products import PerExpert, grouped_linear, grouped_wgrad_accumulate
-from .grouped import GroupedQuantized, dequantize_grouped
+from ..compat import HAS_TRITON
+from ..grouped.products import PerExpert, alike, by_layout, grouped_linear, grouped_wgrad_accumulate
+from .grouped import GroupedQuantized, QuantizedExperts, dequantize_grouped
+from .grouped_operands import has_grouped_kernels
 from .quantize import dequantize
 from .spec import Quantized
 
+if HAS_TRITON:
+    from .grouped_gemm_triton import default_scaled_gemm_config, scaled_grouped_gemm_triton
+    from .grouped_wgrad_triton import default_scaled_wgrad_config, scaled_grouped_wgrad_triton
+
 __all__ = ["scaled_grouped_product", "scaled_grouped_wgrad_accumulate"]
+
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def scaled_grouped_product(
     x: GroupedQuantized,
-    weights: Sequence[Quantized],
+    weights: QuantizedExperts,
     dtype: torch.dtype,
     *,
     bias: PerExpert | None = None,
@@ -37,14 +46,22 @@ def scaled_grouped_product(
 
     Sums are fp32, rounded once. Raises ``ValueError`` where K differs, or one of the two alone is rotated.
     """
-    for weight in weights:
-        _check(x.matrix, weight)
+    of_weights = weights.unbind()
+    _check(x.matrix, of_weights[0])
+    if has_grouped_kernels(x.matrix.spec, x.offsets.device):
+        rows, features = x.matrix.shape[0], weights.data.shape[1]
+        y = out if out is not None and out.stride(1) == 1 else x.matrix.data.new_empty(rows, features, dtype=dtype)
+        config = default_scaled_gemm_config(rows / len(of_weights), blocks=x.matrix.spec.block is not None)
+        biases = None if bias is None else alike(bias)
+        scale = None if bias_scale is None else bias_scale.contiguous()
+        scaled_grouped_gemm_triton(x, weights, y, config, bias=biases, bias_scale=scale)
+        return y if out is None or out is y else out.copy_(y)
     together = None
     if bias is not None:
         together = (bias if isinstance(bias, Tensor) else torch.stack(tuple(bias))).float()
     with torch.autocast(x.offsets.device.type, enabled=False):
         # One packed tensor: a capture takes no table of the addresses of separate ones.
-        packed = torch.stack([dequantize(weight) for weight in weights])
+        packed = torch.stack([dequantize(weight) for weight in of_weights])
         y = grouped_linear(dequantize_grouped(x), packed, x.offsets, bias=together, bias_scale=bias_scale)
     return y.to(dtype) if out is None else out.copy_(y)
 
@@ -64,6 +81,9 @@ def scaled_grouped_wgrad_accumulate(
     """
     _check(dy.matrix, x.matrix)
     grads = list(main_grads)
+    if has_grouped_kernels(dy.matrix.spec, dy.offsets.device) and all(map(_takes_kernel, grads)):
+        _run_kernels(dy, x, main_grads, overwrite)
+        return
     with torch.autocast(x.offsets.device.type, enabled=False):
         operands = dequantize_grouped(dy).t(), dequantize_grouped(x).t()
         if all(grad is None or grad.dtype is torch.float32 for grad in grads):
@@ -75,6 +95,25 @@ def scaled_grouped_wgrad_accumulate(
     for grad, product, once in zip(grads, products, bits, strict=True):
         if grad is not None:
             grad.copy_(product) if once else grad.add_(product)
+
+
+def _takes_kernel(grad: Tensor | None) -> bool:
+    return grad is None or (grad.dtype in _SUMMED and (grad.stride(-1) == 1 or not grad.numel()))
+
+
+def _run_kernels(
+    dy: GroupedQuantized,
+    x: GroupedQuantized,
+    main_grads: Tensor | Sequence[Tensor | None],
+    overwrite: bool | Sequence[bool],
+) -> None:
+    rows_per_expert = dy.matrix.columns / len(main_grads)
+    config = default_scaled_wgrad_config(rows_per_expert, blocks=dy.matrix.spec.block is not None)
+    if isinstance(main_grads, Tensor):
+        scaled_grouped_wgrad_triton(dy, x, main_grads, overwrite, config)
+        return
+    for here in by_layout(main_grads):
+        scaled_grouped_wgrad_triton(dy, x, here, overwrite, config)
 
 
 def _check(a: Quantized, b: Quantized) -> None:

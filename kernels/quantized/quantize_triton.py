@@ -19,7 +19,7 @@ from ..compat import device_of
 from ..triton_support import Launches
 from .spec import Quantized, QuantSpec
 
-__all__ = ["empty_copy", "quantize_triton"]
+__all__ = ["block_encode", "elements_of", "empty_copy", "quantize_block", "quantize_triton", "tensor_encode"]
 
 _BLOCK = 128
 """Rows and columns of a block, and of a tile where scales are those of blocks."""
@@ -146,7 +146,7 @@ def _amax_kernel(
 
 
 @triton.jit
-def _tensor_encode(bits: tl.tensor, MAX: tl.constexpr) -> tl.tensor:
+def tensor_encode(bits: tl.tensor, MAX: tl.constexpr) -> tl.tensor:
     """What elements are multiplied by, from the bits of the largest magnitude."""
     amax = bits.to(tl.float32, bitcast=True)
     encode = tl.minimum(tl.div_rn(tl.full(amax.shape, MAX, tl.float32), amax), _FP32_MAX)
@@ -154,7 +154,7 @@ def _tensor_encode(bits: tl.tensor, MAX: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _block_encode(bits: tl.tensor, EXPONENT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def block_encode(bits: tl.tensor, EXPONENT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The same for powers of two, and the scale: without a division, which each thread would do for many blocks.
 
     An element's largest magnitude is 1.75 * 2^EXPONENT, so max / amax is at least its power of two where the mantissa
@@ -167,7 +167,7 @@ def _block_encode(bits: tl.tensor, EXPONENT: tl.constexpr) -> tuple[tl.tensor, t
 
 
 @triton.jit
-def _elements(values: tl.tensor, MAX: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def elements_of(values: tl.tensor, MAX: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     return tl.clamp(values, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
@@ -215,7 +215,7 @@ def _tile_kernel(
     values = tl.load(x + row.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
     if PARTIALS or given is not None:
         if PARTIALS:
-            encode = _tensor_encode(tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0), MAX)
+            encode = tensor_encode(tl.max(tl.load(partial + tl.arange(0, PARTIALS)), 0), MAX)
         else:
             encode = tl.load(given)
         if amax is not None:
@@ -225,7 +225,7 @@ def _tile_kernel(
             tl.store(row_scales, tl.div_rn(1.0, encode))
     else:
         bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        encode, scale = _block_encode(tl.max(tl.max(bits, 1), 0), EXPONENT)
+        encode, scale = block_encode(tl.max(tl.max(bits, 1), 0), EXPONENT)
         if ROWS:
             place = row_scales + row_block * (rows_stride // WIDTH) + column_block
             tl.store(place, scale, row_block * HEIGHT < rows)
@@ -235,9 +235,9 @@ def _tile_kernel(
     values = values * encode
     if ROWS:
         place = by_rows + row.to(tl.int64) * rows_stride + column
-        tl.store(place, _elements(values, MAX, by_rows.dtype.element_ty), (row < rows) & (column < rows_stride))
+        tl.store(place, elements_of(values, MAX, by_rows.dtype.element_ty), (row < rows) & (column < rows_stride))
     if COLUMNS:
-        elements = tl.trans(_elements(values, MAX, by_columns.dtype.element_ty))
+        elements = tl.trans(elements_of(values, MAX, by_columns.dtype.element_ty))
         row, column = tl.trans(row), tl.trans(column)
         place = by_columns + column.to(tl.int64) * columns_stride + row
         tl.store(place, elements, (column < columns) & (row < columns_stride))
@@ -262,7 +262,44 @@ def _rows_kernel(
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
+    row = tl.program_id(0) * 128
+    # fmt: off
+    quantize_block(
+        x, by_rows, row_scales, by_columns, column_scales, row, rows, rows, row, True, tl.program_id(1),
+        rows, columns, stride, rows_stride, columns_stride, MAX, EXPONENT, ROWS, COLUMNS, GROUPS, LANES,
+    )
+    # fmt: on
+
+
+@triton.jit
+def quantize_block(
+    x: tl.tensor,
+    by_rows: tl.tensor,
+    row_scales: tl.tensor,
+    by_columns: tl.tensor,
+    column_scales: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    filled: tl.tensor,
+    position: tl.tensor,
+    has_columns: tl.tensor,
+    column_block: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    stride: tl.tensor,
+    rows_stride: tl.tensor,
+    columns_stride: tl.tensor,
+    MAX: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
     """Both copies of a tile of 128 x 128 with a scale for each row, and another for each column.
+
+    The tile has rows ``first`` to ``end`` of x; those from ``filled`` on are zeros. Its columns in a transposed copy
+    (``has_columns``) begin at ``position``, a multiple of 128.
 
     The tile has four dims, [128 / LANES, GROUPS, LANES, 128 / GROUPS], so that a warp holds whole columns: its lanes
     are the third dim, and the warps the second. With two dims the warps would lie along the rows, and the largest
@@ -270,28 +307,28 @@ def _rows_kernel(
     """
     DEPTH: tl.constexpr = 128 // LANES
     WIDTH: tl.constexpr = 128 // GROUPS
-    row_block, column_block = tl.program_id(0), tl.program_id(1)
-    rows_2d = row_block * 128 + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    rows_2d = first + tl.arange(0, DEPTH)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     columns_2d = column_block * 128 + tl.arange(0, GROUPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     row, column = rows_2d[:, None, :, None], columns_2d[None, :, None, :]
-    inside = (row < rows) & (column < columns)
+    inside = (row < filled) & (column < columns)
     values = tl.load(x + row.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if ROWS:
-        encode, scale = _block_encode(tl.max(tl.max(bits, 3), 1), EXPONENT)
-        tl.store(row_scales + column_block * rows + rows_2d, scale, rows_2d < rows)
-        elements = _elements(values * encode[:, None, :, None], MAX, by_rows.dtype.element_ty)
+        encode, scale = block_encode(tl.max(tl.max(bits, 3), 1), EXPONENT)
+        tl.store(row_scales + column_block.to(tl.int64) * rows + rows_2d, scale, rows_2d < end)
+        elements = elements_of(values * encode[:, None, :, None], MAX, by_rows.dtype.element_ty)
         place = by_rows + row.to(tl.int64) * rows_stride + column
-        tl.store(place, elements, (row < rows) & (column < rows_stride))
+        tl.store(place, elements, (row < end) & (column < rows_stride))
     if COLUMNS:
-        encode, scale = _block_encode(tl.max(tl.max(bits, 0), 1), EXPONENT)
-        tl.store(column_scales + row_block * columns + columns_2d, scale, columns_2d < columns)
-        elements = _elements(values * encode[None, :, None, :], MAX, by_columns.dtype.element_ty)
+        encode, scale = block_encode(tl.max(tl.max(bits, 0), 1), EXPONENT)
+        block = (position // 128).to(tl.int64)
+        tl.store(column_scales + block * columns + columns_2d, scale, (columns_2d < columns) & has_columns)
+        elements = elements_of(values * encode[None, :, None, :], MAX, by_columns.dtype.element_ty)
         elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2)), (128, 128))
         column = (column_block * 128 + tl.arange(0, 128))[:, None]
-        row = (row_block * 128 + tl.arange(0, 128))[None, :]
-        place = by_columns + column.to(tl.int64) * columns_stride + row
-        tl.store(place, elements, (column < columns) & (row < columns_stride))
+        token = (position + tl.arange(0, 128))[None, :]
+        place = by_columns + column.to(tl.int64) * columns_stride + token
+        tl.store(place, elements, (column < columns) & (token < columns_stride) & has_columns)
 
 
 _launch_amax = Launches(_amax_kernel, num_warps=8)

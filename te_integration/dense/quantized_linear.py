@@ -4,8 +4,8 @@ Legend: T rows (all leading dims of the input together), K input features, N out
 """
 
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,23 @@ from ..recipes import Operand, Recipe
 from ..torch_internals import watch_prehooks
 from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
 
-__all__ = ["HALF", "Quantizing", "copies", "copies_of_weight", "overflow_as_nan", "quantized_linear", "takes_recipe"]
+__all__ = [
+    "HALF",
+    "Moment",
+    "Quantizing",
+    "copies",
+    "copies_of_weight",
+    "kept_copies",
+    "overflow_as_nan",
+    "quantized_linear",
+    "takes_recipe",
+]
 
 HALF = (torch.bfloat16, torch.float16)
 Quantizing: TypeAlias = Recipe | ProductScaling
 """What quantises the operands of one product: a recipe, or one with the product's own scales."""
+Moment: TypeAlias = Literal["forward", "backward", "evaluation"]
+_Copy = TypeVar("_Copy")
 
 
 def takes_recipe(recipe: Recipe, input: Tensor, owner: str) -> bool:
@@ -198,11 +210,11 @@ def _whole(weights: Sequence[Tensor], dtype: torch.dtype, *, transposed: bool) -
 
 
 class _Kept(NamedTuple):
-    """A weight's copies, kept in its ``GradRecord`` while an iteration's gradients are summed."""
+    """Copies of weights, kept in a ``GradRecord`` while an iteration's gradients are summed."""
 
     key: tuple[Any, ...]
-    rows: Quantized | None
-    columns: Quantized | None
+    rows: Any
+    columns: Any
 
 
 def copies_of_weight(
@@ -213,22 +225,40 @@ def copies_of_weight(
     transposed: bool,
     rows: bool = False,
     columns: bool = False,
-    moment: Literal["forward", "backward", "evaluation"],
+    moment: Moment,
 ) -> tuple[Quantized | None, Quantized | None]:
-    """The quantised copies of W [N, K], as it is and transposed.
+    """The quantised copies of W [N, K], as it is and transposed: see ``kept_copies``."""
+
+    def make(rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
+        return copies(recipe, "weight", _whole(weights, dtype, transposed=transposed), rows=rows, columns=columns)
+
+    return kept_copies(weights, (recipe, dtype, transposed), make, rows=rows, columns=columns, moment=moment)
+
+
+def kept_copies(
+    weights: Sequence[Tensor],
+    form: tuple[Any, ...],
+    make: Callable[[bool, bool], tuple[_Copy | None, _Copy | None]],
+    *,
+    rows: bool,
+    columns: bool,
+    moment: Moment,
+) -> tuple[_Copy | None, _Copy | None]:
+    """``make(rows, columns)``: quantised copies of weights, as they are and transposed; or those kept in this ``form``.
 
     Under our provider a forward that trains keeps its copies: for this iteration's backwards, and for its forwards from
     the first gradient on. Before it, and after the last, somebody may write the weights and tell nobody (fused
     optimizers raise no version); but gradients of different weights are never summed. An evaluation takes the weights
-    as they are: others may have been swapped in for it.
+    as they are: others may have been swapped in for it. A forward whose copies are not kept makes those that it needs
+    itself, as they are, and no others.
     """
     number = capture_number()
     record = None if number is None or moment == "evaluation" else record_of(weights[0])
     if record is not None and (record.closed is not None or record.make_room is not None):
         record = None  # sharded weights come and go within an iteration
     if record is None:
-        return copies(recipe, "weight", _whole(weights, dtype, transposed=transposed), rows=rows, columns=columns)
-    key = recipe, dtype, transposed, number, *((weight._version, weight.data_ptr()) for weight in weights)
+        return make(rows, columns and not rows)
+    key = *form, number, *((weight._version, weight.data_ptr()) for weight in weights)
     kept = record.of_weight
     if (
         (record.written or moment == "backward")
@@ -238,7 +268,7 @@ def copies_of_weight(
         and not (columns and kept.columns is None)
     ):
         return kept.rows, kept.columns
-    made = copies(recipe, "weight", _whole(weights, dtype, transposed=transposed), rows=rows, columns=columns)
+    made = make(rows, columns)
     if moment == "forward":
         record.of_weight = _Kept(key, *made)
     return made

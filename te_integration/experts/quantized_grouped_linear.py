@@ -15,14 +15,16 @@ from ...ddp.contract.target import Place
 from ...kernels import PerExpert
 from ...kernels.quantized import (
     GroupedQuantized,
-    Quantized,
-    quantize,
-    quantize_grouped,
+    QuantizedExperts,
+    lacking_for_experts,
+    quantize_experts,
+    quantize_grouped_both,
     restored,
     scaled_grouped_product,
 )
 from ..dense.fused_linear import cast
-from ..recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Operand, Recipe
+from ..dense.quantized_linear import Moment, kept_copies, overflow_as_nan
+from ..recipes import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from ..torch_internals import watch_prehooks
 from .fused_grouped_linear import (
     GroupedCall,
@@ -74,10 +76,12 @@ def _refuse_unsupported(recipe: Recipe, input: Tensor, owner: str) -> None:
             f"computes in {input.dtype}, or under another recipe"
         )
     if input.is_cuda and not recipe.emulate:
-        raise RuntimeError(
-            f"{owner}: {name} has no kernel for experts on GPUs here. {name}(emulate=True) quantises, and multiplies "
-            f"in fp32: right, and slower than bf16"
-        )
+        needed = lacking_for_experts(recipe.spec("input", columns=False), input.device)
+        if needed is not None:
+            raise RuntimeError(
+                f"{owner}: {name} with experts on {torch.cuda.get_device_name(input.device)} needs {needed}. "
+                f"{name}(emulate=True) quantises, and multiplies in fp32: right, and slower than bf16"
+            )
 
 
 class _QuantizedGroupedLinear(torch.autograd.Function):
@@ -90,10 +94,16 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         needs_dx, _, _, *needs = ctx.needs_input_grad
         needs_dw, needs_db, needs_ds = True in needs[:count], True in needs[count:-1], needs[-1]
         assert call.recipe is not None, "of quantised products"
-        columns = None
-        if needs_dw and call.trains:
-            spec = call.recipe.spec("input", columns=True)
-            columns = quantize_grouped(x, spec, call.offsets, transposed=True)
+        rows, columns = quantize_grouped_both(
+            x,
+            call.recipe.spec("input", columns=False),
+            call.recipe.spec("input", columns=True) if needs_dw and call.trains else None,
+            call.offsets,
+        )
+        of_weights, _ = _copies_of_weights(
+            weights, call, rows=True, columns=needs_dx, moment="forward" if call.trains else "evaluation"
+        )
+        assert rows is not None and of_weights is not None
         ctx.x_kind = None if columns is None else (columns.matrix.spec, columns.matrix.columns)
         ctx.save_for_backward(
             call.offsets,
@@ -103,10 +113,9 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
             *(() if columns is None else columns.tensors),
         )
         note_call(ctx, x, use, call, tensors)
-        rows = quantize_grouped(x, call.recipe.spec("input", columns=False), call.offsets)
         y = scaled_grouped_product(
             rows,
-            _quantized_weights(weights, call, columns=False),
+            of_weights,
             call.dtype,
             bias=per_expert(biases, call.packed_bias, call.dtype) if biases else None,
             bias_scale=scale,
@@ -144,27 +153,42 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
         places = use.target.resolve([want is Demand.ACCUMULATE for want in wanted])
 
     dbs_and_ds = bias_grads(ctx, dy, offsets, scale, biases)
-    if call.dtype is torch.float16:  # elements have no Inf, from which a loss scaler learns of an overflow
-        dy = dy.masked_fill(dy.isinf(), torch.nan)
-    dx = None
+    dy = overflow_as_nan(dy)
+    needs_dw = ctx.x_kind is not None
+    rows = grad = dx = None
+    if needs_dx or needs_dw:
+        rows, grad = quantize_grouped_both(
+            dy,
+            call.recipe.spec("grad", columns=False) if needs_dx else None,
+            call.recipe.spec("grad", columns=True) if needs_dw else None,
+            offsets,
+        )
     if needs_dx:
-        rows = quantize_grouped(dy, call.recipe.spec("grad", columns=False), offsets)
-        of_weights = _quantized_weights(weights, call, columns=True)
+        _, of_weights = _copies_of_weights(weights, call, rows=False, columns=True, moment="backward")
+        assert rows is not None and of_weights is not None
         dx = scaled_grouped_product(rows, of_weights, call.dtype, out=call.grad_input)
         dx = cast(dx, ctx.input_dtype) if call.grad_input is None else written(dx)
     dws: list[Tensor | None] = [None] * len(wanted)
-    if ctx.x_kind is not None:
+    if needs_dw:
+        assert grad is not None
         *of_matrix, segments = others[num_weights + num_biases :]
         x = GroupedQuantized(restored(of_matrix, *ctx.x_kind), segments, transposed=True)
-        grad = quantize_grouped(dy, call.recipe.spec("grad", columns=True), offsets, transposed=True)
         dws = weight_grads(ctx, grad, x, offsets, wanted, places)
     return (dx, None, None, *dws, *dbs_and_ds)
 
 
-def _quantized_weights(weights: Sequence[Tensor], call: GroupedCall, *, columns: bool) -> list[Quantized]:
-    """[N, K] of each expert; or their transposes."""
-    assert call.recipe is not None, "of quantised products"
-    operand: Operand = "weight"
-    spec = call.recipe.spec(operand, columns=columns)
-    each = weights[0].unbind() if weights[0].dim() == 3 else weights
-    return [quantize(cast(weight.t() if columns else weight, call.dtype), spec) for weight in each]
+def _copies_of_weights(
+    weights: Sequence[Tensor], call: GroupedCall, *, rows: bool, columns: bool, moment: Moment
+) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
+    """[N, K] of each expert, and their transposes."""
+    recipe = call.recipe
+    assert recipe is not None, "of quantised products"
+
+    def make(rows: bool, columns: bool) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
+        return quantize_experts(
+            per_expert(weights, weights[0].dim() == 3, call.dtype),
+            recipe.spec("weight", columns=False) if rows else None,
+            recipe.spec("weight", columns=True) if columns else None,
+        )
+
+    return kept_copies(weights, (recipe, call.dtype), make, rows=rows, columns=columns, moment=moment)

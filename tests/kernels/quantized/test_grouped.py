@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from maingrad.kernels.quantized import (
     Element,
     GroupedQuantized,
-    Quantized,
     QuantSpec,
     ScaleForm,
     dequantize,
     dequantize_grouped,
     quantize,
+    quantize_experts,
     quantize_grouped,
     scaled_grouped_product,
     scaled_grouped_wgrad_accumulate,
@@ -55,7 +55,7 @@ def expert_of(q: GroupedQuantized, expert: int, spec: QuantSpec) -> tuple[Tensor
         return data[start:end], scale[expert] if spec.block is None else scale[start:end], _at(factor, expert)
     in_byte = 2 if spec.element is Element.E2M1 else 1
     data = data[:, start // in_byte : end // in_byte]
-    width = 1 if spec.block is None else spec.block[1]
+    width = 32 if spec.block is None else spec.block[1]
     return data, scale[expert] if spec.block is None else scale[:, start // width : end // width], _at(factor, expert)
 
 
@@ -113,7 +113,7 @@ def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
         x, offsets = torch.empty(1000, 64, dtype=torch.bfloat16), torch.empty(9, dtype=torch.int64)
         q = quantize_grouped(x, GROUPED[name], offsets, transposed=transposed)
         found = dequantize_grouped(q)
-    width = {"block": 128, "MXFP8": 32, "NVFP4": 16}.get(name.split(",")[0], 1)
+    width = {"block": 128, "MXFP8": 32, "NVFP4": 16}.get(name.split(",")[0], 32)
     assert found.shape == ((64, (1000 + (width - 1) * 8) // width * width) if transposed else (1000, 64))
 
 
@@ -139,14 +139,15 @@ def test_products(name: str, scaled: bool) -> None:
     draws = torch.Generator().manual_seed(1)
     weights, biases = torch.randn(4, 17, FEATURES, generator=draws), torch.randn(4, 17, generator=draws)
     scale = torch.rand(len(x), generator=draws) if scaled else None
-    quantized = [quantize(weight, weight_spec) for weight in weights]
+    quantized, _ = quantize_experts(list(weights), weight_spec, None)
+    assert quantized is not None
     rows = quantize_grouped(x, spec, offsets)
     y = scaled_grouped_product(rows, quantized, torch.float32, bias=list(biases), bias_scale=scale)
     for expert, part in enumerate(x[: offsets[-1]].split(splits)):
         start, end = (int(each) for each in offsets[expert : expert + 2])
         if start < end:
             s = 1.0 if scale is None else scale[start:end, None].double()
-            expected = exact(part, spec) @ dequantize(quantized[expert], torch.float64).t()
+            expected = exact(part, spec) @ dequantize(quantized.unbind()[expert], torch.float64).t()
             expected += s * biases[expert].double()
             assert (y[start:end].double() - expected).norm() < 1e-5 * expected.norm()
     assert y[offsets[-1] :].count_nonzero() == 0
@@ -186,9 +187,10 @@ def test_weight_gradients(name: str, dtype: torch.dtype) -> None:
 def test_products_that_do_not_match() -> None:
     offsets = torch.tensor([0, 4])
     rows = quantize_grouped(torch.ones(4, 8), SPECS["current"], offsets)
-    weight: Quantized = quantize(torch.ones(4, 16), SPECS["current"])
+    weights, _ = quantize_experts(torch.ones(1, 4, 16), SPECS["current"], None)
+    assert weights is not None
     with pytest.raises(ValueError, match="contracts the last dims"):
-        scaled_grouped_product(rows, [weight], torch.float32)
+        scaled_grouped_product(rows, weights, torch.float32)
     rotated = QuantSpec(Element.E4M3, (1, 16), ScaleForm.POWER_OF_TWO, rotated=True)
     plain = dataclasses.replace(rotated, rotated=False)
     x = torch.ones(32, 8)

@@ -398,7 +398,7 @@ def no_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> Tensor:
         raise AssertionError("a product ran")
 
-    for name in ("scaled_grouped_product", "quantize_grouped", "quantize"):
+    for name in ("scaled_grouped_product", "quantize_grouped_both", "quantize_experts"):
         monkeypatch.setattr(f"maingrad.te_integration.experts.quantized_grouped_linear.{name}", fail)
 
 
@@ -419,14 +419,22 @@ def test_recipes_of_others_are_refused(no_products: None) -> None:
         layer(x, splits)
 
 
-def test_gpus_without_a_kernel_are_refused(no_products: None) -> None:
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0)])
+def test_gpus_without_a_kernel_are_refused(
+    no_products: None, capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fake tensors on a GPU, which this machine need not have; a module would look for the GPU."""
+    for module in ("operands", "grouped_operands"):
+        monkeypatch.setattr(f"maingrad.kernels.quantized.{module}.capability_of", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     for recipe in RECIPES.values():
+        if capability == (9, 0) and isinstance(recipe, Float8CurrentScaling | Float8BlockScaling):
+            continue
         with FakeTensorMode():
             weights = torch.empty(2, 64, 64, dtype=torch.bfloat16, device="cuda")
             x, offsets = torch.empty(8, 64, dtype=torch.bfloat16, device="cuda"), torch.empty(3, device="cuda")
             use = GroupedUse([weights], ["weight"], "GroupedLinear", fused=False)
-            with pytest.raises(RuntimeError, match=r"GroupedLinear: .* no kernel for experts .*emulate=True"):
+            with pytest.raises(RuntimeError, match=r"GroupedLinear: .* with experts on a GPU needs .*emulate=True"):
                 quantized_grouped_linear(x, weights, None, offsets, use, recipe=recipe)
 
 

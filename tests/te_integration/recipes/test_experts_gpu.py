@@ -22,8 +22,9 @@ from maingrad.te_integration.recipes import Recipe
 
 pytestmark = pytest.mark.gpu
 
-CLASSES = (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
 RECIPES: dict[str, Recipe] = {
+    "current, kernels": Float8CurrentScaling(),
+    "block, kernels": Float8BlockScaling(),
     "current": Float8CurrentScaling(emulate=True),
     "block": Float8BlockScaling(emulate=True),
     "MXFP8": MXFP8BlockScaling(emulate=True),
@@ -100,10 +101,11 @@ def test_a_graphed_step_takes_the_splits_of_its_call(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_graphed_callables_follow_the_recipe(delay: bool) -> None:
+@pytest.mark.parametrize("recipe", ["block", "block, kernels", "current, kernels"])
+def test_graphed_callables_follow_the_recipe(recipe: str, delay: bool) -> None:
     mlp = experts("cuda", delay_wgrad_compute=delay)
     model = DistributedDataParallel(mlp)
-    with autocast(recipe=RECIPES["block"]):
+    with autocast(recipe=RECIPES[recipe]):
         (call,) = make_graphed_callables([mlp], [inputs("cuda", 1)])
         found = []
         for run in (call, mlp):
@@ -120,7 +122,7 @@ def test_graphed_callables_follow_the_recipe(delay: bool) -> None:
         call(*inputs("cuda"))
 
 
-@pytest.mark.parametrize("recipe", CLASSES)
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling, NVFP4BlockScaling])
 def test_without_a_kernel(recipe: type[Recipe]) -> None:
     splits = torch.tensor([3, 5], device="cuda")
     x = torch.ones(8, 64, device="cuda", dtype=torch.bfloat16)

@@ -1,0 +1,389 @@
+"""The quantiser for experts as Triton kernels: rows of experts, and matrices of experts. The bits are the reference's.
+
+Legend: E experts, T rows, R rows of a matrix, C columns. The rows of an expert are cut into tiles of 128, beginning at
+its first row: a tile is one expert's. It is read once, and both copies are written.
+
+Where an expert has one scale, a kernel finds its largest magnitude first, by atomic maxima of bits, which do not depend
+on the order.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..compat import device_of
+from ..experts import PerExpert, locate_experts
+from ..triton_support import expert_pointer, triton_dtype
+from .grouped import GroupedQuantized, QuantizedExperts, most_columns
+from .quantize_triton import block_encode, elements_of, quantize_block, tensor_encode
+from .spec import Quantized, QuantSpec
+
+__all__ = ["quantize_experts_triton", "quantize_grouped_triton"]
+
+_TILE = 128
+_LINE = 128
+"""Bytes of a cache line: a row of a copy that contracts along the tokens begins with one."""
+
+
+def quantize_grouped_triton(
+    x: Tensor, rows: QuantSpec | None, columns: QuantSpec | None, offsets: Tensor
+) -> tuple[GroupedQuantized | None, GroupedQuantized | None]:
+    """Each expert's rows of x [T, C] as they are by ``rows``, and transposed by ``columns``; None: not this copy.
+
+    Both specs are equal: one scale for each expert, or powers of two for blocks of 1 x 128. A copy as it is holds zeros
+    for pad rows. What lies behind the last expert's columns of a transposed copy is not written.
+    """
+    spec = rows or columns
+    assert spec is not None and (rows is None or columns is None or rows == columns), "one form"
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    (height, width), num_experts = x.shape, offsets.shape[0] - 1
+    by_rows = None if rows is None else _rows_copy(x, rows, num_experts)
+    segments = None if columns is None else torch.empty_like(offsets)
+    by_columns = None if columns is None else _columns_copy(x, columns, num_experts)
+    if spec.block is None and by_rows is not None and by_columns is not None:
+        by_columns = by_columns._replace(scale=by_rows.scale)
+    left, right = by_rows or by_columns, by_columns or by_rows
+    assert left is not None and right is not None
+    tiles = height // _TILE + min(num_experts + 1, height)  # each expert has at most one partial tile
+    across = width if by_rows is None else by_rows.data.shape[1]
+    sizes = num_experts, height, width, x.stride(0), left.data.stride(0), right.data.stride(0)
+    forms = {"ROWS": by_rows is not None, "COLUMNS": by_columns is not None, "MAX": spec.element.max}
+    forms["BLOCK_E"] = triton.next_power_of_2(num_experts + 1)
+    with device_of(x):
+        if spec.block is None:
+            amax = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
+            _rows_amax_kernel[(tiles, triton.cdiv(width, 1024))](
+                x, offsets, amax, num_experts, height, width, x.stride(0), forms["BLOCK_E"], 8, 256, 1024, num_warps=4
+            )
+            _rows_of_experts_kernel[(tiles, triton.cdiv(across, 64))](
+                x, offsets, amax, left.data, left.scale, right.data, segments, *sizes, **forms, num_warps=4
+            )
+        else:
+            exponent = math.frexp(spec.element.max)[1] - 1
+            _blocks_of_experts_kernel[(tiles, triton.cdiv(across, _TILE))](
+                x, offsets, left.data, left.scale, right.data, right.scale, segments, *sizes, **forms,
+                EXPONENT=exponent, GROUPS=8, LANES=32, num_warps=4,
+            )  # fmt: skip
+    of_columns = None
+    if by_columns is not None:
+        assert segments is not None
+        of_columns = GroupedQuantized(by_columns, segments, transposed=True)
+    return None if by_rows is None else GroupedQuantized(by_rows, offsets, transposed=False), of_columns
+
+
+def _rows_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
+    height, width = x.shape
+    data = x.new_empty(height, -(-width // 16) * 16, dtype=spec.element.dtype)
+    if spec.block is None:
+        scale = x.new_empty(num_experts, dtype=torch.float32)
+    else:  # those of a block column lie together: a tile of a product reads them for its rows
+        scale = x.new_empty(-(-width // spec.block[1]), height, dtype=torch.float32).t()
+    return Quantized(data, scale, None, spec, width)
+
+
+def _columns_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
+    height, width = x.shape
+    columns = most_columns(height, num_experts, spec)
+    data = x.new_empty(width, -(-columns // _LINE) * _LINE, dtype=spec.element.dtype)
+    if spec.block is None:
+        scale = x.new_empty(num_experts, dtype=torch.float32)
+    else:
+        scale = x.new_empty(columns // spec.block[1], width, dtype=torch.float32).t()
+    return Quantized(data, scale, None, spec, columns)
+
+
+@triton.jit
+def _find_tile(
+    program: tl.tensor, offsets: tl.tensor, E: tl.tensor, T: tl.tensor, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr
+) -> tl.tensor:
+    """Expert, first row and end of the expert's rows; first column in a transposed copy, and end of the expert's.
+
+    Expert E stands for the rows behind the last expert. A program without a tile gets an expert above E.
+    """
+    groups = tl.arange(0, BLOCK_E)
+    starts = tl.load(offsets + groups, mask=groups <= E, other=0).to(tl.int32)
+    ends = tl.load(offsets + groups + 1, mask=groups < E, other=0).to(tl.int32)
+    ends = tl.where(groups == E, T, ends)
+    sizes = tl.where(groups <= E, ends - starts, 0)
+    tiles = tl.cdiv(sizes, 128)
+    tiles_until = tl.cumsum(tiles, 0)
+    units = tl.cdiv(sizes, WIDTH)
+    units_until = tl.cumsum(units, 0)
+    expert = tl.sum((tiles_until <= program).to(tl.int32), 0)
+    mine = groups == expert
+    down = (program - tl.sum(tl.where(mine, tiles_until - tiles, 0), 0)) * 128
+    row = tl.sum(tl.where(mine, starts, 0), 0) + down
+    # Products with WIDTH come last: they tell the compiler how columns are aligned.
+    position = tl.sum(tl.where(mine, units_until - units, 0), 0) * WIDTH + down
+    until = tl.sum(tl.where(mine, units_until, 0), 0) * WIDTH
+    return expert, row, tl.sum(tl.where(mine, ends, 0), 0), position, until
+
+
+@triton.jit
+def _store_segments(
+    segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr
+) -> None:
+    groups = tl.arange(0, BLOCK_E)
+    starts = tl.load(offsets + groups, mask=groups < E, other=0)
+    ends = tl.load(offsets + groups + 1, mask=groups < E, other=0)
+    until = tl.cumsum(tl.cdiv(ends - starts, WIDTH) * WIDTH, 0)
+    tl.store(segments, 0)
+    tl.store(segments + 1 + groups, until, groups < E)
+
+
+@triton.jit
+def _rows_amax_kernel(
+    x: tl.tensor,
+    offsets: tl.tensor,
+    amax: tl.tensor,
+    E: tl.tensor,
+    T: tl.tensor,
+    C: tl.tensor,
+    stride: tl.tensor,
+    BLOCK_E: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """amax [E]: bits of the largest magnitude of each expert's rows. NaN is larger than Inf, as bits."""
+    expert, row, end, _, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, 1)
+    if expert < E:
+        largest = tl.zeros((HEIGHT, WIDTH), tl.int32)
+        for down in tl.range(0, 128, HEIGHT):
+            m = row + down + tl.arange(0, HEIGHT)
+            for chunk in tl.static_range(0, CHUNK, WIDTH):
+                column = tl.program_id(1) * CHUNK + chunk + tl.arange(0, WIDTH)
+                inside = (m[:, None] < end) & (column[None, :] < C)
+                values = tl.load(x + m[:, None].to(tl.int64) * stride + column[None, :], inside, other=0.0)
+                largest = tl.maximum(largest, values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        tl.atomic_max(amax + expert, tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def _rows_of_experts_kernel(
+    x: tl.tensor,
+    offsets: tl.tensor,
+    amax: tl.tensor,
+    by_rows: tl.tensor,
+    scales: tl.tensor,
+    by_columns: tl.tensor,
+    segments: tl.tensor,
+    E: tl.tensor,
+    T: tl.tensor,
+    C: tl.tensor,
+    stride: tl.tensor,
+    rows_stride: tl.tensor,
+    columns_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    WIDTH: tl.constexpr = 32,
+) -> None:
+    """Both copies of a tile [128, 64] that has its expert's scale."""
+    expert, row, end, position, until = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, WIDTH)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        groups = tl.arange(0, BLOCK_E)
+        each = tl.load(amax + groups, mask=groups < E, other=0)
+        tl.store(scales + groups, tl.div_rn(1.0, tensor_encode(each, MAX)), groups < E)
+        if COLUMNS:
+            _store_segments(segments, offsets, E, BLOCK_E, WIDTH)
+    if expert <= E:
+        m = (row + tl.arange(0, 128))[:, None]
+        column = (tl.program_id(1) * 64 + tl.arange(0, 64))[None, :]
+        # Pad rows, which may hold anything, become zeros.
+        inside = (m < end) & (column < C) & (expert < E)
+        values = tl.load(x + m.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
+        values = values * tensor_encode(tl.load(amax + expert, expert < E, other=0), MAX)
+        if ROWS:
+            place = by_rows + m.to(tl.int64) * rows_stride + column
+            tl.store(place, elements_of(values, MAX, by_rows.dtype.element_ty), (m < end) & (column < rows_stride))
+        if COLUMNS:
+            elements = tl.trans(elements_of(values, MAX, by_columns.dtype.element_ty))
+            token = position + tl.arange(0, 128)[None, :]
+            column = tl.trans(column)
+            place = by_columns + column.to(tl.int64) * columns_stride + token
+            tl.store(place, elements, (column < C) & (token < until) & (expert < E))
+
+
+@triton.jit
+def _blocks_of_experts_kernel(
+    x: tl.tensor,
+    offsets: tl.tensor,
+    by_rows: tl.tensor,
+    row_scales: tl.tensor,
+    by_columns: tl.tensor,
+    column_scales: tl.tensor,
+    segments: tl.tensor,
+    E: tl.tensor,
+    T: tl.tensor,
+    C: tl.tensor,
+    stride: tl.tensor,
+    rows_stride: tl.tensor,
+    columns_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MAX: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+) -> None:
+    """Both copies of a tile [128, 128] with scales of 1 x 128, along the columns and along the rows."""
+    expert, row, end, position, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, 128)
+    if COLUMNS and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        _store_segments(segments, offsets, E, BLOCK_E, 128)
+    if expert <= E:
+        # fmt: off
+        quantize_block(
+            x, by_rows, row_scales, by_columns, column_scales,
+            row, end, tl.where(expert < E, end, row), position, expert < E, tl.program_id(1),
+            T, C, stride, rows_stride, columns_stride, MAX, EXPONENT, ROWS, COLUMNS, GROUPS, LANES,
+        )
+        # fmt: on
+
+
+def quantize_experts_triton(
+    matrices: PerExpert, rows: QuantSpec | None, columns: QuantSpec | None
+) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
+    """Each expert's matrix [R, C] as it is by ``rows``, and transposed by ``columns``; None: not this copy.
+
+    Both specs are equal: one scale for each matrix, or powers of two for blocks of 128 x 128. The matrices have
+    adjacent columns, and equal row strides.
+    """
+    spec = rows or columns
+    assert spec is not None and (rows is None or columns is None or rows == columns), "one form"
+    num_experts, (height, width) = len(matrices), matrices[0].shape
+    experts = locate_experts(matrices)
+    by_rows = None if rows is None else _matrices_copy(experts.base, num_experts, height, width, rows)
+    by_columns = None if columns is None else _matrices_copy(experts.base, num_experts, width, height, columns)
+    if spec.block is None and by_rows is not None and by_columns is not None:
+        by_columns = by_columns._replace(scale=by_rows.scale)
+    left, right = by_rows or by_columns, by_columns or by_rows
+    assert left is not None and right is not None
+    down = height if by_columns is None else by_columns.data.shape[2]
+    across = width if by_rows is None else by_rows.data.shape[2]
+    place = experts.base, experts.table, experts.first, experts.step, experts.stride, experts.base.stride(0)
+    sizes = num_experts, height, width
+    spaced = {"DTYPE": triton_dtype(experts.base.dtype), "SCATTERED": experts.table is not None}
+    spaced["ALIGNED"] = experts.aligned
+    amax = None
+    with device_of(experts.base):
+        if spec.block is None:
+            amax = torch.zeros(num_experts, dtype=torch.int32, device=experts.base.device)
+            tiles = triton.cdiv(height, 32), triton.cdiv(width, 1024)
+            _matrices_amax_kernel[(num_experts * tiles[0], tiles[1])](
+                *place, amax, *sizes, tiles[0], **spaced, HEIGHT=8, WIDTH=256, CHUNK=1024, num_warps=4
+            )
+        tile = (128, 64, 4) if spec.block is None else (_TILE, _TILE, 8)
+        tiles = triton.cdiv(down, tile[0]), triton.cdiv(across, tile[1])
+        _matrices_kernel[(num_experts * tiles[0], tiles[1])](
+            *place, amax, left.data, left.scale, right.data, right.scale, *sizes, tiles[0],
+            left.data.stride(1), right.data.stride(1), **spaced, MAX=spec.element.max,
+            EXPONENT=math.frexp(spec.element.max)[1] - 1, ROWS=by_rows is not None, COLUMNS=by_columns is not None,
+            WHOLE=spec.block is None, HEIGHT=tile[0], WIDTH=tile[1], num_warps=tile[2],
+        )  # fmt: skip
+    return by_rows, by_columns
+
+
+def _matrices_copy(beside: Tensor, num_experts: int, rows: int, columns: int, spec: QuantSpec) -> QuantizedExperts:
+    data = beside.new_empty(num_experts, rows, -(-columns // 16) * 16, dtype=spec.element.dtype)
+    shape = (num_experts,) if spec.block is None else (num_experts, -(-rows // _TILE), -(-columns // _TILE))
+    return QuantizedExperts(data, beside.new_empty(shape, dtype=torch.float32), None, spec, columns)
+
+
+@triton.jit
+def _matrices_amax_kernel(
+    base: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    step: tl.tensor,
+    stride_expert: tl.tensor,
+    stride: tl.tensor,
+    amax: tl.tensor,
+    E: tl.tensor,
+    R: tl.tensor,
+    C: tl.tensor,
+    tiles: tl.tensor,
+    DTYPE: tl.constexpr,
+    SCATTERED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """amax [E]: bits of the largest magnitude of each matrix."""
+    expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    x = expert_pointer(base, table, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED)
+    largest = tl.zeros((HEIGHT, WIDTH), tl.int32)
+    for down in tl.range(0, 32, HEIGHT):
+        row = (tile * 32 + down + tl.arange(0, HEIGHT))[:, None]
+        for chunk in tl.static_range(0, CHUNK, WIDTH):
+            column = (tl.program_id(1) * CHUNK + chunk + tl.arange(0, WIDTH))[None, :]
+            values = tl.load(x + row.to(tl.int64) * stride + column, (row < R) & (column < C), other=0.0)
+            largest = tl.maximum(largest, values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(amax + expert, tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def _matrices_kernel(
+    base: tl.tensor,
+    table: tl.tensor,
+    first: tl.tensor,
+    step: tl.tensor,
+    stride_expert: tl.tensor,
+    stride: tl.tensor,
+    amax: tl.tensor,
+    by_rows: tl.tensor,
+    row_scales: tl.tensor,
+    by_columns: tl.tensor,
+    column_scales: tl.tensor,
+    E: tl.tensor,
+    R: tl.tensor,
+    C: tl.tensor,
+    tiles: tl.tensor,
+    rows_stride: tl.tensor,
+    columns_stride: tl.tensor,
+    DTYPE: tl.constexpr,
+    SCATTERED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    MAX: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Both copies of a tile that has one scale: its matrix's (WHOLE), or its own."""
+    expert, row_block, column_block = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
+    x = expert_pointer(base, table, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED)
+    row = (row_block * HEIGHT + tl.arange(0, HEIGHT))[:, None]
+    column = (column_block * WIDTH + tl.arange(0, WIDTH))[None, :]
+    values = tl.load(x + row.to(tl.int64) * stride + column, (row < R) & (column < C), other=0.0).to(tl.float32)
+    if WHOLE:
+        encode = tensor_encode(tl.load(amax + expert), MAX)
+        if (row_block == 0) & (column_block == 0):
+            tl.store(row_scales + expert, tl.div_rn(1.0, encode))
+    else:
+        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        encode, scale = block_encode(tl.max(tl.max(bits, 1), 0), EXPONENT)
+        down, across = tl.cdiv(R, HEIGHT), tl.cdiv(C, WIDTH)
+        is_block = (row_block < down) & (column_block < across)
+        if ROWS:
+            tl.store(row_scales + (expert * down + row_block) * across + column_block, scale, is_block)
+        if COLUMNS:
+            tl.store(column_scales + (expert * across + column_block) * down + row_block, scale, is_block)
+    values = values * encode
+    if ROWS:
+        place = by_rows + expert.to(tl.int64) * R * rows_stride + row.to(tl.int64) * rows_stride + column
+        tl.store(place, elements_of(values, MAX, by_rows.dtype.element_ty), (row < R) & (column < rows_stride))
+    if COLUMNS:
+        elements = tl.trans(elements_of(values, MAX, by_columns.dtype.element_ty))
+        row, column = tl.trans(row), tl.trans(column)
+        place = by_columns + expert.to(tl.int64) * C * columns_stride + column.to(tl.int64) * columns_stride + row
+        tl.store(place, elements, (column < C) & (row < columns_stride))

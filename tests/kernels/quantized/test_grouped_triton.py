@@ -1,0 +1,214 @@
+"""Experts' Triton kernels: the quantiser's bits are the reference's; products against fp64 of the same elements.
+
+What Triton's interpreter does to elements of 8 bits is in ``test_quantize_triton.py``. It has no products of them.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from quant_oracle import NAN, SPECS
+from torch import Tensor
+from triton_devices import LAUNCHER_DEVICES, nan_filled_memory
+
+from maingrad.kernels.quantized import (
+    GroupedQuantized,
+    Quantized,
+    QuantizedExperts,
+    QuantSpec,
+    dequantize,
+    dequantize_grouped,
+    quantize_experts,
+    quantize_grouped,
+    quantize_grouped_both,
+    scaled_grouped_product,
+    scaled_grouped_wgrad_accumulate,
+)
+
+pytest.importorskip("triton", reason="the launchers are Triton's")
+from maingrad.kernels.quantized.grouped_quantize_triton import quantize_experts_triton, quantize_grouped_triton
+
+NAMES = ["current", "current, gradients", "block"]
+SPLITS = {
+    "uneven": ([130, 0, 1, 33, 128], 0),
+    "padded": ([5, 16, 0, 300], 70),
+    "one": ([57], 0),
+    "one row": ([1], 0),
+    "padding alone": ([0, 0], 9),
+    "many": ([2] * 14, 3),
+}
+
+
+def rows_of(splits: str, width: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Rows of many magnitudes, some of them not finite, with NaN and Inf in pad rows; and offsets."""
+    sizes, padding = SPLITS[splits]
+    draws = torch.Generator().manual_seed(0)
+    total = sum(sizes) + padding
+    x = torch.randn(total, width, generator=draws) * torch.exp2(torch.randn(total, 1, generator=draws) * 3)
+    x[:3, -1] = torch.tensor([float("inf"), 1e-40, 0.0])[: min(total, 3)]
+    x[sum(sizes) :] = NAN
+    x[sum(sizes) + 1 :] = float("inf")
+    return x.to(dtype).to(device), torch.tensor([0, *itertools.accumulate(sizes)], device=device)
+
+
+def check_elements(found: Tensor, expected: Tensor, spec: QuantSpec) -> None:
+    """Bit for bit on a GPU; in the interpreter near, where elements are normal."""
+    if found.is_cuda:
+        torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        return
+    smallest = 2**-6 if expected.dtype is torch.float8_e4m3fn else 2**-14
+    mine, other = found.float(), expected.float()
+    normal = other.abs() > smallest
+    assert ((mine - other).abs() <= 0.5 * other.abs())[normal].all()
+    assert (mine.abs() <= 2 * smallest)[~normal & ~other.isnan()].all()
+
+
+def check_rows(found: GroupedQuantized | None, expected: GroupedQuantized) -> None:
+    assert found is not None and torch.equal(found.offsets, expected.offsets)
+    mine, other = found.matrix, expected.matrix
+    assert mine.shape == other.shape
+    end = int(expected.offsets[-1]) if expected.transposed else other.columns
+    check_elements(mine.data[:, :end], other.data[:, :end], other.spec)
+    if not expected.transposed:
+        assert not mine.data[:, other.columns :].view(torch.uint8).any()
+    blocks = other.scale.shape[-1]
+    if expected.transposed and other.spec.block is not None:
+        blocks = end // other.spec.block[1]
+    assert torch.equal(mine.scale[..., :blocks], other.scale[..., :blocks])
+    nothing = dequantize_grouped(found)
+    assert not (nothing[:, end:] if expected.transposed else nothing[int(expected.offsets[-1]) :]).count_nonzero()
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(4)
+def test_rows_of_experts(device: str, name: str, splits: str) -> None:
+    spec = SPECS[name]
+    for number, (dtype, width) in enumerate(((torch.bfloat16, 170), (torch.float16, 150), (torch.float16, 1))):
+        x, offsets = rows_of(splits, width, device, dtype)
+        matrix = (x, x.t().contiguous().t(), x)[number]
+        with nan_filled_memory():
+            copies = [quantize_grouped_triton(matrix, spec, spec, offsets)]
+            if number == 0:
+                matrix = torch.cat([x, x], 1)[:, :width]  # rows further apart
+                copies.append(quantize_grouped_triton(matrix, spec, None, offsets))
+                copies.append(quantize_grouped_triton(matrix, None, spec, offsets))
+        for rows, columns in copies:
+            if rows is not None:
+                check_rows(rows, quantize_grouped(matrix, spec, offsets))
+            if columns is not None:
+                check_rows(columns, quantize_grouped(matrix, spec, offsets, transposed=True))
+
+
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("name", ["current", "block, weights"])
+@pytest.mark.sampled(100)
+def test_matrices_of_experts(device: str, name: str) -> None:
+    """Packed, evenly spaced and scattered; with a matrix of zeros, one with Inf and one with NaN."""
+    spec = dataclasses.replace(SPECS[name], emulated=True)
+    for shape in ((130, 70), (1, 33)):
+        packed = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+        packed[0], packed[1, 0, 3], packed[2, 0, 5] = 0.0, float("inf"), NAN
+        packed = packed.to(device)
+        scattered = [packed[e].clone() for e in (2, 0, 3, 1)]
+        for matrices in (packed, list(packed.flip(0)), scattered):
+            with nan_filled_memory():
+                both = quantize_experts_triton(matrices, SPECS[name], SPECS[name])
+                rows, _ = quantize_experts_triton(matrices, SPECS[name], None)
+                _, columns = quantize_experts_triton(matrices, None, SPECS[name])
+            for found, expected in zip((*both, rows, columns), quantize_experts(matrices, spec, spec) * 2, strict=True):
+                assert found is not None and expected is not None
+                for mine, other in zip(found.unbind(), expected.unbind(), strict=True):
+                    assert torch.equal(mine.scale, other.scale)
+                    assert not mine.data[:, mine.columns :].view(torch.uint8).any()
+                    check_elements(mine.data[:, : mine.columns], other.data, spec)
+
+
+def experts(count: int, n: int, k: int, spec: QuantSpec, *, transposed: bool) -> QuantizedExperts:
+    draws = torch.Generator().manual_seed(1)
+    weights = torch.randn(count, n, k, generator=draws).bfloat16().cuda()
+    rows, columns = quantize_experts(weights, None if transposed else spec, spec if transposed else None)
+    found = columns if transposed else rows
+    assert found is not None
+    return found
+
+
+def exact(q: Quantized) -> Tensor:
+    return dequantize(q, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("name", ["current", "current, gradients", "block"])
+@pytest.mark.sampled(100)
+def test_products(name: str, splits: str) -> None:
+    """Sums are promoted after 128 terms: 5e-4 of fp64."""
+    spec = SPECS[name]
+    of_weights = SPECS["block, weights"] if name == "block" else SPECS["current"]
+    count = len(SPLITS[splits][0])
+    for n, k in ((200, 300), (16, 4096), (1, 130), (129, 1)):
+        x, offsets = rows_of(splits, k, "cuda")
+        x = x.nan_to_num(0.0, 1.0, 1.0) if int(offsets[-1]) == len(x) else x
+        x[: int(offsets[-1])] = x[: int(offsets[-1])].nan_to_num(0.0, 1.0, 1.0)
+        weights = experts(count, n, k, of_weights, transposed=False)
+        bias, scale = torch.randn(count, n, device="cuda").bfloat16(), torch.rand(len(x), device="cuda")
+        rows, _ = quantize_grouped_both(x, spec, None, offsets)
+        assert rows is not None
+        with nan_filled_memory():
+            plain = scaled_grouped_product(rows, weights, torch.float32)
+            y = scaled_grouped_product(rows, weights, torch.bfloat16, bias=bias, bias_scale=scale)
+            discrete = scaled_grouped_product(rows, weights, torch.bfloat16, bias=list(bias.unbind()), bias_scale=scale)
+            wide = torch.full((n, len(x)), NAN, device="cuda", dtype=torch.bfloat16).t()
+            scaled_grouped_product(rows, weights, torch.bfloat16, bias=bias, bias_scale=scale, out=wide)
+        assert torch.equal(y, discrete) and torch.equal(y, wide)
+        terms = dequantize_grouped(rows, torch.float64)
+        expected = torch.zeros(len(x), n, dtype=torch.float64, device="cuda")
+        for e, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+            expected[start:end] = terms[start:end] @ exact(weights.unbind()[e]).t()
+        assert (plain - expected).norm() <= 5e-4 * expected.norm()
+        owner = torch.searchsorted(offsets[1:], torch.arange(len(x), device="cuda"), right=True)
+        inside = (owner < count)[:, None]
+        biased = expected + torch.where(inside, scale[:, None].double() * bias.double()[owner.clamp(max=count - 1)], 0)
+        assert (y - biased).norm() <= 4e-3 * biased.norm()
+        assert not y[int(offsets[-1]) :].count_nonzero()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("name", ["current", "block"])
+@pytest.mark.sampled(100)
+def test_weight_gradients(name: str, splits: str) -> None:
+    """Overwritten, added to, of frozen experts, packed, and rounded to bf16."""
+    spec = SPECS[name]
+    grad_spec = SPECS["current, gradients"] if name == "current" else spec
+    count = len(SPLITS[splits][0])
+    for n, k in ((200, 300), (64, 1), (1, 136), (256, 128)):
+        x, offsets = rows_of(splits, k, "cuda")
+        dy, _ = rows_of(splits, n, "cuda")
+        for each in (x, dy):
+            each[: int(offsets[-1])] = each[: int(offsets[-1])].nan_to_num(0.0, 1.0, 1.0)
+        with nan_filled_memory():
+            _, left = quantize_grouped_both(dy, None, grad_spec, offsets)
+            _, right = quantize_grouped_both(x, None, spec, offsets)
+        assert left is not None and right is not None
+        products = torch.zeros(count, n, k, dtype=torch.float64, device="cuda")
+        a, b = dequantize_grouped(left, torch.float64), dequantize_grouped(right, torch.float64)
+        for e, (start, end) in enumerate(itertools.pairwise(left.offsets.tolist())):
+            products[e] = a[:, start:end] @ b[:, start:end].t()
+        packed = torch.ones(count, n, k, device="cuda")
+        scaled_grouped_wgrad_accumulate(left, right, packed)
+        assert (packed - 1 - products).norm() <= 5e-4 * products.norm() + 1e-4
+        overwrite = [e % 2 == 0 for e in range(count)]
+        for dtype in (torch.float32, torch.bfloat16):
+            grads: list[Tensor | None] = [
+                torch.full((n, k), NAN if once else 0.0, device="cuda", dtype=dtype) for once in overwrite
+            ]
+            if count > 1:
+                grads[1] = None
+            scaled_grouped_wgrad_accumulate(left, right, grads, overwrite=overwrite)
+            for grad, product in zip(grads, products, strict=True):
+                if grad is not None:
+                    bound = 5e-4 if dtype is torch.float32 else 5e-3
+                    assert (grad - product).norm() <= bound * product.norm()
