@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -122,6 +123,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         hook or a tensor subclass must see the gradient.
         """
         if torch.compiler.is_compiling():
+            product = operator.index(product)  # a graph that begins here, behind a break, would take it for a variable
             way, recipe_number = self.way(weights, queue, product), -1
             if recipes.may_be_any:
                 way, recipe_number = self._way_of_recipe(way, weights, input)

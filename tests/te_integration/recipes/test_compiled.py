@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from maingrad.ddp import DistributedDataParallel, DistributedOptimizer
 from maingrad.te_integration import (
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     LayerNormLinear,
@@ -19,7 +20,9 @@ from maingrad.te_integration import (
     Linear,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    WgradQueue,
     autocast,
+    delayed_wgrad,
 )
 
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
@@ -97,6 +100,34 @@ def test_delayed_weight_gradients() -> None:
     model = layers(delay_wgrad_compute=True)
     forward, _ = compiled(lambda x: model(x))
     for mine, other in zip(train(model, forward, CURRENT), expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("how", ["delayed scaling", "queue"])
+def test_layers_with_two_products_may_be_graph_breaks(how: str) -> None:
+    """A graph begins behind each break, and the number of the product is an argument there."""
+    recipe = DelayedScaling(amax_history_len=2) if how == "delayed scaling" else CURRENT
+    queue = WgradQueue()
+
+    def results(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        model = DistributedDataParallel(module)
+        found = []
+        for rows in (8, 8, 6, 5):
+            x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).bfloat16()
+            with autocast(recipe=recipe), delayed_wgrad(queue) if how == "queue" else contextlib.nullcontext():
+                y = forward(x)
+            y.float().square().mean().backward()
+            queue.drain()
+            model.finish_grad_sync()
+            found += [y.detach(), *(parameter.main_grad.clone() for parameter in module.parameters())]
+            model.zero_grad_buffer()
+        return found
+
+    model = layers()
+    expected = results(model, model)
+    model = layers()
+    torch._dynamo.reset()
+    for mine, other in zip(results(model, torch.compile(model, backend="aot_eager")), expected, strict=True):
         assert torch.equal(mine, other)
 
 

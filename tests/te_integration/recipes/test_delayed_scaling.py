@@ -586,18 +586,32 @@ def test_state_dicts() -> None:
     iterate(model, [7])
     assert_equal(scaling(again.module), scaling(model.module))
 
-    # A state of before the recipe, strictly: scales begin anew, in place.
-    scale: Any = model.module[1].fp8_scale
-    model.module.load_state_dict({name: state[name] for name in names})
-    assert model.module[1].fp8_scale is scale
-    assert scale.tolist() == [1.0] * 3
-    begun = DistributedDataParallel(towers())
-    begun.module.load_state_dict({name: state[name] for name in names})
-    for each in (model, begun):
-        iterate(each, [8])
-    assert_equal(scaling(model.module), scaling(begun.module))
     with pytest.raises(RuntimeError, match="fp8_scale"):  # one without the other, or of another module
         towers().load_state_dict({name: value for name, value in state.items() if "history" not in name})
+
+
+@pytest.mark.parametrize("given", ["parameters", "a copy from before"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_that_are_loaded_for_an_evaluation_leave_the_state_alone(given: str, strict: bool) -> None:
+    """As averages are swapped in. Their state has no buffers where they were copied before the first forward."""
+    early = towers()
+
+    def train(swap: bool) -> list[Any]:
+        model, found = DistributedDataParallel(towers()), []
+        for seed in range(4):
+            found.append(scaling(model.module))
+            iterate(model, [seed])
+            if swap:
+                mine = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+                other = early.state_dict() if given != "parameters" else {name: w * 2 for name, w in mine.items()}
+                assert model.module.load_state_dict(other, strict=strict).missing_keys == []
+                with torch.no_grad(), autocast(recipe=RECIPE):
+                    model(batch(9))
+                model.module.load_state_dict(mine, strict=strict)
+        return [*found, scaling(model.module)]
+
+    for mine, other in zip(train(True)[1:], train(False)[1:], strict=True):
+        assert_equal(mine, other)
 
 
 def test_copies_and_casts() -> None:
