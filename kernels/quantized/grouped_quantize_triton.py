@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..compat import device_of
 from ..experts import PerExpert, locate_experts
-from ..triton_support import expert_pointer, triton_dtype
+from ..triton_support import Launches, expert_pointer, triton_dtype
 from .grouped import GroupedQuantized, QuantizedExperts, most_columns
 from .quantize_triton import block_encode, elements_of, quantize_block, tensor_encode
 from .spec import Quantized, QuantSpec
@@ -24,8 +24,8 @@ from .spec import Quantized, QuantSpec
 __all__ = ["quantize_experts_triton", "quantize_grouped_triton"]
 
 _TILE = 128
-_LINE = 128
-"""Bytes of a cache line: a row of a copy that contracts along the tokens begins with one."""
+_CHUNK = 1024
+"""Columns in which one program looks for the largest magnitude."""
 
 
 def quantize_grouped_triton(
@@ -51,22 +51,23 @@ def quantize_grouped_triton(
     tiles = height // _TILE + min(num_experts + 1, height)  # each expert has at most one partial tile
     across = width if by_rows is None else by_rows.data.shape[1]
     sizes = num_experts, height, width, x.stride(0), left.data.stride(0), right.data.stride(0)
-    forms = {"ROWS": by_rows is not None, "COLUMNS": by_columns is not None, "MAX": spec.element.max}
-    forms["BLOCK_E"] = triton.next_power_of_2(num_experts + 1)
+    forms = rows is not None, columns is not None, spec.element.max, triton.next_power_of_2(num_experts + 1)
+    key = (x.get_device(), x.dtype, x.data_ptr() % 16, offsets.dtype, offsets.data_ptr() % 16, sizes, forms)
     with device_of(x):
         if spec.block is None:
             amax = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
-            _rows_amax_kernel[(tiles, triton.cdiv(width, 1024))](
-                x, offsets, amax, num_experts, height, width, x.stride(0), forms["BLOCK_E"], 8, 256, 1024, num_warps=4
+            _launch_rows_amax(
+                key, (tiles, -(-width // _CHUNK), 1), x, offsets, amax, *sizes[:4], forms[3], 8, 256, _CHUNK
             )
-            _rows_of_experts_kernel[(tiles, triton.cdiv(across, 64))](
-                x, offsets, amax, left.data, left.scale, right.data, segments, *sizes, **forms, num_warps=4
-            )
+            _launch_rows(
+                key, (tiles, -(-across // 256), 1), x, offsets, amax, left.data, left.scale, right.data, segments,
+                *sizes, *forms,
+            )  # fmt: skip
         else:
             exponent = math.frexp(spec.element.max)[1] - 1
-            _blocks_of_experts_kernel[(tiles, triton.cdiv(across, _TILE))](
-                x, offsets, left.data, left.scale, right.data, right.scale, segments, *sizes, **forms,
-                EXPONENT=exponent, GROUPS=8, LANES=32, num_warps=4,
+            _launch_blocks(
+                key, (tiles, -(-across // _TILE), 1), x, offsets, left.data, left.scale, right.data, right.scale,
+                segments, *sizes, *forms, exponent, 8, 32,
             )  # fmt: skip
     of_columns = None
     if by_columns is not None:
@@ -88,7 +89,7 @@ def _rows_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
 def _columns_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
     height, width = x.shape
     columns = most_columns(height, num_experts, spec)
-    data = x.new_empty(width, -(-columns // _LINE) * _LINE, dtype=spec.element.dtype)
+    data = x.new_empty(width, columns, dtype=spec.element.dtype)
     if spec.block is None:
         scale = x.new_empty(num_experts, dtype=torch.float32)
     else:
@@ -97,10 +98,8 @@ def _columns_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
 
 
 @triton.jit
-def _find_tile(
-    program: tl.tensor, offsets: tl.tensor, E: tl.tensor, T: tl.tensor, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr
-) -> tl.tensor:
-    """Expert, first row and end of the expert's rows; first column in a transposed copy, and end of the expert's.
+def _find_tile(program: tl.tensor, offsets: tl.tensor, E: tl.tensor, T: tl.tensor, BLOCK_E: tl.constexpr) -> tl.tensor:
+    """Expert, first row of the tile, end of the expert's rows, and the tile's first column in a transposed copy.
 
     Expert E stands for the rows behind the last expert. A program without a tile gets an expert above E.
     """
@@ -108,31 +107,22 @@ def _find_tile(
     starts = tl.load(offsets + groups, mask=groups <= E, other=0).to(tl.int32)
     ends = tl.load(offsets + groups + 1, mask=groups < E, other=0).to(tl.int32)
     ends = tl.where(groups == E, T, ends)
-    sizes = tl.where(groups <= E, ends - starts, 0)
-    tiles = tl.cdiv(sizes, 128)
+    tiles = tl.where(groups <= E, tl.cdiv(ends - starts, 128), 0)
     tiles_until = tl.cumsum(tiles, 0)
-    units = tl.cdiv(sizes, WIDTH)
-    units_until = tl.cumsum(units, 0)
     expert = tl.sum((tiles_until <= program).to(tl.int32), 0)
     mine = groups == expert
     down = (program - tl.sum(tl.where(mine, tiles_until - tiles, 0), 0)) * 128
     row = tl.sum(tl.where(mine, starts, 0), 0) + down
-    # Products with WIDTH come last: they tell the compiler how columns are aligned.
-    position = tl.sum(tl.where(mine, units_until - units, 0), 0) * WIDTH + down
-    until = tl.sum(tl.where(mine, units_until, 0), 0) * WIDTH
-    return expert, row, tl.sum(tl.where(mine, ends, 0), 0), position, until
+    return expert, row, tl.sum(tl.where(mine, ends, 0), 0), program * 128
 
 
 @triton.jit
-def _store_segments(
-    segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK_E: tl.constexpr, WIDTH: tl.constexpr
-) -> None:
+def _store_segments(segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK_E: tl.constexpr) -> None:
     groups = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets + groups, mask=groups < E, other=0)
     ends = tl.load(offsets + groups + 1, mask=groups < E, other=0)
-    until = tl.cumsum(tl.cdiv(ends - starts, WIDTH) * WIDTH, 0)
     tl.store(segments, 0)
-    tl.store(segments + 1 + groups, until, groups < E)
+    tl.store(segments + 1 + groups, tl.cumsum(tl.cdiv(ends - starts, 128) * 128, 0), groups < E)
 
 
 @triton.jit
@@ -150,7 +140,7 @@ def _rows_amax_kernel(
     CHUNK: tl.constexpr,
 ) -> None:
     """amax [E]: bits of the largest magnitude of each expert's rows. NaN is larger than Inf, as bits."""
-    expert, row, end, _, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, 1)
+    expert, row, end, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
     if expert < E:
         largest = tl.zeros((HEIGHT, WIDTH), tl.int32)
         for down in tl.range(0, 128, HEIGHT):
@@ -182,32 +172,33 @@ def _rows_of_experts_kernel(
     COLUMNS: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    WIDTH: tl.constexpr = 32,
 ) -> None:
-    """Both copies of a tile [128, 64] that has its expert's scale."""
-    expert, row, end, position, until = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, WIDTH)
+    """Both copies of a tile [128, 256] that has its expert's scale, 64 columns at a time."""
+    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         groups = tl.arange(0, BLOCK_E)
         each = tl.load(amax + groups, mask=groups < E, other=0)
         tl.store(scales + groups, tl.div_rn(1.0, tensor_encode(each, MAX)), groups < E)
         if COLUMNS:
-            _store_segments(segments, offsets, E, BLOCK_E, WIDTH)
+            _store_segments(segments, offsets, E, BLOCK_E)
     if expert <= E:
         m = (row + tl.arange(0, 128))[:, None]
-        column = (tl.program_id(1) * 64 + tl.arange(0, 64))[None, :]
-        # Pad rows, which may hold anything, become zeros.
-        inside = (m < end) & (column < C) & (expert < E)
-        values = tl.load(x + m.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32)
-        values = values * tensor_encode(tl.load(amax + expert, expert < E, other=0), MAX)
-        if ROWS:
-            place = by_rows + m.to(tl.int64) * rows_stride + column
-            tl.store(place, elements_of(values, MAX, by_rows.dtype.element_ty), (m < end) & (column < rows_stride))
-        if COLUMNS:
-            elements = tl.trans(elements_of(values, MAX, by_columns.dtype.element_ty))
-            token = position + tl.arange(0, 128)[None, :]
-            column = tl.trans(column)
-            place = by_columns + column.to(tl.int64) * columns_stride + token
-            tl.store(place, elements, (column < C) & (token < until) & (expert < E))
+        token = (position + tl.arange(0, 128))[None, :]
+        encode = tensor_encode(tl.load(amax + expert, expert < E, other=0), MAX)
+        filled = tl.where(expert < E, end, row)  # pad rows, which may hold anything, become zeros
+        for block in tl.range(tl.program_id(1) * 256, tl.program_id(1) * 256 + 256, 64):
+            column = (block + tl.arange(0, 64))[None, :]
+            inside = (m < filled) & (column < C)
+            values = tl.load(x + m.to(tl.int64) * stride + column, inside, other=0.0).to(tl.float32) * encode
+            if ROWS:
+                place = by_rows + m.to(tl.int64) * rows_stride + column
+                elements = elements_of(values, MAX, by_rows.dtype.element_ty)
+                tl.store(place, elements, (m < end) & (column < rows_stride))
+            if COLUMNS:
+                elements = tl.trans(elements_of(values, MAX, by_columns.dtype.element_ty))
+                column = tl.trans(column)
+                place = by_columns + column.to(tl.int64) * columns_stride + token
+                tl.store(place, elements, (column < C) & (expert < E))
 
 
 @triton.jit
@@ -234,9 +225,9 @@ def _blocks_of_experts_kernel(
     LANES: tl.constexpr,
 ) -> None:
     """Both copies of a tile [128, 128] with scales of 1 x 128, along the columns and along the rows."""
-    expert, row, end, position, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, 128)
+    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
     if COLUMNS and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        _store_segments(segments, offsets, E, BLOCK_E, 128)
+        _store_segments(segments, offsets, E, BLOCK_E)
     if expert <= E:
         # fmt: off
         quantize_block(
@@ -267,26 +258,26 @@ def quantize_experts_triton(
     assert left is not None and right is not None
     down = height if by_columns is None else by_columns.data.shape[2]
     across = width if by_rows is None else by_rows.data.shape[2]
-    place = experts.base, experts.table, experts.first, experts.step, experts.stride, experts.base.stride(0)
+    base, whole = experts.base, spec.block is None
+    place = base, experts.table, experts.first, experts.step, experts.stride, base.stride(0)
     sizes = num_experts, height, width
-    spaced = {"DTYPE": triton_dtype(experts.base.dtype), "SCATTERED": experts.table is not None}
-    spaced["ALIGNED"] = experts.aligned
+    spaced = triton_dtype(base.dtype), experts.table is not None, experts.aligned
+    constants = spec.element.max, math.frexp(spec.element.max)[1] - 1, rows is not None, columns is not None
+    key = (base.get_device(), base.dtype, base.data_ptr() % 16, place[2:], sizes, spaced[1:], constants, whole)
     amax = None
-    with device_of(experts.base):
-        if spec.block is None:
-            amax = torch.zeros(num_experts, dtype=torch.int32, device=experts.base.device)
-            tiles = triton.cdiv(height, 32), triton.cdiv(width, 1024)
-            _matrices_amax_kernel[(num_experts * tiles[0], tiles[1])](
-                *place, amax, *sizes, tiles[0], **spaced, HEIGHT=8, WIDTH=256, CHUNK=1024, num_warps=4
-            )
-        tile = (128, 64, 4) if spec.block is None else (_TILE, _TILE, 8)
-        tiles = triton.cdiv(down, tile[0]), triton.cdiv(across, tile[1])
-        _matrices_kernel[(num_experts * tiles[0], tiles[1])](
-            *place, amax, left.data, left.scale, right.data, right.scale, *sizes, tiles[0],
-            left.data.stride(1), right.data.stride(1), **spaced, MAX=spec.element.max,
-            EXPONENT=math.frexp(spec.element.max)[1] - 1, ROWS=by_rows is not None, COLUMNS=by_columns is not None,
-            WHOLE=spec.block is None, HEIGHT=tile[0], WIDTH=tile[1], num_warps=tile[2],
-        )  # fmt: skip
+    with device_of(base):
+        if whole:
+            amax = torch.zeros(num_experts, dtype=torch.int32, device=base.device)
+            tiles = -(-height // 32)
+            grid = num_experts * tiles, -(-width // _CHUNK), 1
+            _launch_matrices_amax(key, grid, *place, amax, *sizes, tiles, *spaced, 8, 256, _CHUNK)
+        copies = left.data, left.scale, right.data, right.scale
+        strides = left.data.stride(1), right.data.stride(1)
+        tile = (128, 64) if whole else (_TILE, _TILE)
+        tiles = -(-down // tile[0])
+        grid = num_experts * tiles, -(-across // tile[1]), 1
+        launch = _launch_matrices if whole else _launch_squares
+        launch(key, grid, *place, amax, *copies, *sizes, tiles, *strides, *spaced, *constants, whole, *tile)
     return by_rows, by_columns
 
 
@@ -387,3 +378,11 @@ def _matrices_kernel(
         row, column = tl.trans(row), tl.trans(column)
         place = by_columns + expert.to(tl.int64) * C * columns_stride + column.to(tl.int64) * columns_stride + row
         tl.store(place, elements, (column < C) & (row < columns_stride))
+
+
+_launch_rows_amax = Launches(_rows_amax_kernel, num_warps=4)
+_launch_rows = Launches(_rows_of_experts_kernel, num_warps=4)
+_launch_blocks = Launches(_blocks_of_experts_kernel, num_warps=4)
+_launch_matrices_amax = Launches(_matrices_amax_kernel, num_warps=4)
+_launch_matrices = Launches(_matrices_kernel, num_warps=4)
+_launch_squares = Launches(_matrices_kernel, num_warps=8)

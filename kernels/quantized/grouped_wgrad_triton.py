@@ -1,7 +1,8 @@
 """Triton kernel of the weight gradients of experts, with quantised operands: ``G_e = beta_e G_e + dy_e^T x_e``.
 
 Legend: E experts, N output features, K input features, T the tokens, along which a product contracts. Both operands are
-transposed copies, [N, T] and [K, T]. How G is read and written is in ``grouped/wgrad_triton.py``.
+transposed copies, [N, T] and [K, T], in which zeros fill up each expert's last 128 tokens. How G is read and written is
+in ``grouped/wgrad_triton.py``.
 
 A sum leaves the tensor cores after each BLOCK_T terms, and is added in fp32.
 """
@@ -24,7 +25,8 @@ __all__ = ["ScaledWgradConfig", "default_scaled_wgrad_config", "scaled_grouped_w
 
 
 class ScaledWgradConfig(NamedTuple):
-    """Tile sizes and compiler options. Each is correct for every shape; under scales of blocks block_t is 128."""
+    """Tile sizes and compiler options. Each is correct for every shape; block_t divides 128, and is 128 under scales of
+    blocks."""
 
     block_n: int
     block_k: int
@@ -56,20 +58,11 @@ def _sum_of_experts(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """Products of elements over tokens start to end, [BLOCK_N, BLOCK_K] fp32."""
+    """Products of elements over tokens start to end, both multiples of BLOCK_T: [BLOCK_N, BLOCK_K] fp32."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    whole = start + (end - start) // BLOCK_T * BLOCK_T
-    for t in tl.range(start, whole, BLOCK_T):
+    for t in tl.range(start, end, BLOCK_T):
         dy = dy_desc.load([row, t])
         x = x_desc.load([column, t])
-        acc = tl.dot(dy, x.T, acc, max_num_imprecise_acc=BLOCK_T)
-    if whole < end:
-        # Later tokens are the next expert's: both operands read 0 instead, since 0 times NaN would be NaN.
-        inside = (whole + tl.arange(0, BLOCK_T) < end)[None, :]
-        dy = tl.where(inside, dy_desc.load([row, whole]).to(tl.uint8, bitcast=True), 0)
-        x = tl.where(inside, x_desc.load([column, whole]).to(tl.uint8, bitcast=True), 0)
-        dy = dy.to(dy_desc.dtype, bitcast=True)
-        x = x.to(x_desc.dtype, bitcast=True)
         acc = tl.dot(dy, x.T, acc, max_num_imprecise_acc=BLOCK_T)
     return acc
 
@@ -89,7 +82,7 @@ def _sum_of_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """The same where each 128 tokens of a feature have a scale: start and end are multiples of 128."""
+    """The same where each 128 tokens of a feature have a scale."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     n = row + tl.arange(0, BLOCK_N)
     k = column + tl.arange(0, BLOCK_K)

@@ -55,7 +55,7 @@ def expert_of(q: GroupedQuantized, expert: int, spec: QuantSpec) -> tuple[Tensor
         return data[start:end], scale[expert] if spec.block is None else scale[start:end], _at(factor, expert)
     in_byte = 2 if spec.element is Element.E2M1 else 1
     data = data[:, start // in_byte : end // in_byte]
-    width = 32 if spec.block is None else spec.block[1]
+    width = 128 if spec.block is None else spec.block[1]
     return data, scale[expert] if spec.block is None else scale[:, start // width : end // width], _at(factor, expert)
 
 
@@ -113,7 +113,7 @@ def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
         x, offsets = torch.empty(1000, 64, dtype=torch.bfloat16), torch.empty(9, dtype=torch.int64)
         q = quantize_grouped(x, GROUPED[name], offsets, transposed=transposed)
         found = dequantize_grouped(q)
-    width = {"block": 128, "MXFP8": 32, "NVFP4": 16}.get(name.split(",")[0], 32)
+    width = {"block": 128, "MXFP8": 32, "NVFP4": 16}.get(name.split(",")[0], 128)
     assert found.shape == ((64, (1000 + (width - 1) * 8) // width * width) if transposed else (1000, 64))
 
 
