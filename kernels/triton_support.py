@@ -18,6 +18,7 @@ __all__ = [
     "expert_pointer",
     "experts_descriptor",
     "is_interpreted",
+    "kinds_of",
     "num_multiprocessors",
     "prefetch_to_l2",
     "takes_tma",
@@ -57,30 +58,36 @@ class Launches:
 
     Triton looks at each argument of each launch for that, which takes the host 8 to 12 us: four times what is left.
 
-    kernel     a ``triton.jit`` function
-    num_warps  of all launches
+    kernel   a ``triton.jit`` function
+    options  of the compiler, in all launches
     """
 
-    def __init__(self, kernel: Any, *, num_warps: int) -> None:
-        self._kernel, self._num_warps = kernel, num_warps
+    def __init__(self, kernel: Any, **options: int) -> None:
+        self._kernel, self._options = kernel, options
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, key: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+    def __call__(self, key: Any, grid: tuple[int, int, int], *arguments: Any, **options: int) -> None:
         """Launch on the current device and stream.
 
         key        the device, and of the arguments all integers, constants and dtypes; of each pointer whether 16
                    divides it, where Triton may look and memory is not new
         arguments  all of the kernel's, constants too, by position
+        options    of the compiler, in this launch; the key tells them apart too
         """
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*arguments)
             return
-        compiled = self._kernel[grid](*arguments, num_warps=self._num_warps)
+        compiled = self._kernel[grid](*arguments, **self._options, **options)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._compiled) >= _MOST_FORMS:
                 self._compiled.clear()
             self._compiled[key] = compiled
+
+
+def kinds_of(*tensors: Tensor | None) -> tuple[tuple[torch.dtype, bool] | None, ...]:
+    """For a key of ``Launches``: dtypes, and whether 16 divides addresses."""
+    return tuple([None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors])
 
 
 _MOST_FORMS = 4096

@@ -19,7 +19,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..compat import device_of
 from ..experts import PerExpert, locate_experts
-from ..triton_support import dot_precision, expert_pointer, experts_descriptor, takes_tma, tile_of, triton_dtype
+from ..triton_support import (
+    Launches,
+    dot_precision,
+    expert_pointer,
+    experts_descriptor,
+    kinds_of,
+    takes_tma,
+    tile_of,
+    triton_dtype,
+)
 
 __all__ = ["GEMM_CANDIDATES", "GemmConfig", "default_gemm_config", "find_tile", "grouped_gemm_triton"]
 
@@ -249,47 +258,60 @@ def grouped_gemm_triton(
     if tiles_m * tiles_f == 0:
         return
     block = [1, config.block_f, config.block_c] if transposed else [1, config.block_c, config.block_f]
+    counts = (
+        num_experts,
+        rows,
+        features,
+        contracted,
+        x.stride(0),
+        experts.stride,
+        experts.base.stride(0),
+        0 if biases is None else biases.stride,
+        out.stride(0),
+        experts.first,
+        experts.step,
+        0 if biases is None else biases.first,
+        0 if biases is None else biases.step,
+        tiles_f,
+    )
+    forms = (
+        transposed,
+        tma_x,
+        tma_weight,
+        experts.table is not None,
+        experts.aligned,
+        biases is not None,
+        biases is not None and biases.table is not None,
+        bias_scale is not None,
+        dot_precision(),
+    )
+    bias_base = None if biases is None else biases.base
+    key = x.get_device(), config, counts, forms, kinds_of(x, experts.base, bias_base, bias_scale, out, offsets)
     with device_of(x):
-        _grouped_gemm_kernel[(tiles_m * tiles_f,)](
+        _launch(
+            key,
+            (tiles_m * tiles_f, 1, 1),
             x,
             TensorDescriptor.from_tensor(x, [config.block_m, config.block_c]) if tma_x else None,
             experts.base,
             experts_descriptor(experts, num_experts, block) if tma_weight else None,
             experts.table,
-            None if biases is None else biases.base,
+            bias_base,
             None if biases is None else biases.table,
             bias_scale,
             out,
             offsets,
-            num_experts,
-            rows,
-            features,
-            contracted,
-            x.stride(0),
-            experts.stride,
-            experts.base.stride(0),
-            0 if biases is None else biases.stride,
-            out.stride(0),
-            experts.first,
-            experts.step,
-            0 if biases is None else biases.first,
-            0 if biases is None else biases.step,
-            tiles_f,
-            DTYPE=triton_dtype(x.dtype),
-            BLOCK_E=triton.next_power_of_2(num_experts + 1),
-            BLOCK_M=config.block_m,
-            BLOCK_F=config.block_f,
-            BLOCK_C=config.block_c,
-            GROUP=config.group,
-            TRANSPOSED=transposed,
-            TMA_X=tma_x,
-            TMA_WEIGHT=tma_weight,
-            SCATTERED=experts.table is not None,
-            ALIGNED=experts.aligned,
-            BIAS=biases is not None,
-            BIAS_SCATTERED=biases is not None and biases.table is not None,
-            SCALE=bias_scale is not None,
-            PRECISION=dot_precision(),
+            *counts,
+            triton_dtype(x.dtype),
+            triton.next_power_of_2(num_experts + 1),
+            config.block_m,
+            config.block_f,
+            config.block_c,
+            config.group,
+            *forms,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+_launch = Launches(_grouped_gemm_kernel)

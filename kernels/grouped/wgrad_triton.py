@@ -24,10 +24,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compat import device_of
 from ..experts import device_table, locate_experts
 from ..triton_support import (
+    Launches,
     dot_precision,
     expert_pointer,
     experts_descriptor,
     is_interpreted,
+    kinds_of,
     num_multiprocessors,
     prefetch_to_l2,
     takes_tma,
@@ -324,8 +326,26 @@ def grouped_wgrad_triton(
         programs = min(programs, config.persistent * num_multiprocessors(dy.device))
     nvidia = torch.version.hip is None and not is_interpreted()
     registers = {"maxnreg": config.max_registers} if nvidia and config.max_registers is not None else {}
+    counts = (
+        rows,
+        n,
+        k,
+        dy.stride(0),
+        x.stride(0),
+        experts.stride,
+        experts.base.stride(0),
+        experts.first,
+        experts.step,
+        tiles_n,
+        tiles_k,
+    )
+    prefetches = nvidia and beta != 0 and not reduce
+    forms = tma, reduce, beta, experts.table is not None, experts.aligned, prefetches, dot_precision()
+    key = dy.get_device(), num_experts, config, counts, forms, kinds_of(dy, x, experts.base, offsets)
     with device_of(dy):
-        _grouped_wgrad_kernel[(programs,)](
+        _launch(
+            key,
+            (programs, 1, 1),
             dy,
             x,
             TensorDescriptor.from_tensor(dy, [config.block_t, config.block_n]) if tma else None,
@@ -335,32 +355,16 @@ def grouped_wgrad_triton(
             experts.table,
             betas,
             offsets,
-            rows,
-            n,
-            k,
-            dy.stride(0),
-            x.stride(0),
-            experts.stride,
-            experts.base.stride(0),
-            experts.first,
-            experts.step,
-            tiles_n,
-            tiles_k,
-            DTYPE=triton_dtype(experts.base.dtype),
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            BLOCK_T=config.block_t,
-            GROUP=config.group,
-            PARTS=config.parts,
-            TMA=tma,
-            REDUCE=reduce,
-            BETA=beta,
-            SCATTERED=experts.table is not None,
-            ALIGNED=experts.aligned,
-            PREFETCH=nvidia and beta != 0 and not reduce,
-            PRECISION=dot_precision(),
-            PERSISTENT=config.persistent > 0,
-            E=num_experts,
+            *counts,
+            triton_dtype(experts.base.dtype),
+            config.block_n,
+            config.block_k,
+            config.block_t,
+            config.group,
+            config.parts,
+            *forms,
+            config.persistent > 0,
+            num_experts,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **registers,
@@ -380,3 +384,6 @@ def beta_of(
     bits = [overwrite] * len(main_grads) if isinstance(overwrite, bool) else overwrite
     betas = [-1 if grad is None else int(not once) for grad, once in zip(main_grads, bits, strict=True)]
     return 2, device_table(tuple(betas), device)
+
+
+_launch = Launches(_grouped_wgrad_kernel)

@@ -53,6 +53,11 @@ class QuantizedExperts(NamedTuple):
     spec: QuantSpec
     columns: int
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """R and C."""
+        return self.data.shape[1], self.columns
+
     def unbind(self) -> list[Quantized]:
         """Each expert's matrix."""
         factors = [None] * len(self.data) if self.factor is None else self.factor.unbind()

@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compat import device_of
 from ..experts import PerExpert, locate_experts
 from ..grouped.gemm_triton import find_tile
-from ..triton_support import expert_pointer, triton_dtype
+from ..triton_support import Launches, expert_pointer, kinds_of, triton_dtype
 from .grouped import GroupedQuantized, QuantizedExperts
 
 __all__ = ["ScaledGemmConfig", "default_scaled_gemm_config", "scaled_grouped_gemm_triton"]
@@ -134,38 +134,37 @@ def scaled_grouped_gemm_triton(
     biases = None if bias is None else locate_experts(bias)
     tiles_f = triton.cdiv(features, config.block_f)
     tiles_m = rows // config.block_m + min(num_experts + 1, rows)  # each group has at most one partial tile
+    strides = (x.matrix.scale.stride(1), weights.scale.stride(1)) if blocks else (0, 0)
+    of_bias = (0, 0, 0) if biases is None else (biases.stride, biases.first, biases.step)
+    forms = biases is not None, biases is not None and biases.table is not None, bias_scale is not None
+    counts = num_experts, rows, features, x.matrix.columns, *strides, of_bias[0], out.stride(0), *of_bias[1:], tiles_f
+    bias_base = None if biases is None else biases.base
+    key = out.get_device(), counts, forms, config, kinds_of(data, of_weights, bias_base, bias_scale, out, x.offsets)
     with device_of(out):
-        _scaled_gemm_kernel[(tiles_m * tiles_f,)](
+        _launch(
+            key,
+            (tiles_m * tiles_f, 1, 1),
             TensorDescriptor.from_tensor(data, [config.block_m, config.block_c]),
             x.matrix.scale,
             TensorDescriptor.from_tensor(of_weights, [1, config.block_f, config.block_c]),
             weights.scale,
-            None if biases is None else biases.base,
+            bias_base,
             None if biases is None else biases.table,
             bias_scale,
             out,
             x.offsets,
-            num_experts,
-            rows,
-            features,
-            x.matrix.columns,
-            x.matrix.scale.stride(1) if blocks else 0,
-            weights.scale.stride(1) if blocks else 0,
-            0 if biases is None else biases.stride,
-            out.stride(0),
-            0 if biases is None else biases.first,
-            0 if biases is None else biases.step,
-            tiles_f,
-            DTYPE=triton_dtype(out.dtype),
-            BLOCK_E=triton.next_power_of_2(num_experts + 1),
-            BLOCK_M=config.block_m,
-            BLOCK_F=config.block_f,
-            BLOCK_C=config.block_c,
-            GROUP=config.group,
-            BLOCKS=blocks,
-            BIAS=biases is not None,
-            BIAS_SCATTERED=biases is not None and biases.table is not None,
-            BIAS_SCALE=bias_scale is not None,
+            *counts,
+            triton_dtype(out.dtype),
+            triton.next_power_of_2(num_experts + 1),
+            config.block_m,
+            config.block_f,
+            config.block_c,
+            config.group,
+            blocks,
+            *forms,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+_launch = Launches(_scaled_gemm_kernel)

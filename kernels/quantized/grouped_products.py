@@ -46,12 +46,11 @@ def scaled_grouped_product(
 
     Sums are fp32, rounded once. Raises ``ValueError`` where K differs, or one of the two alone is rotated.
     """
-    of_weights = weights.unbind()
-    _check(x.matrix, of_weights[0])
+    _check(x.matrix, weights)
     if has_grouped_kernels(x.matrix.spec, x.offsets.device):
         rows, features = x.matrix.shape[0], weights.data.shape[1]
         y = out if out is not None and out.stride(1) == 1 else x.matrix.data.new_empty(rows, features, dtype=dtype)
-        config = default_scaled_gemm_config(rows / len(of_weights), blocks=x.matrix.spec.block is not None)
+        config = default_scaled_gemm_config(rows / len(weights.data), blocks=x.matrix.spec.block is not None)
         biases = None if bias is None else alike(bias)
         scale = None if bias_scale is None else bias_scale.contiguous()
         scaled_grouped_gemm_triton(x, weights, y, config, bias=biases, bias_scale=scale)
@@ -61,7 +60,7 @@ def scaled_grouped_product(
         together = (bias if isinstance(bias, Tensor) else torch.stack(tuple(bias))).float()
     with torch.autocast(x.offsets.device.type, enabled=False):
         # One packed tensor: a capture takes no table of the addresses of separate ones.
-        packed = torch.stack([dequantize(weight) for weight in of_weights])
+        packed = torch.stack([dequantize(weight) for weight in weights.unbind()])
         y = grouped_linear(dequantize_grouped(x), packed, x.offsets, bias=together, bias_scale=bias_scale)
     return y.to(dtype) if out is None else out.copy_(y)
 
@@ -116,7 +115,7 @@ def _run_kernels(
         scaled_grouped_wgrad_triton(dy, x, here, overwrite, config)
 
 
-def _check(a: Quantized, b: Quantized) -> None:
+def _check(a: Quantized, b: Quantized | QuantizedExperts) -> None:
     if a.columns != b.columns or a.spec.rotated is not b.spec.rotated:
         raise ValueError(
             f"a product contracts the last dims of two matrices, both rotated or none: got {a.shape} ({a.spec}) and "

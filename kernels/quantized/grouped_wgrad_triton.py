@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..compat import device_of
 from ..experts import locate_experts
 from ..grouped.wgrad_triton import beta_of, update_in_parts
-from ..triton_support import expert_pointer, prefetch_to_l2, tile_of, triton_dtype
+from ..triton_support import Launches, expert_pointer, kinds_of, prefetch_to_l2, tile_of, triton_dtype
 from .grouped import GroupedQuantized
 
 __all__ = ["ScaledWgradConfig", "default_scaled_wgrad_config", "scaled_grouped_wgrad_triton"]
@@ -175,8 +175,15 @@ def scaled_grouped_wgrad_triton(
     experts = locate_experts(main_grads)
     beta, betas = beta_of(main_grads, overwrite, dy.offsets.device)
     tiles_n, tiles_k = triton.cdiv(n, config.block_n), triton.cdiv(k, config.block_k)
+    stride = experts.base.stride(0)
+    counts = n, k, experts.stride, stride, experts.first, experts.step, tiles_n, tiles_k
+    forms = dy.matrix.spec.block is not None, beta, experts.table is not None, experts.aligned
+    kinds = kinds_of(dy.matrix.data, x.matrix.data, experts.base, dy.offsets)
+    key = dy.offsets.get_device(), num_experts, counts, forms, config, kinds
     with device_of(dy.offsets):
-        _scaled_wgrad_kernel[(num_experts * tiles_n * tiles_k,)](
+        _launch(
+            key,
+            (num_experts * tiles_n * tiles_k, 1, 1),
             TensorDescriptor.from_tensor(dy.matrix.data, [config.block_n, config.block_t]),
             TensorDescriptor.from_tensor(x.matrix.data, [config.block_k, config.block_t]),
             dy.matrix.scale,
@@ -185,24 +192,17 @@ def scaled_grouped_wgrad_triton(
             experts.table,
             betas,
             dy.offsets,
-            n,
-            k,
-            experts.stride,
-            experts.base.stride(0),
-            experts.first,
-            experts.step,
-            tiles_n,
-            tiles_k,
-            DTYPE=triton_dtype(experts.base.dtype),
-            BLOCK_N=config.block_n,
-            BLOCK_K=config.block_k,
-            BLOCK_T=config.block_t,
-            GROUP=config.group,
-            PARTS=config.parts,
-            BLOCKS=dy.matrix.spec.block is not None,
-            BETA=beta,
-            SCATTERED=experts.table is not None,
-            ALIGNED=experts.aligned,
+            *counts,
+            triton_dtype(experts.base.dtype),
+            config.block_n,
+            config.block_k,
+            config.block_t,
+            config.group,
+            config.parts,
+            *forms,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+_launch = Launches(_scaled_wgrad_kernel)
