@@ -1,6 +1,7 @@
 """Helpers of the Triton kernels: device functions, and properties of tensors and GPUs."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,11 +60,13 @@ class Launches:
     Triton looks at each argument of each launch for that, which takes the host 8 to 12 us: four times what is left.
 
     kernel   a ``triton.jit`` function
+    counts   names of arguments that stay arguments where they are 1. Triton makes constants of those, and 3.6 then
+             wrote elements of a quantised copy that were not the kernel's
     options  of the compiler, in all launches
     """
 
-    def __init__(self, kernel: Any, **options: int) -> None:
-        self._kernel, self._options = kernel, options
+    def __init__(self, kernel: Any, counts: Sequence[str] = (), **options: int) -> None:
+        self._kernel, self._counts, self._options = kernel, counts, options
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, key: Any, grid: tuple[int, int, int], *arguments: Any, **options: int) -> None:
@@ -78,7 +81,10 @@ class Launches:
         if compiled is not None:
             compiled[grid](*arguments)
             return
-        compiled = self._kernel[grid](*arguments, **self._options, **options)
+        kernel = self._kernel
+        if any(arguments[kernel.arg_names.index(name)] == 1 for name in self._counts):
+            kernel = triton.jit(kernel.fn, do_not_specialize=list(self._counts))
+        compiled = kernel[grid](*arguments, **self._options, **options)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._compiled) >= _MOST_FORMS:
                 self._compiled.clear()

@@ -250,7 +250,7 @@ def grouped_gemm_triton(
     num_experts = offsets.shape[0] - 1
     experts = locate_experts(weights)
     biases = None if bias is None else locate_experts(bias)
-    tiles_f = triton.cdiv(features, config.block_f)
+    tiles_f = -(-features // config.block_f)
     # Each group has at most one partial tile.
     tiles_m = rows // config.block_m + min(num_experts + 1, rows)
     tma_x = config.tma and takes_tma(x)
@@ -303,7 +303,7 @@ def grouped_gemm_triton(
             offsets,
             *counts,
             triton_dtype(x.dtype),
-            triton.next_power_of_2(num_experts + 1),
+            1 << num_experts.bit_length(),
             config.block_m,
             config.block_f,
             config.block_c,

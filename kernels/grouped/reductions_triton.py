@@ -137,10 +137,10 @@ def grouped_bias_grad_triton(dy: Tensor, offsets: Tensor, out: Tensor, *, scale:
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     scale = None if scale is None else scale.contiguous()
     chunk = _chunk(rows, num_experts)
-    num_chunks = triton.cdiv(rows, chunk)
+    num_chunks = -(-rows // chunk)
     partials = dy.new_empty(num_chunks + num_experts, features, dtype=torch.float32)
     block_n = min(128, triton.next_power_of_2(features))
-    columns = triton.cdiv(features, block_n)
+    columns = -(-features // block_n)
     with device_of(dy):
         if num_chunks:
             _bias_grad_chunks_kernel[(num_chunks, columns)](
@@ -162,7 +162,7 @@ def grouped_scale_grad_triton(dy: Tensor, bias: Tensor | Sequence[Tensor], offse
     bias = bias if bias.stride(-1) == 1 else bias.contiguous()
     block_t = 16
     with device_of(dy):
-        _scale_grad_kernel[(triton.cdiv(rows, block_t),)](
+        _scale_grad_kernel[(-(-rows // block_t),)](
             dy, bias, offsets, out, rows, features, bias.shape[0], dy.stride(0), bias.stride(0),
             BLOCK_T=block_t, BLOCK_N=min(128, triton.next_power_of_2(max(1, features))),
             BLOCK_E=_searched(bias.shape[0]),

@@ -320,7 +320,7 @@ def grouped_wgrad_triton(
         if reduce
         else None
     )
-    tiles_n, tiles_k = triton.cdiv(n, config.block_n), triton.cdiv(k, config.block_k)
+    tiles_n, tiles_k = -(-n // config.block_n), -(-k // config.block_k)
     programs = num_experts * tiles_n * tiles_k
     if config.persistent:
         programs = min(programs, config.persistent * num_multiprocessors(dy.device))

@@ -132,7 +132,7 @@ def scaled_grouped_gemm_triton(
     num_experts = of_weights.shape[0]
     blocks = x.matrix.spec.block is not None
     biases = None if bias is None else locate_experts(bias)
-    tiles_f = triton.cdiv(features, config.block_f)
+    tiles_f = -(-features // config.block_f)
     tiles_m = rows // config.block_m + min(num_experts + 1, rows)  # each group has at most one partial tile
     strides = (x.matrix.scale.stride(1), weights.scale.stride(1)) if blocks else (0, 0)
     of_bias = (0, 0, 0) if biases is None else (biases.stride, biases.first, biases.step)
@@ -155,7 +155,7 @@ def scaled_grouped_gemm_triton(
             x.offsets,
             *counts,
             triton_dtype(out.dtype),
-            triton.next_power_of_2(num_experts + 1),
+            1 << num_experts.bit_length(),
             config.block_m,
             config.block_f,
             config.block_c,

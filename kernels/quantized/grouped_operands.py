@@ -31,7 +31,7 @@ def quantize_grouped_both(
     one scale.
     """
     spec = rows or columns
-    alike_forms = rows is None or columns is None or rows == columns
+    alike_forms = rows is None or columns is None or rows is columns or rows == columns
     if spec is not None and alike_forms and x.dim() == 2 and x.dtype in _HALF and has_grouped_kernels(spec, x.device):
         return quantize_grouped_triton(x, rows, columns, offsets)
     as_it_is = None if rows is None else quantize_grouped(x, rows, offsets)
@@ -46,7 +46,7 @@ def quantize_experts(
     matrices  [E, R, C], or E x [R, C]: bf16, fp16 or fp32 with elements, of one shape
     """
     spec = rows or columns
-    alike_forms = rows is None or columns is None or rows == columns
+    alike_forms = rows is None or columns is None or rows is columns or rows == columns
     first = matrices[0]
     if spec is not None and alike_forms and first.dtype in _HALF and has_grouped_kernels(spec, first.device):
         return quantize_experts_triton(alike(matrices), rows, columns)

@@ -51,7 +51,7 @@ def quantize_grouped_triton(
     tiles = height // _TILE + min(num_experts + 1, height)  # each expert has at most one partial tile
     across = width if by_rows is None else by_rows.data.shape[1]
     sizes = num_experts, height, width, x.stride(0), left.data.stride(0), right.data.stride(0)
-    forms = rows is not None, columns is not None, spec.element.max, triton.next_power_of_2(num_experts + 1)
+    forms = rows is not None, columns is not None, spec.element.max, 1 << num_experts.bit_length()
     key = (x.get_device(), x.dtype, x.data_ptr() % 16, offsets.dtype, offsets.data_ptr() % 16, sizes, forms)
     with device_of(x):
         if spec.block is None:
@@ -380,9 +380,9 @@ def _matrices_kernel(
         tl.store(place, elements, (column < C) & (row < columns_stride))
 
 
-_launch_rows_amax = Launches(_rows_amax_kernel, num_warps=4)
-_launch_rows = Launches(_rows_of_experts_kernel, num_warps=4)
-_launch_blocks = Launches(_blocks_of_experts_kernel, num_warps=4)
-_launch_matrices_amax = Launches(_matrices_amax_kernel, num_warps=4)
-_launch_matrices = Launches(_matrices_kernel, num_warps=4)
-_launch_squares = Launches(_matrices_kernel, num_warps=8)
+_launch_rows_amax = Launches(_rows_amax_kernel, ("T", "C"), num_warps=4)
+_launch_rows = Launches(_rows_of_experts_kernel, ("T", "C"), num_warps=4)
+_launch_blocks = Launches(_blocks_of_experts_kernel, ("T", "C"), num_warps=4)
+_launch_matrices_amax = Launches(_matrices_amax_kernel, ("R", "C"), num_warps=4)
+_launch_matrices = Launches(_matrices_kernel, ("R", "C"), num_warps=4)
+_launch_squares = Launches(_matrices_kernel, ("R", "C"), num_warps=8)

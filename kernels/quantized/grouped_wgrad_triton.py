@@ -174,7 +174,7 @@ def scaled_grouped_wgrad_triton(
     n, k = dy.matrix.shape[0], x.matrix.shape[0]
     experts = locate_experts(main_grads)
     beta, betas = beta_of(main_grads, overwrite, dy.offsets.device)
-    tiles_n, tiles_k = triton.cdiv(n, config.block_n), triton.cdiv(k, config.block_k)
+    tiles_n, tiles_k = -(-n // config.block_n), -(-k // config.block_k)
     stride = experts.base.stride(0)
     counts = n, k, experts.stride, stride, experts.first, experts.step, tiles_n, tiles_k
     forms = dy.matrix.spec.block is not None, beta, experts.table is not None, experts.aligned

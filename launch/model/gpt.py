@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ...te_integration import autocast
 from ..config.run import ModelConfig
 from .feed_forward import FeedForward, make_linear
 from .moe import MixtureOfExperts, RouterLoss
@@ -228,7 +229,8 @@ class GPT(nn.Module):
             x, router_loss = block(x, cos, sin)
             if router_loss is not None:
                 router_losses.append(router_loss)
-        logits: Tensor = self.head(self.norm(x))
+        with autocast(enabled=False):  # recipes leave the head as it is: its errors are the loss's
+            logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
         loss = F.cross_entropy(rearrange(logits, "b t v -> (b t) v").float(), rearrange(targets, "b t -> (b t)"))

@@ -76,7 +76,7 @@ def _refuse_unsupported(recipe: Recipe, input: Tensor, owner: str) -> None:
             f"computes in {input.dtype}, or under another recipe"
         )
     if input.is_cuda and not recipe.emulate:
-        needed = lacking_for_experts(recipe.spec("input", columns=False), input.device)
+        needed = lacking_for_experts(recipe.specs("input")[0], input.device)
         if needed is not None:
             raise RuntimeError(
                 f"{owner}: {name} with experts on {torch.cuda.get_device_name(input.device)} needs {needed}. "
@@ -94,12 +94,9 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         needs_dx, _, _, *needs = ctx.needs_input_grad
         needs_dw, needs_db, needs_ds = True in needs[:count], True in needs[count:-1], needs[-1]
         assert call.recipe is not None, "of quantised products"
-        rows, columns = quantize_grouped_both(
-            x,
-            call.recipe.spec("input", columns=False),
-            call.recipe.spec("input", columns=True) if needs_dw and call.trains else None,
-            call.offsets,
-        )
+        of_rows, of_columns = call.recipe.specs("input")
+        keeps = of_columns if needs_dw and call.trains else None
+        rows, columns = quantize_grouped_both(x, of_rows, keeps, call.offsets)
         of_weights, _ = _copies_of_weights(
             weights, call, rows=True, columns=needs_dx, moment="forward" if call.trains else "evaluation"
         )
@@ -157,12 +154,8 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
     needs_dw = ctx.x_kind is not None
     rows = grad = dx = None
     if needs_dx or needs_dw:
-        rows, grad = quantize_grouped_both(
-            dy,
-            call.recipe.spec("grad", columns=False) if needs_dx else None,
-            call.recipe.spec("grad", columns=True) if needs_dw else None,
-            offsets,
-        )
+        of_rows, of_columns = call.recipe.specs("grad")
+        rows, grad = quantize_grouped_both(dy, of_rows if needs_dx else None, of_columns if needs_dw else None, offsets)
     if needs_dx:
         _, of_weights = _copies_of_weights(weights, call, rows=False, columns=True, moment="backward")
         assert rows is not None and of_weights is not None
@@ -185,10 +178,8 @@ def _copies_of_weights(
     assert recipe is not None, "of quantised products"
 
     def make(rows: bool, columns: bool) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
-        return quantize_experts(
-            per_expert(weights, weights[0].dim() == 3, call.dtype),
-            recipe.spec("weight", columns=False) if rows else None,
-            recipe.spec("weight", columns=True) if columns else None,
-        )
+        of_rows, of_columns = recipe.specs("weight")
+        matrices = per_expert(weights, weights[0].dim() == 3, call.dtype)
+        return quantize_experts(matrices, of_rows if rows else None, of_columns if columns else None)
 
     return kept_copies(weights, (recipe, call.dtype), make, rows=rows, columns=columns, moment=moment)

@@ -27,6 +27,8 @@ class Kernel:
         self.log: list[Any] = []
         self.asked: list[Any] = []
         self.compiles = compiles
+        self.arg_names: list[str] = []
+        self.fn: object = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, num_warps: int) -> Compiled | None:
@@ -45,6 +47,21 @@ def test_a_form_is_asked_for_once_a_key() -> None:
         launch(key, GRID, value, None)
     assert kernel.asked == [((1, None), 4), ((2, None), 4)]
     assert kernel.log == [(0, GRID, (1, None)), (1, GRID, (2, None)), (0, GRID, (3, None)), (1, GRID, (4, None))]
+
+
+def test_counts_of_one_are_no_constants() -> None:
+    """On this device; the compiler's form of such a launch is tested with the kernels."""
+    kernel = Kernel(compiles=True)
+    kernel.arg_names, kernel.fn = ["x", "rows"], object()
+    other = Kernel(compiles=True)
+    with mock.patch.object(triton_support.triton, "jit", mock.Mock(return_value=other)) as jit:
+        launch = Launches(kernel, ["rows"], num_warps=4)
+        launch("a", GRID, 1, 2)
+        assert not jit.called
+        launch("b", GRID, 2, 1)
+        launch("b", GRID, 3, 1)
+    jit.assert_called_once_with(kernel.fn, do_not_specialize=["rows"])
+    assert (len(kernel.asked), len(other.asked), len(other.log)) == (1, 1, 2)
 
 
 def test_the_interpreter_has_no_forms() -> None:
