@@ -61,9 +61,12 @@ def default_wgrad_config(dtype: torch.dtype, capability: tuple[int, int] | None,
     if dtype is torch.float32:
         return WgradConfig(64, 64, 32, 4, 2)
     if capability is not None and capability >= (9, 0):
+        # Of 15 candidates at 8 shapes (H200): many products a tile want large tiles, few want many programs at once.
         if rows_per_expert >= 1024:
             return WgradConfig(128, 256, 64, 8, 4, tma=True, parts=2, group=16)
-        return WgradConfig(128, 128, 32, 4, 4, tma=True, parts=2, max_registers=168)
+        if rows_per_expert > 256:
+            return WgradConfig(128, 128, 32, 4, 4, tma=True, parts=4, max_registers=168)
+        return WgradConfig(64, 128, 32, 4, 4, tma=True, parts=2, group=16, max_registers=96)
     if capability is not None:
         return WgradConfig(128, 128, 32, 8, 3, parts=2)
     return WgradConfig(128, 128, 32, 8, 2, parts=2)

@@ -1,5 +1,6 @@
 """Compiles every kernel for the H100, without a GPU too: the compiler refuses code that the interpreter accepts."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -35,6 +36,30 @@ _QUANTISED = {
     "ROWS": True,
     "COLUMNS": True,
 }
+_EXPERTS = {
+    "x": "*bf16/16", "offsets": "*i64/16", "amax": "*i32/16", "by_rows": "*fp8e4nv/16", "by_columns": "*fp8e4nv/16",
+    "scales": "*fp32/16", "row_scales": "*fp32/16", "column_scales": "*fp32/16", "segments": "*i64/16",
+    "base": "*bf16/16", "table": None, "first": "i32", "step": "i32", "stride_expert": "i32/16", "tiles": "i32",
+    "DTYPE": "=tl.bfloat16", "SCATTERED": False, "ALIGNED": True, "E": "i32", "T": "i32", "R": "i32/16", "C": "i32/16",
+    "stride": "i32/16", "rows_stride": "i32/16", "columns_stride": "i32/16", "ROWS": True, "COLUMNS": True,
+    "MAX": 448.0, "EXPONENT": 8, "BLOCK_E": 16, "GROUPS": 8, "LANES": 32,
+}  # fmt: skip
+_AMAX = {"HEIGHT": 8, "WIDTH": 256, "CHUNK": 1024}
+_SCALED_GEMM = {
+    "x_desc": "tensordesc<fp8e4nv[128,128]>", "x_scale": "*fp32/16", "weight_desc": "tensordesc<fp8e4nv[1,128,128]>",
+    "weight_scale": "*fp32/16", "bias_ptr": "*bf16/16", "bias_table": None, "bias_scale": "*fp32/16",
+    "out_ptr": "*bf16/16", "offsets_ptr": "*i64/16", "E": "i32", "T": "i32", "F": "i32/16", "C": "i32/16",
+    "stride_x_scale": "i32", "stride_weight_scale": "i32", "stride_bias": "i32/16", "stride_out": "i32/16",
+    "bias_first": "i32", "bias_step": "i32", "tiles_f": "i32", "DTYPE": "=tl.bfloat16", "BLOCK_E": 16, "BLOCK_M": 128,
+    "BLOCK_F": 128, "BLOCK_C": 128, "GROUP": 8, "BIAS": True, "BIAS_SCATTERED": False, "BIAS_SCALE": True,
+}  # fmt: skip
+_SCALED_WGRAD = {
+    "x_desc": "tensordesc<fp8e4nv[128,128]>", "dy_scale": "*fp32/16", "x_scale": "*fp32/16", "grad_ptr": "*fp32/16",
+    "table_ptr": None, "beta_ptr": "*i64/16", "offsets_ptr": "*i64/16", "N": "i32/16", "K": "i32/16",
+    "stride_expert": "i64/16", "stride_grad": "i32/16", "first": "i32", "step": "i32", "tiles_n": "i32",
+    "tiles_k": "i32", "DTYPE": "=tl.float32", "BLOCK_K": 128, "BLOCK_T": 128, "GROUP": 8, "PARTS": 2, "BETA": 2,
+    "SCATTERED": False, "ALIGNED": True,
+}  # fmt: skip
 _GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}
 KERNELS = {
     "glu.triton_kernels._scaled_glu_kernel": {
@@ -84,6 +109,29 @@ KERNELS = {
     "quantized.quantize_triton._tile_kernel#square": {
         **_QUANTISED, "partial": None, "PARTIALS": 0, "given": None, "amax": None, "HEIGHT": 128, "WIDTH": 128,
     },
+    "quantized.grouped_gemm_triton._scaled_gemm_kernel#experts": {
+        **_SCALED_GEMM, "BLOCKS": False, "bias_ptr": None, "BIAS": False, "bias_scale": None, "BIAS_SCALE": False,
+    },
+    "quantized.grouped_gemm_triton._scaled_gemm_kernel#blocks": {
+        **_SCALED_GEMM, "x_desc": "tensordesc<fp8e4nv[64,128]>", "BLOCK_M": 64, "BLOCKS": True,
+    },
+    "quantized.grouped_quantize_triton._rows_amax_kernel": {**_EXPERTS, **_AMAX},
+    "quantized.grouped_quantize_triton._rows_of_experts_kernel": _EXPERTS,
+    "quantized.grouped_quantize_triton._blocks_of_experts_kernel": _EXPERTS,
+    "quantized.grouped_quantize_triton._matrices_amax_kernel": {**_EXPERTS, **_AMAX},
+    "quantized.grouped_quantize_triton._matrices_kernel#whole": {
+        **_EXPERTS, "WHOLE": True, "HEIGHT": 128, "WIDTH": 64,
+    },
+    "quantized.grouped_quantize_triton._matrices_kernel#squares": {
+        **_EXPERTS, "amax": None, "WHOLE": False, "HEIGHT": 128, "WIDTH": 128,
+    },
+    "quantized.grouped_wgrad_triton._scaled_wgrad_kernel#experts": {
+        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e5[128,128]>", "BLOCK_N": 128, "BLOCKS": False,
+        "beta_ptr": None, "BETA": 0,
+    },
+    "quantized.grouped_wgrad_triton._scaled_wgrad_kernel#blocks": {
+        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e4nv[64,128]>", "BLOCK_N": 64, "BLOCKS": True,
+    },
     "quantized.quantize_triton._rows_kernel": {**_QUANTISED, "GROUPS": 8, "LANES": 32},
 }  # fmt: skip
 
@@ -112,14 +160,28 @@ for path, arguments in json.loads(sys.argv[1]).items():
             constants[(index,)] = getattr(triton.language, text[3:]) if dtype else text
     ptx = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     wide = sum(".global.v4.b32" in line for line in ptx.splitlines())
-    print(path, wide)
+    sums = sum(" add" in line and ".f32" in line for line in ptx.replace("\\t", " ").splitlines())
+    print(path, wide, sums)
 """
 
 
-def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
+@functools.cache
+def compiled() -> dict[str, tuple[int, int]]:
+    """Of each kernel: accesses of 16 bytes, and additions of fp32 in a thread."""
     done = subprocess.run([sys.executable, "-P", "-c", _COMPILE, json.dumps(KERNELS)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    wide = dict(line.split() for line in done.stdout.splitlines())
-    assert wide.keys() == KERNELS.keys()
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {path: (int(wide), int(sums)) for path, wide, sums in lines}
+
+
+def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
+    assert compiled().keys() == KERNELS.keys()
     # Kernels need wide accesses for bandwidth; the offsets kernel moves too little to matter.
-    assert [path for path, count in wide.items() if count == "0"] == ["grouped.reductions_triton._group_offsets_kernel"]
+    narrow = [path for path, (wide, _) in compiled().items() if wide == 0]
+    assert narrow == ["grouped.reductions_triton._group_offsets_kernel"]
+
+
+@pytest.mark.parametrize("kernel", ["gemm_triton._scaled_gemm_kernel", "wgrad_triton._scaled_wgrad_kernel"])
+def test_sums_of_8_bit_products_leave_the_tensor_cores(kernel: str) -> None:
+    """Hopper's keep 14 bits or so: each of the tile's 128 x 128 sums is added by one of 128 threads."""
+    assert compiled()[f"quantized.grouped_{kernel}#experts"][1] >= 128 * 128 // 128
