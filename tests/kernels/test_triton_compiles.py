@@ -159,7 +159,7 @@ for path, arguments in json.loads(sys.argv[1]).items():
             dtype = isinstance(text, str) and text.startswith("tl.")
             constants[(index,)] = getattr(triton.language, text[3:]) if dtype else text
     ptx = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    wide = sum(".global.v4.b32" in line for line in ptx.splitlines())
+    wide = sum(".global." in line and ".v4.b32" in line for line in ptx.splitlines())
     sums = sum(" add" in line and ".f32" in line for line in ptx.replace("\\t", " ").splitlines())
     print(path, wide, sums)
 """
