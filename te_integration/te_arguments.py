@@ -1,8 +1,12 @@
-"""Arguments of Transformer Engine that maingrad lacks: accepted at a value without effect, refused otherwise."""
+"""What Transformer Engine has and maingrad lacks: arguments, accepted at a value without effect and refused otherwise;
+and the extra state in checkpoints.
+"""
 
+import io
+import warnings
 from typing import Any
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["drop_extra_state", "refuse_unsupported"]
 
 # Name -> the values without effect. An unlisted argument does not exist in Transformer Engine either: TypeError.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -46,3 +50,23 @@ def refuse_unsupported(module: str, arguments: dict[str, Any]) -> None:
             raise ValueError(
                 f"{module} does not support {name}={value!r}: {_REMEDY.get(name, f'leave it at {neutral[0]!r}')}"
             )
+
+
+def drop_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take a module's ``_extra_state`` out of ``state_dict``.
+
+    There Transformer Engine pickles the scales and amaxes of its modules. Pickles run code when they are read, so that
+    these are not: a ``RuntimeWarning`` says so where there are any.
+    """
+    extra = state_dict.pop(f"{prefix}_extra_state", None)
+    if isinstance(extra, io.BytesIO):
+        is_empty = not extra.getbuffer().nbytes
+    else:
+        is_empty = extra is None or (hasattr(extra, "numel") and extra.numel() == 0)
+    if not is_empty:
+        warnings.warn(
+            "a state dict has Transformer Engine's scales and amaxes (_extra_state), which are pickled and were not "
+            "read: under DelayedScaling modules begin with scales of 1, and recipes without state need none",
+            RuntimeWarning,
+            stacklevel=2,
+        )

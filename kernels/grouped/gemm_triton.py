@@ -257,7 +257,7 @@ def grouped_gemm_triton(
     tma_weight = config.tma and experts.table is None and experts.aligned and takes_tma(experts.base)
     if tiles_m * tiles_f == 0:
         return
-    block = [1, config.block_f, config.block_c] if transposed else [1, config.block_c, config.block_f]
+    sides = [config.block_f, config.block_c] if transposed else [config.block_c, config.block_f]
     counts = (
         num_experts,
         rows,
@@ -270,8 +270,7 @@ def grouped_gemm_triton(
         out.stride(0),
         experts.first,
         experts.step,
-        0 if biases is None else biases.first,
-        0 if biases is None else biases.step,
+        *((0, 0) if biases is None else (biases.first, biases.step)),
         tiles_f,
     )
     forms = (
@@ -294,7 +293,7 @@ def grouped_gemm_triton(
             x,
             TensorDescriptor.from_tensor(x, [config.block_m, config.block_c]) if tma_x else None,
             experts.base,
-            experts_descriptor(experts, num_experts, block) if tma_weight else None,
+            experts_descriptor(experts, num_experts, [1, *sides]) if tma_weight else None,
             experts.table,
             bias_base,
             None if biases is None else biases.table,

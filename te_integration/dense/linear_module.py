@@ -21,6 +21,7 @@ from ...kernels.wgrad import WgradOperand
 from .. import recipes
 from ..compiled import Way, WgradHandle, can_compile, weights_wanted
 from ..delayed_scaling import ScaledModule
+from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear
 from .fused_linear import LinearUse, cast, dtype_of_products, fused_linear, rows_of, run_outside_graph
@@ -339,7 +340,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
         return use
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.pop(f"{prefix}_extra_state", None)  # FP8 scaling factors of Transformer Engine
+        drop_extra_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def describe(self) -> str:

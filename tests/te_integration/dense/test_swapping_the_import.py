@@ -40,6 +40,15 @@ def test_its_checkpoints_load_strictly(kind: str, extra: Any, prefix: str) -> No
         model.load_state_dict(given | {f"{prefix}other": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("extra", [torch.ones(8, dtype=torch.uint8), io.BytesIO(b"pickled"), {"scale_fwd": 1}])
+def test_scales_in_its_checkpoints_are_not_read_and_a_warning_says_so(extra: Any) -> None:
+    kind = next(iter(FACTORIES))
+    source, target = make(kind, seed=1), make(kind, seed=2)
+    with pytest.warns(RuntimeWarning, match="_extra_state.* were not read: under DelayedScaling"):
+        target.load_state_dict(theirs(source, "", extra))
+    assert all(map(torch.equal, source.state_dict().values(), target.state_dict().values()))
+
+
 @pytest.mark.parametrize("kind", FACTORIES)
 @pytest.mark.parametrize("delay", [False, True])
 def test_is_first_microbatch_erases_nothing(kind: str, delay: bool) -> None:
