@@ -81,14 +81,17 @@ class Launches:
         if compiled is not None:
             compiled[grid](*arguments)
             return
-        kernel = self._kernel
-        if any(arguments[kernel.arg_names.index(name)] == 1 for name in self._counts):
-            kernel = triton.jit(kernel.fn, do_not_specialize=list(self._counts))
+        is_one = any(arguments[self._kernel.arg_names.index(name)] == 1 for name in self._counts)
+        kernel = self._with_counts if is_one else self._kernel
         compiled = kernel[grid](*arguments, **self._options, **options)
         if compiled is not None:  # the interpreter compiles nothing
             if len(self._compiled) >= _MOST_FORMS:
                 self._compiled.clear()
             self._compiled[key] = compiled
+
+    @functools.cached_property
+    def _with_counts(self) -> Any:
+        return triton.jit(self._kernel.fn, do_not_specialize=list(self._counts))
 
 
 def kinds_of(*tensors: Tensor | None) -> tuple[tuple[torch.dtype, bool] | None, ...]:

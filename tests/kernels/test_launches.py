@@ -60,8 +60,9 @@ def test_counts_of_one_are_no_constants() -> None:
         assert not jit.called
         launch("b", GRID, 2, 1)
         launch("b", GRID, 3, 1)
+        launch("c", GRID, 4, 1)
     jit.assert_called_once_with(kernel.fn, do_not_specialize=["rows"])
-    assert (len(kernel.asked), len(other.asked), len(other.log)) == (1, 1, 2)
+    assert (len(kernel.asked), len(other.asked), len(other.log)) == (1, 2, 3)
 
 
 def test_the_interpreter_has_no_forms() -> None:
