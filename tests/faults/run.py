@@ -95,7 +95,7 @@ def read_fault(path: Path) -> Fault:
     if len(fields["Sentence"]) != 1 or not fields["Test"]:
         raise HarnessError(f"{path.name}: the header needs one 'Sentence:' line and at least one 'Test:' line")
     number = int(fields["Fault"][0])
-    prefix = re.match(r"(\d\d)[a-z]?-", path.name)
+    prefix = re.match(r"(\d\d)[a-z]{0,2}-", path.name)
     if prefix is None or int(prefix[1]) != number:
         raise HarnessError(f"{path.name}: the name must begin with the fault's number, {number:02d}-")
     return Fault(path=path, number=number, sentence=fields["Sentence"][0], tests=tuple(fields["Test"]))
