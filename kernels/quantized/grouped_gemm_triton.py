@@ -139,7 +139,14 @@ def scaled_grouped_gemm_triton(
     forms = biases is not None, biases is not None and biases.table is not None, bias_scale is not None
     counts = num_experts, rows, features, x.matrix.columns, *strides, of_bias[0], out.stride(0), *of_bias[1:], tiles_f
     bias_base = None if biases is None else biases.base
-    key = out.get_device(), counts, forms, config, kinds_of(data, of_weights, bias_base, bias_scale, out, x.offsets)
+    key = (
+        out.get_device(),
+        counts,
+        blocks,
+        forms,
+        config,
+        kinds_of(data, of_weights, bias_base, bias_scale, out, x.offsets),
+    )
     with device_of(out):
         _launch(
             key,

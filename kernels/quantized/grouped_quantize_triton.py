@@ -142,15 +142,30 @@ def _rows_amax_kernel(
     """amax [E]: bits of the largest magnitude of each expert's rows. NaN is larger than Inf, as bits."""
     expert, row, end, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
     if expert < E:
-        largest = tl.zeros((HEIGHT, WIDTH), tl.int32)
-        for down in tl.range(0, 128, HEIGHT):
-            m = row + down + tl.arange(0, HEIGHT)
-            for chunk in tl.static_range(0, CHUNK, WIDTH):
-                column = tl.program_id(1) * CHUNK + chunk + tl.arange(0, WIDTH)
-                inside = (m[:, None] < end) & (column[None, :] < C)
-                values = tl.load(x + m[:, None].to(tl.int64) * stride + column[None, :], inside, other=0.0)
-                largest = tl.maximum(largest, values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        tl.atomic_max(amax + expert, tl.max(tl.max(largest, 1), 0))
+        bits = _largest(x, row, tl.minimum(row + 128, end), C, stride, HEIGHT, WIDTH, CHUNK)
+        tl.atomic_max(amax + expert, bits)
+
+
+@triton.jit
+def _largest(
+    x: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    C: tl.tensor,
+    stride: tl.tensor,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tl.tensor:
+    """Bits of the largest magnitude in rows ``first`` to ``end`` of the program's CHUNK of columns."""
+    largest = tl.zeros((HEIGHT, WIDTH), tl.int32)
+    for down in tl.range(first, end, HEIGHT):
+        row = (down + tl.arange(0, HEIGHT))[:, None]
+        for chunk in tl.static_range(0, CHUNK, WIDTH):
+            column = (tl.program_id(1) * CHUNK + chunk + tl.arange(0, WIDTH))[None, :]
+            values = tl.load(x + row.to(tl.int64) * stride + column, (row < end) & (column < C), other=0.0)
+            largest = tl.maximum(largest, values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    return tl.max(tl.max(largest, 1), 0)
 
 
 @triton.jit
@@ -310,14 +325,8 @@ def _matrices_amax_kernel(
     """amax [E]: bits of the largest magnitude of each matrix."""
     expert, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     x = expert_pointer(base, table, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED)
-    largest = tl.zeros((HEIGHT, WIDTH), tl.int32)
-    for down in tl.range(0, 32, HEIGHT):
-        row = (tile * 32 + down + tl.arange(0, HEIGHT))[:, None]
-        for chunk in tl.static_range(0, CHUNK, WIDTH):
-            column = (tl.program_id(1) * CHUNK + chunk + tl.arange(0, WIDTH))[None, :]
-            values = tl.load(x + row.to(tl.int64) * stride + column, (row < R) & (column < C), other=0.0)
-            largest = tl.maximum(largest, values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(amax + expert, tl.max(tl.max(largest, 1), 0))
+    bits = _largest(x, tile * 32, tl.minimum(tile * 32 + 32, R), C, stride, HEIGHT, WIDTH, CHUNK)
+    tl.atomic_max(amax + expert, bits)
 
 
 @triton.jit
