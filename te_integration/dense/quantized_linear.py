@@ -247,22 +247,22 @@ def kept_copies(
     """``make(rows, columns)``: quantised copies of weights, as they are and transposed; or those kept in this ``form``.
 
     Under our provider a forward that trains keeps its copies: for this iteration's backwards, and for its forwards from
-    the first gradient on. Before it, and after the last, somebody may write the weights and tell nobody (fused
-    optimizers raise no version); but gradients of different weights are never summed. An evaluation takes the weights
-    as they are: others may have been swapped in for it. A forward whose copies are not kept makes those that it needs
-    itself, as they are, and no others.
+    the first gradient of each of the weights on. Before it, and after the last, somebody may write the weights and tell
+    nobody (fused optimizers raise no version); but gradients of different weights are never summed. An evaluation takes
+    the weights as they are: others may have been swapped in for it. A forward whose copies are not kept makes those
+    that it needs itself, as they are, and no others.
     """
     number = capture_number()
-    record = None if number is None or moment == "evaluation" else record_of(weights[0])
-    if record is not None and (record.closed is not None or record.make_room is not None):
-        record = None  # sharded weights come and go within an iteration
-    if record is None:
+    records = [] if number is None or moment == "evaluation" else [record_of(weight) for weight in weights]
+    # A frozen weight has no gradients that would bind it to an iteration; sharded weights come and go within one.
+    if not records or any(each is None or each.closed is not None or each.make_room is not None for each in records):
         return make(rows, columns and not rows)
+    record: Any = records[0]
     key = *form, number, *((weight._version, weight.data_ptr()) for weight in weights)
     kept = record.of_weight
     if (
-        (record.written or moment == "backward")
-        and isinstance(kept, _Kept)
+        isinstance(kept, _Kept)
+        and (moment == "backward" or all(each is not None and each.written for each in records))
         and kept.key == key
         and not (rows and kept.rows is None)
         and not (columns and kept.columns is None)

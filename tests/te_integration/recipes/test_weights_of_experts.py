@@ -15,6 +15,7 @@ from maingrad.te_integration import (
     Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
+    Linear,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     autocast,
@@ -160,6 +161,28 @@ def test_beside_a_frozen_expert(frozen: int) -> None:
         model.finish_grad_sync()
         change(layer, frozen if iteration else 1)
         model.zero_grad_buffer()
+
+
+def test_a_gradient_of_one_expert_speaks_for_none_of_the_others() -> None:
+    """The first expert's weight is another layer's too, whose backward comes first."""
+    layer = make(packed=False)
+    other = Linear(48, 32, bias=False, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+    other.weight = layer.get_parameter("weight0")
+    layer.other = other
+    model = DistributedDataParallel(layer)
+    with model.no_sync():
+        with autocast(recipe=RECIPES[0]):
+            loss = other(batch(1)).float().square().mean()
+            model(batch(0), SPLITS)
+        change(layer)
+        loss.backward()
+        x = batch(2)
+        with autocast(recipe=RECIPES[0]):
+            found = model(x, SPLITS)
+    fresh = make(packed=False, fused=False)
+    fresh.load_state_dict({name: value for name, value in layer.state_dict().items() if "other" not in name})
+    with autocast(recipe=RECIPES[0]):
+        assert torch.equal(found, fresh(x, SPLITS))
 
 
 @FORMS
