@@ -252,9 +252,8 @@ class ScaledModule:
         scales = self._buffers.get(BUFFERS[0])
         if device is not None and self.fits_stored(shapes):
             self.scaling_state(shapes[BUFFERS[1]][0], device if scales is None else scales.device)[0].recorded = True
-        elif (
-            not shapes and scales is not None
-        ):  # of before the recipe, or weights alone: nothing is missing, nor changes
+        elif not shapes and scales is not None:
+            # A state of before the recipe, or of weights alone: nothing is missing, and scales stay.
             state_dict |= {prefix + name: self._buffers[name] for name in BUFFERS}
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]  # nn.Module's
 

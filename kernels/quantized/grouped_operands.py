@@ -9,7 +9,7 @@ from ..compat import HAS_TRITON
 from ..experts import PerExpert
 from ..grouped.products import alike
 from .grouped import GroupedQuantized, QuantizedExperts, quantize_grouped
-from .operands import has_kernels, lacking
+from .operands import form_of, lacking
 from .quantize import quantize
 from .spec import Quantized, QuantSpec
 
@@ -30,9 +30,8 @@ def quantize_grouped_both(
     As ``quantize_grouped`` for each; on GPUs with kernels x is read once for both copies, or twice where an expert has
     one scale.
     """
-    spec = rows or columns
-    alike_forms = rows is None or columns is None or rows is columns or rows == columns
-    if spec is not None and alike_forms and x.dim() == 2 and x.dtype in _HALF and has_grouped_kernels(spec, x.device):
+    spec = form_of(rows, columns)
+    if spec is not None and x.dim() == 2 and x.dtype in _HALF and has_grouped_kernels(spec, x.device):
         return quantize_grouped_triton(x, rows, columns, offsets)
     as_it_is = None if rows is None else quantize_grouped(x, rows, offsets)
     return as_it_is, None if columns is None else quantize_grouped(x, columns, offsets, transposed=True)
@@ -45,10 +44,9 @@ def quantize_experts(
 
     matrices  [E, R, C], or E x [R, C]: bf16, fp16 or fp32 with elements, of one shape
     """
-    spec = rows or columns
-    alike_forms = rows is None or columns is None or rows is columns or rows == columns
+    spec = form_of(rows, columns)
     first = matrices[0]
-    if spec is not None and alike_forms and first.dtype in _HALF and has_grouped_kernels(spec, first.device):
+    if spec is not None and first.dtype in _HALF and has_grouped_kernels(spec, first.device):
         return quantize_experts_triton(alike(matrices), rows, columns)
     each = matrices.unbind() if isinstance(matrices, Tensor) else matrices
     as_it_is = None if rows is None else _stacked([quantize(matrix, rows) for matrix in each])
@@ -66,7 +64,7 @@ def _stacked(each: Sequence[Quantized]) -> QuantizedExperts:
 
 def has_grouped_kernels(spec: QuantSpec, device: torch.device) -> bool:
     """Whether kernels quantise experts' rows by ``spec`` on ``device``, and multiply."""
-    return has_kernels(spec, device) and lacking_for_experts(spec, device) is None
+    return device.type == "cuda" and not spec.emulated and lacking_for_experts(spec, device) is None
 
 
 def lacking_for_experts(spec: QuantSpec, device: torch.device) -> str | None:

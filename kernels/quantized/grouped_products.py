@@ -79,10 +79,11 @@ def scaled_grouped_wgrad_accumulate(
     main_grads          G, in any dtype; these and ``overwrite`` are those of ``grouped_wgrad_accumulate``
     """
     _check(dy.matrix, x.matrix)
-    grads = list(main_grads)
-    if has_grouped_kernels(dy.matrix.spec, dy.offsets.device) and all(map(_takes_kernel, grads)):
+    tensors = [main_grads] if isinstance(main_grads, Tensor) else main_grads
+    if has_grouped_kernels(dy.matrix.spec, dy.offsets.device) and all(map(_takes_kernel, tensors)):
         _run_kernels(dy, x, main_grads, overwrite)
         return
+    grads = list(main_grads)
     with torch.autocast(x.offsets.device.type, enabled=False):
         operands = dequantize_grouped(dy).t(), dequantize_grouped(x).t()
         if all(grad is None or grad.dtype is torch.float32 for grad in grads):

@@ -11,7 +11,7 @@ if HAS_TRITON:
     from ..triton_support import capability_of
     from .quantize_triton import empty_copy, quantize_triton
 
-__all__ = ["has_kernels", "lacking", "quantize_both", "quantized_like"]
+__all__ = ["form_of", "has_kernels", "lacking", "quantize_both", "quantized_like"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -38,11 +38,10 @@ def quantize_both(
     """
     if amax is not None and scale is None:
         raise ValueError("quantize_both records an amax where a scale is given")
-    spec = rows or columns
+    spec = form_of(rows, columns)
     if (
         spec is not None
         and (scale is None or spec.block is None)
-        and (rows is None or columns is None or rows is columns or rows == columns)
         and x.dim() == 2
         and min(x.shape) > 1  # Triton makes constants of counts that are 1; with them 3.6 leaves elements unwritten
         and x.dtype in _HALF
@@ -53,6 +52,13 @@ def quantize_both(
         record_amax(x, amax)
     as_it_is = None if rows is None else quantize(x, rows, scale=scale)
     return as_it_is, None if columns is None else quantize(x.t(), columns, scale=scale)
+
+
+def form_of(rows: QuantSpec | None, columns: QuantSpec | None) -> QuantSpec | None:
+    """The spec of both copies, or of the one that is wanted; None where they differ: kernels write one form."""
+    if rows is None or columns is None or rows is columns or rows == columns:
+        return rows or columns
+    return None
 
 
 def quantized_like(x: Tensor, spec: QuantSpec) -> tuple[Tensor, ...]:
