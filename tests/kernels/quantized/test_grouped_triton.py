@@ -30,6 +30,9 @@ pytest.importorskip("triton", reason="the launchers are Triton's")
 from maingrad.kernels.quantized.grouped_quantize_triton import quantize_experts_triton, quantize_grouped_triton
 
 NAMES = ["current", "current, gradients", "block"]
+_BOUND = 2.0**-10
+"""Of the sum of the terms' sizes. A tensor core keeps about 13 bits behind the largest term and cuts the rest off, in
+each of the four instructions of a promoted sum of 128 terms: errors of terms with one sign add up (7.7e-4 measured)."""
 SPLITS = {
     "uneven": ([130, 0, 1, 33, 128], 0),
     "padded": ([5, 16, 0, 300], 70),
@@ -145,7 +148,7 @@ def exact(q: Quantized) -> Tensor:
 @pytest.mark.parametrize("name", ["current", "current, gradients", "block"])
 @pytest.mark.sampled(100)
 def test_products(name: str, splits: str) -> None:
-    """Sums are promoted after 128 terms: 5e-4 of fp64."""
+    """Sums are promoted after 128 terms: see ``_BOUND``."""
     spec = SPECS[name]
     of_weights = SPECS["block, weights"] if name == "block" else SPECS["current"]
     count = len(SPLITS[splits][0])
@@ -171,11 +174,11 @@ def test_products(name: str, splits: str) -> None:
             weight = exact(weights.unbind()[e]).t()
             expected[start:end] = terms[start:end] @ weight
             sizes[start:end] = terms[start:end].abs() @ weight.abs()  # terms of one number cancel in it
-        assert (plain - expected).norm() <= 5e-4 * sizes.norm()
+        assert (plain - expected).norm() <= _BOUND * sizes.norm()
         owner = torch.searchsorted(offsets[1:], torch.arange(len(x), device="cuda"), right=True)
         inside = (owner < count)[:, None]
         biased = expected + torch.where(inside, scale[:, None].double() * bias.double()[owner.clamp(max=count - 1)], 0)
-        assert (y - biased).norm() <= 4e-3 * biased.norm() + 5e-4 * sizes.norm()
+        assert (y - biased).norm() <= 4e-3 * biased.norm() + _BOUND * sizes.norm()
         assert not y[int(offsets[-1]) :].count_nonzero()
 
 
@@ -205,7 +208,7 @@ def test_weight_gradients(name: str, splits: str) -> None:
             sizes[e] = a[:, start:end].abs() @ b[:, start:end].abs().t()  # terms of one number cancel in it
         packed = torch.ones(count, n, k, device="cuda")
         scaled_grouped_wgrad_accumulate(left, right, packed)
-        assert (packed - 1 - products).norm() <= 5e-4 * sizes.norm() + 1e-4
+        assert (packed - 1 - products).norm() <= _BOUND * sizes.norm() + 1e-4
         overwrite = [e % 2 == 0 for e in range(count)]
         for dtype in (torch.float32, torch.bfloat16):
             grads: list[Tensor | None] = [
@@ -216,5 +219,5 @@ def test_weight_gradients(name: str, splits: str) -> None:
             scaled_grouped_wgrad_accumulate(left, right, grads, overwrite=overwrite)
             for grad, product, size in zip(grads, products, sizes, strict=True):
                 if grad is not None:
-                    bound = 5e-4 if dtype is torch.float32 else 5e-3
+                    bound = _BOUND if dtype is torch.float32 else 5e-3
                     assert (grad - product).norm() <= bound * size.norm()
