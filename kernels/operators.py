@@ -52,10 +52,15 @@ def _each(tensors: Sequence[Tensor], dims: int) -> PerExpert:
 
 
 def _linear(
-    x: Tensor, weights: Sequence[Tensor], offsets: Tensor, bias: Sequence[Tensor], bias_scale: Tensor | None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    offsets: Tensor,
+    bias: Sequence[Tensor],
+    bias_scale: Tensor | None,
+    transposed: bool,
 ) -> Tensor:
     biases = _each(bias, 1) if bias else None
-    return grouped_linear(x, _each(weights, 2), offsets, bias=biases, bias_scale=bias_scale)
+    return grouped_linear(x, _each(weights, 2), offsets, bias=biases, bias_scale=bias_scale, transposed=transposed)
 
 
 def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,9 +77,12 @@ group_offsets_op = define_operator(
 """``group_offsets``: [E] -> [E + 1]."""
 
 grouped_linear_op = define_operator(
-    "grouped_linear(Tensor x, Tensor[] weights, Tensor offsets, Tensor[] bias, Tensor? bias_scale) -> Tensor",
+    "grouped_linear(Tensor x, Tensor[] weights, Tensor offsets, Tensor[] bias, Tensor? bias_scale, bool transposed) "
+    "-> Tensor",
     _linear,
-    lambda x, weights, offsets, bias, bias_scale: x.new_empty(x.shape[0], weights[0].shape[-2]),
+    lambda x, weights, offsets, bias, bias_scale, transposed: x.new_empty(
+        x.shape[0], weights[0].shape[-1 if transposed else -2]
+    ),
 )
 """``grouped_linear``: x [T, K] -> [T, N]; an empty list of biases: none."""
 

@@ -1,6 +1,5 @@
 """``convert_linears``: make the linear layers of a model fused, in place; ``unconvert`` undoes it."""
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from ..ddp.contract.main_grad import has_main_grad
 from ..ddp.contract.module import forms_of
 from ..ddp.contract.torch_fsdp import is_sharded_by_torch
+from .conversion import Conversion, linear_weights
 from .dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
 from .dense.layer_norm_linear import LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP
@@ -17,30 +17,21 @@ from .dense.linear import Linear
 from .dense.linear_module import LinearModule
 from .experts.grouped_linear import GroupedLinear
 from .experts.grouped_mlp import GroupedMLP
+from .experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
 
 _OURS = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, GroupedMLP)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_ATTENTION_MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """The result of ``convert_linears``. A module with several names has its first one; the model's own name is ''."""
-
-    converted: tuple[str, ...]
-    """Names of the modules that became fused, in ``named_modules`` order."""
-    skipped: dict[str, str]
-    """Module name -> why the module, which holds the weight of a linear layer, was not converted."""
 
 
 def convert_linears(model: nn.Module) -> Conversion:
     """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
 
-    Three kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
-    unfused, and Hugging Face's ``Conv1D``. A subclass may compute something else, so it is skipped and listed by name;
+    Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
+    unfused, and Hugging Face's ``Conv1D`` and experts (classes whose implementation ``config.experts_implementation``
+    chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; ours runs from then on). A subclass may compute something else, so it is skipped and listed by name;
     its gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter.
 
     Only the class of a module changes. The module object keeps its parameters, hooks, buffers, mode and attributes.
@@ -71,7 +62,7 @@ def convert_linears(model: nn.Module) -> Conversion:
     converted: list[str] = []
     skipped: dict[str, str] = {}
     for name, module in model.named_modules():
-        if not _holds_linear_weight(module):
+        if not linear_weights(module):
             continue
         reason = _why_not(module)
         if reason is None:
@@ -79,7 +70,7 @@ def convert_linears(model: nn.Module) -> Conversion:
             converted.append(name)
         else:
             skipped[name] = reason
-    return Conversion(converted=tuple(converted), skipped=skipped)
+    return Conversion.of(model, converted, skipped)
 
 
 def unconvert(model: nn.Module) -> tuple[str, ...]:
@@ -124,6 +115,8 @@ def _fuse(module: nn.Module) -> None:
     cls: type = type(module)
     if is_conv1d_class(cls):
         module.__class__ = fused_conv1d_class(cls)
+    elif is_experts_class(cls):
+        module.__class__ = fused_experts_class(cls)
     else:
         if cls is nn.Linear:
             module.__class__ = Linear
@@ -134,7 +127,7 @@ def _fuse(module: nn.Module) -> None:
 def _unfuse(module: LinearModule) -> None:
     own = vars(module)
     own.pop("_uses", None)  # these describe fused products
-    if isinstance(module, FusedConv1D):
+    if isinstance(module, FusedConv1D | FusedExperts):
         _drop_handle(module)
         module.__class__ = module._unfused
     elif type(module) is Linear and "label" not in own:  # no Linear constructor ran: the module was an nn.Linear
@@ -152,31 +145,28 @@ def _drop_handle(module: LinearModule) -> None:
     own.pop("_wgrad_key", None)
 
 
-def _holds_linear_weight(module: nn.Module) -> bool:
-    if isinstance(module, nn.MultiheadAttention):
-        return bool(_attention_matrices(module))
-    return isinstance(module, nn.Linear | LinearModule) or any(map(is_conv1d_class, type(module).__mro__))
-
-
 def _why_not(module: nn.Module) -> str | None:
     """Why this module cannot be fused, or None."""
     cls = type(module)
-    weights = [module._parameters.get(name) for name in getattr(module, "weight_names", ("weight",))]
+    weights = [module._parameters.get(name) for name in linear_weights(module)]
     if isinstance(module, nn.MultiheadAttention):
-        matrices = " and ".join(_attention_matrices(module))
+        matrices = " and ".join(linear_weights(module))
         return f"{cls.__name__}: {matrices} is read as a matrix by F.multi_head_attention_forward, not run as a module"
     if isinstance(module, LinearModule) and module.fuse_wgrad_accumulation and None not in weights:
         return "already fused"
     if any(weight is not None and is_lazy(weight) for weight in weights):
         return f"{cls.__name__} has no weight yet: run one forward, then convert"
-    if not (cls in (nn.Linear, *_OURS) or is_conv1d_class(cls)):
+    if not (cls in (nn.Linear, *_OURS) or is_conv1d_class(cls) or is_experts_class(cls)):
         if any(weight is not None and _is_sharded(weight) for weight in weights):
             return f"{cls.__name__} is sharded already (fully_shard): call convert_linears before it"
         parents = {"nn.Linear": nn.Linear, **{each.__name__: each for each in _OURS[1:]}}
-        parent = next((name for name, each in parents.items() if isinstance(module, each)), "Conv1D")
+        foreign = "Conv1D" if any(map(is_conv1d_class, cls.__mro__)) else "experts of transformers"
+        parent = next((name for name, each in parents.items() if isinstance(module, each)), foreign)
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
     if "forward" in module.__dict__:
         return f"{cls.__name__}'s forward was replaced on this instance"
+    if getattr(module, "_is_expert_parallel", False):
+        return f"{cls.__name__} is split over ranks by transformers (expert parallelism)"
     return next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
 
 
@@ -195,6 +185,3 @@ def _is_sharded(weight: nn.Parameter) -> bool:
     """Whether ``maingrad.fsdp`` (which this folder must not import) or torch has sharded the weight."""
     return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)
 
-
-def _attention_matrices(module: nn.MultiheadAttention) -> list[str]:
-    return [name for name in _ATTENTION_MATRICES if module._parameters.get(name) is not None]

@@ -62,6 +62,7 @@ def grouped_linear(
     bias: PerExpert | None = None,
     bias_scale: Tensor | None = None,
     out: Tensor | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """``y[t] = x[t] W_e^T + s[t] b_e`` for row t of expert e; pad rows are zeros.
 
@@ -72,20 +73,23 @@ def grouped_linear(
     bias        [E, N], or E x [N]          b, dtype of ``x``; None: no bias
     bias_scale  [T]                         s; None: 1
     out         [T, N]                      written and returned; None: allocated
+    transposed                              each weight is stored [K, N]: ``y[t] = x[t] W_e + s[t] b_e``
     ==========  ==========================  ===================================================================
 
     Sums over K, scale and bias are computed in fp32, and rounded once. Raises ``ValueError`` for shapes that do not
     match and ``TypeError`` for operands of different dtypes.
     """
-    features, _ = check_weights("grouped_linear", x, weights, offsets, contracted=1)
+    features = check_weights("grouped_linear", x, weights, offsets, contracted=int(not transposed))[transposed]
     check_per_expert("grouped_linear", "bias", bias, offsets, (features,), x.dtype)
     _check_rows("grouped_linear", "bias_scale", bias_scale, (x.shape[0],))
     if bias_scale is not None and bias is None:
         raise ValueError("grouped_linear got a bias_scale and no bias")
     out = _output("grouped_linear", out, x, features)
     if runs_on_triton("grouped_linear", x):
-        _gemm(x, weights, offsets, out, transposed=True, bias=bias, bias_scale=bias_scale)
+        _gemm(x, weights, offsets, out, transposed=not transposed, bias=bias, bias_scale=bias_scale)
     else:
+        if transposed:
+            weights = [weight.t() for weight in weights]
         grouped_linear_reference(x, weights, offsets, out, bias=bias, bias_scale=bias_scale)
     return out
 

@@ -33,6 +33,7 @@ def compiled_grouped_linear(
     product: int,
     *,
     bias_scale: Tensor | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """``y[t] = x[t] W_e^T + s[t] b_e``, inside a graph; ``fused_grouped_linear`` has the shapes and dtypes.
 
@@ -40,9 +41,10 @@ def compiled_grouped_linear(
     key              of the module whose ``deliver_wgrad`` writes the weight gradients, ``WgradHandle.key``; None:
                      autograd delivers them
     product          the number that ``deliver_wgrad`` gets
+    transposed       see ``GroupedUse``
     """
     rows = cast(rows, dtype_of_products(rows))
-    arguments = rows, key, product, offsets, bias_scale, len(weights), *weights, *biases
+    arguments = rows, key, product, transposed, offsets, bias_scale, len(weights), *weights, *biases
     output: Tensor = _CompiledGroupedLinear.apply(*arguments)  # type: ignore[no-untyped-call]
     return output
 
@@ -63,6 +65,7 @@ class _CompiledGroupedLinear(torch.autograd.Function):
         x: Tensor,
         key: Tensor | None,
         product: int,
+        transposed: bool,
         offsets: Tensor,
         bias_scale: Tensor | None,
         num_weights: int,
@@ -70,9 +73,9 @@ class _CompiledGroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         weights, biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
         ctx.save_for_backward(key, x, offsets, bias_scale, *weights_and_biases)
-        ctx.product, ctx.num_weights = product, num_weights
+        ctx.product, ctx.transposed, ctx.num_weights = product, transposed, num_weights
         output: Tensor = grouped_linear_op(
-            x, _cast_all(weights, x.dtype), offsets, _cast_all(biases, x.dtype), bias_scale
+            x, _cast_all(weights, x.dtype), offsets, _cast_all(biases, x.dtype), bias_scale, transposed
         )
         return output
 
@@ -81,11 +84,15 @@ class _CompiledGroupedLinear(torch.autograd.Function):
         dy = grads[0]
         key, x, offsets, scale, *others = ctx.saved_tensors
         weights, biases = others[: ctx.num_weights], others[ctx.num_weights :]
-        needs_dx, _, _, _, needs_ds, _, *needs = ctx.needs_input_grad
+        needs_dx, _, _, _, _, needs_ds, _, *needs = ctx.needs_input_grad
         needs_dw, needs_db = needs[: ctx.num_weights], needs[ctx.num_weights :]
         dx = ds = None
         if needs_dx:
-            dx = cast(grouped_dgrad_op(dy, _cast_all(weights, dy.dtype), offsets), x.dtype)
+            matrices = _cast_all(weights, dy.dtype)
+            if ctx.transposed:
+                dx = cast(grouped_linear_op(dy, matrices, offsets, [], None, False), x.dtype)
+            else:
+                dx = cast(grouped_dgrad_op(dy, matrices, offsets), x.dtype)
         if needs_ds:
             ds = cast(grouped_scale_grad_op(dy, _cast_all(biases, dy.dtype), offsets), scale.dtype)
         dbs: list[Tensor | None] = [None] * len(biases)
@@ -93,11 +100,14 @@ class _CompiledGroupedLinear(torch.autograd.Function):
             db = grouped_bias_grad_op(dy, offsets, scale, biases[0].dtype)
             dbs = parts_of(db, biases[0].dim() == 2, needs_db)
         dws: list[Tensor | None] = [None] * len(weights)
+        left, right = dy, cast(x, dy.dtype)
+        if ctx.transposed:
+            left, right = right, left
         if True in needs_dw and key is not None:
             assert wgrad is not None, "can_compile was asked"
-            wgrad([dy, cast(x, dy.dtype), offsets], key, ctx.product)
+            wgrad([left, right, offsets], key, ctx.product)
         elif True in needs_dw:
             dtype = weights[0].dtype if weights[0].dtype in (torch.float32, dy.dtype) else dy.dtype
-            dw = cast(grouped_wgrad_op(dy, cast(x, dy.dtype), offsets, dtype), weights[0].dtype)
+            dw = cast(grouped_wgrad_op(left, right, offsets, dtype), weights[0].dtype)
             dws = parts_of(dw, weights[0].dim() == 3, needs_dw)
-        return (dx, None, None, None, ds, None, *dws, *dbs)
+        return (dx, None, None, None, None, ds, None, *dws, *dbs)

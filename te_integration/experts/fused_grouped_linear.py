@@ -27,6 +27,7 @@ from ..wgrad_queue import WgradQueue
 from .grouped_products import (
     differentiable_bias_grad,
     differentiable_dgrad,
+    differentiable_linear,
     differentiable_scale_grad,
     differentiable_wgrad,
 )
@@ -52,11 +53,12 @@ class GroupedUse:
 
     weights              E weights [N, K], or one packed weight [E, N, K]
     names                names of the weights in error messages
+    transposed           weights and their ``main_grad`` are [K, N] each: ``y[t] = x[t] W_e``, ``dW_e = x_e^T dy_e``
     fused, queue         where weight gradients go, as in ``LinearUse``. False and None: autograd delivers them
     save_original_input  as in ``LinearUse``
     """
 
-    __slots__ = ("_queue", "fused", "owner", "packed", "save_original_input", "target")
+    __slots__ = ("_queue", "fused", "owner", "packed", "save_original_input", "target", "transposed")
 
     def __init__(
         self,
@@ -66,9 +68,10 @@ class GroupedUse:
         *,
         fused: bool = True,
         queue: WgradQueue | None = None,
+        transposed: bool = False,
         save_original_input: bool = False,
     ) -> None:
-        self.owner, self.fused = owner, fused
+        self.owner, self.fused, self.transposed = owner, fused, transposed
         self._queue = None if queue is None else weakref.ref(queue)  # weak: modules must not keep a queue alive
         self.save_original_input = save_original_input
         self.packed = weights[0].dim() == 3
@@ -160,7 +163,7 @@ def arguments_of(
 ) -> tuple[Tensor, GroupedCall, tuple[Tensor | None, ...]]:
     """What ``apply`` takes, for the arguments of ``fused_grouped_linear``: checked, and cast to the products' dtype."""
     dtype = dtype_of_products(input)
-    _check_buffer(use.owner, "out", out, (input.shape[0], _features(weights)), dtype, input.device)
+    _check_buffer(use.owner, "out", out, (input.shape[0], _features(weights, use)), dtype, input.device)
     _check_buffer(use.owner, "grad_input", grad_input, tuple(input.shape), dtype, input.device)
     if not use.save_original_input:
         input = cast(input, dtype)
@@ -173,8 +176,8 @@ def arguments_of(
     return input, call, (*experts, *biases, bias_scale)
 
 
-def _features(weights: PerExpert) -> int:
-    return (weights if isinstance(weights, Tensor) else weights[0]).shape[-2]
+def _features(weights: PerExpert, use: GroupedUse) -> int:
+    return (weights if isinstance(weights, Tensor) else weights[0]).shape[-1 if use.transposed else -2]
 
 
 def _check_buffer(
@@ -251,6 +254,7 @@ class _FusedGroupedLinear(torch.autograd.Function):
                 bias=per_expert(biases, call.packed_bias, call.dtype) if biases else None,
                 bias_scale=scale,
                 out=call.out,
+                transposed=use.transposed,
             )
         return y if call.out is None else written(y)
 
@@ -301,7 +305,8 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
 
     dx = None
     if needs_dx:
-        dx = grouped_dgrad(dy, per_expert(weights, use.packed, dy.dtype), offsets, out=call.grad_input)
+        product = grouped_linear if use.transposed else grouped_dgrad
+        dx = product(dy, per_expert(weights, use.packed, dy.dtype), offsets, out=call.grad_input)
         dx = cast(dx, ctx.input_dtype) if call.grad_input is None else written(dx)
     dbs_and_ds = bias_grads(ctx, dy, offsets, scale, others[len(weights) :])
     dws: list[Tensor | None] = [None] * len(wanted)
@@ -338,6 +343,8 @@ def weight_grads(
 ) -> list[Tensor | None]:
     """What backward returns for each weight: dy [T, N], x [T, K], or both quantised."""
     use: GroupedUse = ctx.use
+    if use.transposed:
+        dy, x = x, dy
     results: list[Tensor | None] = [None] * len(wanted)
     plain = [place is None and want is not Demand.NOTHING for place, want in zip(places, wanted, strict=True)]
     if True in plain:
@@ -363,10 +370,12 @@ def _gradients_with_graph(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tup
 
     dx = ds = None
     if needs_dx:
-        dx = differentiable_dgrad(dy, packed(weights, ctx.use.packed), offsets).to(ctx.input_dtype)
+        product = differentiable_linear if ctx.use.transposed else differentiable_dgrad
+        dx = product(dy, packed(weights, ctx.use.packed), offsets).to(ctx.input_dtype)
     dws: list[Tensor | None] = [None] * len(wanted)
     if x is not None:
-        dw = differentiable_wgrad(dy, x.to(dy.dtype), offsets).to(ctx.weight_dtype)
+        left, right = (x.to(dy.dtype), dy) if ctx.use.transposed else (dy, x.to(dy.dtype))
+        dw = differentiable_wgrad(left, right, offsets).to(ctx.weight_dtype)
         dws = parts_of(dw, ctx.use.packed, [want is not Demand.NOTHING for want in wanted])
     dbs: list[Tensor | None] = [None] * len(needs_db)
     if True in needs_db:

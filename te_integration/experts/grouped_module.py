@@ -112,7 +112,9 @@ class GroupedModule(LinearModule, nn.Module):
             refuse_in_transform(self.describe())
             product = self.expert_layers.index(layer)
             key = self._wgrad_key if self.way(weights, queue, product) == "graph" else None
-            return compiled_grouped_linear(rows, weights, biases, offsets, key, product, bias_scale=bias_scales)
+            return compiled_grouped_linear(
+                rows, weights, biases, offsets, key, product, bias_scale=bias_scales, transposed=self.transposed
+            )
         recipe = self._recipe_now(rows)
         run: Callable[..., Tensor] = fused_grouped_linear
         if recipe is not None and rows.shape[0]:  # without rows there is nothing to quantise
@@ -159,6 +161,7 @@ class GroupedModule(LinearModule, nn.Module):
                 self.describe(),
                 fused=fused,
                 queue=queue,
+                transposed=self.transposed,
                 save_original_input=self.save_original_input,
             )
         return use

@@ -17,7 +17,19 @@ from torch import Tensor
 from ...ddp.contract.grouped_target import fresh_grouped_wgrads
 from ...kernels import grouped_dgrad, grouped_linear
 
-__all__ = ["differentiable_bias_grad", "differentiable_dgrad", "differentiable_scale_grad", "differentiable_wgrad"]
+__all__ = [
+    "differentiable_bias_grad",
+    "differentiable_dgrad",
+    "differentiable_linear",
+    "differentiable_scale_grad",
+    "differentiable_wgrad",
+]
+
+
+def differentiable_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """``y[t] = x[t] W_e^T``, with derivatives of any order."""
+    result: Tensor = _Linear.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
+    return result
 
 
 def differentiable_dgrad(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

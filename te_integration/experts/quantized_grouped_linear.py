@@ -98,7 +98,7 @@ class _QuantizedGroupedLinear(torch.autograd.Function):
         keeps = of_columns if needs_dw and call.trains else None
         rows, columns = quantize_grouped_both(x, of_rows, keeps, call.offsets)
         of_weights, _ = _copies_of_weights(
-            weights, call, rows=True, columns=needs_dx, moment="forward" if call.trains else "evaluation"
+            weights, use, call, rows=True, columns=needs_dx, moment="forward" if call.trains else "evaluation"
         )
         assert rows is not None and of_weights is not None
         ctx.x_kind = None if columns is None else (columns.matrix.spec, columns.matrix.columns)
@@ -157,7 +157,7 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
         of_rows, of_columns = call.recipe.specs("grad")
         rows, grad = quantize_grouped_both(dy, of_rows if needs_dx else None, of_columns if needs_dw else None, offsets)
     if needs_dx:
-        _, of_weights = _copies_of_weights(weights, call, rows=False, columns=True, moment="backward")
+        _, of_weights = _copies_of_weights(weights, use, call, rows=False, columns=True, moment="backward")
         assert rows is not None and of_weights is not None
         dx = scaled_grouped_product(rows, of_weights, call.dtype, out=call.grad_input)
         dx = cast(dx, ctx.input_dtype) if call.grad_input is None else written(dx)
@@ -171,7 +171,7 @@ def _gradients(ctx: Any, dy: Tensor, wanted: Sequence[Demand]) -> tuple[Tensor |
 
 
 def _copies_of_weights(
-    weights: Sequence[Tensor], call: GroupedCall, *, rows: bool, columns: bool, moment: Moment
+    weights: Sequence[Tensor], use: GroupedUse, call: GroupedCall, *, rows: bool, columns: bool, moment: Moment
 ) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
     """[N, K] of each expert, and their transposes."""
     recipe = call.recipe
@@ -179,7 +179,12 @@ def _copies_of_weights(
 
     def make(rows: bool, columns: bool) -> tuple[QuantizedExperts | None, QuantizedExperts | None]:
         of_rows, of_columns = recipe.specs("weight")
-        matrices = per_expert(weights, weights[0].dim() == 3, call.dtype)
-        return quantize_experts(matrices, of_rows if rows else None, of_columns if columns else None)
+        matrices = per_expert(weights, use.packed, call.dtype)
+        wanted = of_rows if rows else None, of_columns if columns else None
+        if use.transposed:
+            transposes, as_they_are = quantize_experts(matrices, *reversed(wanted))
+            return as_they_are, transposes
+        return quantize_experts(matrices, *wanted)
 
-    return kept_copies(weights, (recipe, call.dtype), make, rows=rows, columns=columns, moment=moment)
+    form = recipe, call.dtype, use.transposed
+    return kept_copies(weights, form, make, rows=rows, columns=columns, moment=moment)
