@@ -1,8 +1,8 @@
 """Modules whose weight-gradient GEMM writes to ``main_grad``, and the conversion of existing models to them."""
 
 from ..ddp.graphs.capture import GraphPool as GraphPool
-from .convert import convert_linears as convert_linears
-from .convert import unconvert as unconvert
+from .conversion.convert import convert_linears as convert_linears
+from .conversion.convert import unconvert as unconvert
 from .dense.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from .dense.layer_norm_mlp import LayerNormMLP as LayerNormMLP
 from .dense.linear import Linear as Linear

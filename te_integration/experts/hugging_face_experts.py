@@ -6,7 +6,8 @@ H features of a token, F features between the two products.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +37,36 @@ def weight_names_of(experts: nn.Module) -> tuple[str, str]:
     return ("gate_up_proj" if experts.has_gate else "up_proj"), "down_proj"
 
 
+class _Form(NamedTuple):
+    """How a class stores its parameters."""
+
+    weight_names: tuple[str, str]
+    has_bias: bool
+    transposed: bool
+
+
+def fused_experts_class(experts: Any) -> type[nn.Module]:
+    """The fused class for a module of transformers."""
+    base: type = type(experts)
+    return _fused_class(base, _Form(weight_names_of(experts), experts.has_bias, experts.is_transposed))
+
+
 @functools.cache
-def fused_experts_class(base: type) -> type[nn.Module]:
-    """The fused class of ``base``, cached so that all modules of one ``base`` have the same type."""
-    return type(f"Fused{base.__name__}", (FusedExperts, base), {"_unfused": base, "__doc__": FusedExperts.__doc__})
+def _fused_class(base: type, form: _Form) -> type[nn.Module]:
+    """Cached, so that all modules of one class have the same type."""
+    layers = tuple(
+        ExpertLayer(
+            name,
+            (name,),
+            (f"{name}_bias",) if form.has_bias else (),
+            packed_weight=True,
+            packed_bias=form.has_bias,
+        )
+        for name in form.weight_names
+    )
+    members = {"_unfused": base, "_form": form, "expert_layers": layers, "__doc__": FusedExperts.__doc__}
+    members |= {"weight_names": form.weight_names, "transposed": form.transposed}
+    return type(f"Fused{base.__name__}", (FusedExperts, base), members)
 
 
 class FusedExperts(GroupedModule):
@@ -62,31 +89,17 @@ class FusedExperts(GroupedModule):
     """
 
     _unfused: type
+    _form: _Form
+    _apply_gate: Callable[[Tensor], Tensor]
+    act_fn: nn.Module
+    post_expert_norm: nn.Module
     fuse_wgrad_accumulation = True
-    has_gate: bool
-    has_bias: bool
-    is_transposed: bool
     num_experts: int
-
-    @property
-    def transposed(self) -> bool:  # type: ignore[override]
-        """Weights are stored [E, H, 2F] and [E, F, H]."""
-        return self.is_transposed
 
     @property
     def num_gemms(self) -> int:  # type: ignore[override]
         """E."""
         return self.num_experts
-
-    @property
-    def weight_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Of both products."""
-        return weight_names_of(self)
-
-    @property
-    def expert_layers(self) -> tuple[ExpertLayer, ...]:  # type: ignore[override]
-        """Both products."""
-        return tuple(_layer(name, self.has_bias) for name in self.weight_names)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -106,7 +119,7 @@ class FusedExperts(GroupedModule):
         hidden = self.multiply_rows(up, rows, offsets, None, queue)
         normed = bool(getattr(self, "has_post_expert_norm", False))
         activated = self._activate(hidden, None if normed else row_probs)
-        scales = row_probs if self.has_bias and not normed else None
+        scales = row_probs if self._form.has_bias and not normed else None
         output = self.multiply_rows(down, activated, offsets, scales, queue)
         if normed:
             output = (self.post_expert_norm(output) * row_probs[:, None]).to(output.dtype)
@@ -114,9 +127,10 @@ class FusedExperts(GroupedModule):
 
     def _activate(self, hidden: Tensor, scales: Tensor | None) -> Tensor:
         """Rows of the first product -> those of the second, scaled."""
-        if self.has_gate and _is_swiglu(self):
+        has_gate = self.weight_names[0] == "gate_up_proj"
+        if has_gate and _is_swiglu(self):
             return scaled_activation(hidden, scales, _SWIGLU)
-        activated: Tensor = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+        activated: Tensor = self._apply_gate(hidden) if has_gate else self.act_fn(hidden)
         return activated if scales is None else (activated * scales[:, None]).to(activated.dtype)
 
     def describe(self) -> str:
@@ -125,20 +139,15 @@ class FusedExperts(GroupedModule):
 
     def sizes(self) -> str:
         """The sizes, by the names of attributes and parameters."""
-        shapes = (f"{name}={list(self._parameters[name].shape)}" for name in self.weight_names)
+        shapes = (f"{name}={list(getattr(self, name).shape)}" for name in self.weight_names)
         return f"num_experts={self.num_experts}, {', '.join(shapes)}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the base class: the fused class is made at run time and no Python module contains it."""
-        return _new_fused_experts, (self._unfused,), self.__getstate__()  # type: ignore[no-untyped-call]
+        return _new_fused_experts, (self._unfused, self._form), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
 _SWIGLU = glu_options("experts", "swiglu")
-
-
-@functools.cache
-def _layer(name: str, has_bias: bool) -> ExpertLayer:
-    return ExpertLayer(name, (name,), (f"{name}_bias",) if has_bias else (), packed_weight=True, packed_bias=has_bias)
 
 
 def _is_swiglu(experts: Any) -> bool:
@@ -148,6 +157,6 @@ def _is_swiglu(experts: Any) -> bool:
     return silu and gate.__module__ == "transformers.integrations.moe"
 
 
-def _new_fused_experts(base: type) -> nn.Module:
-    cls = fused_experts_class(base)
+def _new_fused_experts(base: type, form: _Form) -> nn.Module:
+    cls = _fused_class(base, form)
     return cls.__new__(cls)

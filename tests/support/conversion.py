@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig
 from maingrad.te_integration import convert_linears
-from maingrad.te_integration.convert import Conversion
+from maingrad.te_integration.conversion.report import Conversion
 
 __all__ = ["Iteration", "assert_close_to_exact", "converted_iteration", "plain_iteration", "weights_of"]
 

@@ -94,6 +94,28 @@ def test_forward_and_dgrad(device: str, config: GemmConfig, splits: list[int], f
         assert_rows_close(dx, dy, dx, splits, weights)
 
 
+@pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.parametrize("form", ["packed", "discrete"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.sampled(4)
+def test_weights_that_are_stored_transposed(device: str, form: str, with_bias: bool) -> None:
+    """``y = x W + s b`` with W [K, N] is the product with W^T, which is stored [N, K]."""
+    splits, n, k = SPLITS["uneven"], 40, 24
+    x = padded(splits, k, torch.float32, device, 0)
+    packed = draw(len(splits), k, n, dtype=torch.float32, device=device, seed=1)
+    bias = draw(len(splits), n, dtype=torch.float32, device=device, seed=2) if with_bias else None
+    scale = draw(len(x), dtype=torch.float32, device=device, seed=3) if with_bias else None
+    offsets = offsets_of(splits, device)
+    weights = packed if form == "packed" else list(packed.clone().unbind())
+    options = {"bias": bias, "bias_scale": scale}
+    y = grouped_linear(x, weights, offsets, transposed=True, **options)
+    turned = grouped_linear(x, packed.transpose(1, 2).contiguous(), offsets, **options)
+    assert torch.allclose(y, turned, rtol=1e-5, atol=1e-5)
+    assert not y[sum(splits) :].count_nonzero()
+    with pytest.raises(ValueError, match="features in the last dim"):
+        grouped_linear(x, packed.transpose(1, 2), offsets, transposed=True)
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("form", ["packed", "discrete"])
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)

@@ -1,4 +1,4 @@
-"""``Conversion``: what ``convert_linears`` did, what it left out, and the share of weight-gradient FLOPs that is fused."""
+"""``Conversion``: what ``convert_linears`` did and left out, and which share of weight-gradient FLOPs is fused."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from .dense.conv1d import is_conv1d_class
-from .dense.linear_module import LinearModule
-from .experts.grouped_module import GroupedModule
-from .experts.hugging_face_experts import is_experts_class, weight_names_of
+from ..dense.conv1d import is_conv1d_class
+from ..dense.linear_module import LinearModule
+from ..experts.grouped_module import GroupedModule
+from ..experts.hugging_face_experts import is_experts_class, weight_names_of
 
 __all__ = ["Conversion", "linear_weights"]
 
@@ -83,7 +83,10 @@ def _other_parameters(model: nn.Module, known: set[int]) -> Iterator[tuple[str, 
     for prefix, module in model.named_modules():
         if isinstance(module, _LOOKUPS):
             continue
+        has_weights = bool(linear_weights(module))
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dim() >= 2 and id(parameter) not in known:
+            if parameter is None or (has_weights and name.endswith("bias")):
+                continue  # packed biases of experts have two dims
+            if parameter.dim() >= 2 and id(parameter) not in known:
                 known.add(id(parameter))
                 yield f"{prefix}.{name}" if prefix else name, module, parameter

@@ -6,18 +6,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..ddp.contract.main_grad import has_main_grad
-from ..ddp.contract.module import forms_of
-from ..ddp.contract.torch_fsdp import is_sharded_by_torch
-from .conversion import Conversion, linear_weights
-from .dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
-from .dense.layer_norm_linear import LayerNormLinear
-from .dense.layer_norm_mlp import LayerNormMLP
-from .dense.linear import Linear
-from .dense.linear_module import LinearModule
-from .experts.grouped_linear import GroupedLinear
-from .experts.grouped_mlp import GroupedMLP
-from .experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class
+from ...ddp.contract.main_grad import has_main_grad
+from ...ddp.contract.module import forms_of
+from ...ddp.contract.torch_fsdp import is_sharded_by_torch
+from ..dense.conv1d import FusedConv1D, fused_conv1d_class, is_conv1d_class
+from ..dense.layer_norm_linear import LayerNormLinear
+from ..dense.layer_norm_mlp import LayerNormMLP
+from ..dense.linear import Linear
+from ..dense.linear_module import LinearModule
+from ..experts.grouped_linear import GroupedLinear
+from ..experts.grouped_mlp import GroupedMLP
+from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class
+from .report import Conversion, linear_weights
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
 
@@ -30,9 +30,11 @@ def convert_linears(model: nn.Module) -> Conversion:
     """Fuse the weight gradient of every linear layer of ``model`` into ``main_grad``; convert first, then wrap.
 
     Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
-    unfused, and Hugging Face's ``Conv1D`` and experts (classes whose implementation ``config.experts_implementation``
-    chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; ours runs from then on). A subclass may compute something else, so it is skipped and listed by name;
-    its gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter.
+    unfused, and Hugging Face's ``Conv1D`` and experts (the classes whose implementation a model's
+    ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; from then on ours runs). A
+    subclass may compute something else, so it is skipped and listed by name; its gradients reach ``main_grad`` through
+    the wrapper's hook, like those of every other parameter. The result also names parameters that nothing known
+    multiplies, such as routers, and says which share of the FLOPs of weight gradients is fused.
 
     Only the class of a module changes. The module object keeps its parameters, hooks, buffers, mode and attributes.
     References to it, tied weights, state-dict keys and ``isinstance(module, nn.Linear)`` therefore stay valid. Models
@@ -116,7 +118,7 @@ def _fuse(module: nn.Module) -> None:
     if is_conv1d_class(cls):
         module.__class__ = fused_conv1d_class(cls)
     elif is_experts_class(cls):
-        module.__class__ = fused_experts_class(cls)
+        module.__class__ = fused_experts_class(module)
     else:
         if cls is nn.Linear:
             module.__class__ = Linear
@@ -184,4 +186,3 @@ def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:
 def _is_sharded(weight: nn.Parameter) -> bool:
     """Whether ``maingrad.fsdp`` (which this folder must not import) or torch has sharded the weight."""
     return any(hasattr(form, "shard") for form in forms_of(weight)) or is_sharded_by_torch(weight)
-
