@@ -7,7 +7,7 @@ model with its optimizer.
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...config.error import ConfigError
 
-__all__ = ["ARCHITECTURES", "Architecture", "Shape", "decoder_layers", "transformers_version"]
+__all__ = ["ARCHITECTURES", "Architecture", "Shape", "architecture_named", "decoder_layers", "transformers_version"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ class Architecture:
     """Arguments of the class."""
     shapes: tuple[str, ...] = ("4x4096", "2x1024")
     """Shapes that are measured if none are asked for."""
+
+    def with_layers(self, count: int) -> "Architecture":
+        """The same with ``count`` decoder layers, under a name that says so."""
+        sizes = {**self.sizes, "n_layer" if "n_layer" in self.sizes else "num_hidden_layers": count}
+        return replace(self, name=f"{self.name}, {count} layers", about=f"{self.name}, {count} layers", sizes=sizes)
 
     def make(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """The model in training mode. Weights are the same on every call and rank: drawn in fp32, rounded to ``dtype``.
@@ -102,6 +107,13 @@ class Architecture:
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         attention: float = 6.0 * config.num_hidden_layers * width * length
         return 6.0 * multiplied + attention
+
+
+def architecture_named(name: str) -> Architecture:
+    """The inverse of ``Architecture.name``: "llama-1b", or "llama-1b, 4 layers"."""
+    base, _, layers = name.partition(", ")
+    architecture = ARCHITECTURES[base]
+    return architecture.with_layers(int(layers.partition(" ")[0])) if layers else architecture
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -35,6 +35,8 @@ class ModelsBench:
     """llama-1b, llama-8b, qwen3-1.7b, qwen3-30b-a3b, gpt2-large, tiny."""
     shapes: tuple[str, ...] = ()
     """Microbatches of one rank like 4x4096, sequences x tokens; none: the model's own."""
+    num_layers: int | None = None
+    """Decoder layers; None: the model's own number."""
     num_microbatches: int = 1
     """Microbatches of one step."""
     rows: tuple[str, ...] = ()
@@ -105,6 +107,8 @@ def choose_architecture(bench: ModelsBench) -> tuple[Architecture, list[Shape]]:
     if bench.model not in ARCHITECTURES:
         raise ConfigError(f"unknown model '{bench.model}': it is one of {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[bench.model]
+    if bench.num_layers is not None:
+        architecture = architecture.with_layers(bench.num_layers)
     return architecture, [Shape.parse(text) for text in bench.shapes or architecture.shapes]
 
 

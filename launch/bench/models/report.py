@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...report.table import Column, markdown_table, write_csv
-from .architectures import ARCHITECTURES, Shape
+from .architectures import Shape, architecture_named
 from .measure import Measurement
 
 __all__ = ["odd_losses", "read_measurements", "sections_of", "write_models_report"]
@@ -81,7 +81,7 @@ def _section(row: Measurement) -> tuple[str, str, int, int]:
 
 def _section_lines(section: Sequence[Measurement]) -> list[str]:
     some = section[0]
-    architecture, shape = ARCHITECTURES[some.model], Shape.parse(some.shape)
+    architecture, shape = architecture_named(some.model), Shape.parse(some.shape)
     total, _ = architecture.count()
     flops = architecture.flops_per_token(shape.length)
     peak = next((row.peak_tflops for row in section if not math.isnan(row.peak_tflops)), math.nan)

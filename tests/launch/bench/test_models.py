@@ -168,7 +168,7 @@ def test_rows_that_a_cpu_cannot_run_and_rows_that_fail_stay_with_their_reason(tm
         "fails": Row("fails", fails, "", compiled=True),
         "zero3_copy_engines": ROWS["zero3_copy_engines"],
     }
-    bench = ModelsBench(model="tiny", num_steps=1, num_rounds=1, num_warmup_steps=1, backend="eager")
+    bench = ModelsBench(model="tiny", num_layers=2, num_steps=1, num_rounds=1, num_warmup_steps=1, backend="eager")
     saved: list[int] = []
     done = bench_models(bench, Ranks.alone(CPU), rows=rows, save=lambda so_far: saved.append(len(so_far)))
     assert saved == [1, 2, 3]
@@ -177,6 +177,7 @@ def test_rows_that_a_cpu_cannot_run_and_rows_that_fail_stay_with_their_reason(tm
     table = write_models_report(done, tmp_path)
     assert "ValueError: as told" in table
     assert "- works: nothing set." in table
+    assert "tiny, 2 layers" in table
 
 
 def measured(**values: object) -> Measurement:

@@ -53,8 +53,9 @@ def held_between_steps(rank: int, config: Config, ranks: int, port: int, results
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.cuda.set_device(rank)
-    square = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
-    (square @ square).sum().item()  # cuBLAS keeps a workspace, which is no plan's
+    square = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (square @ square).sum().backward()  # cuBLAS keeps a workspace for each thread, which is no plan's
+    square.grad = None
     before = torch.cuda.memory_allocated()
     meter = Meter()
     with process_group_from_env("cuda"):

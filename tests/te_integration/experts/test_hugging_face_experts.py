@@ -310,7 +310,9 @@ def test_on_a_gpu(name: str) -> None:
     """bf16, beside transformers' own implementations in bf16 and in fp32; and the host waits for nothing."""
     gradients = {}
     for how in ("fp32", "eager", "grouped_mm", "ours"):
-        model = tiny(name, hidden_size=64, moe_intermediate_size=64, intermediate_size=64).cuda()
+        # One layer with experts: behind it, another rounding would choose other experts.
+        layers = 2 if name == "deepseek_v3" else 1
+        model = tiny(name, layers=layers, hidden_size=64, moe_intermediate_size=64, intermediate_size=64).cuda()
         model = model.to(torch.float32 if how == "fp32" else torch.bfloat16)
         if how == "ours":
             convert_linears(model)
@@ -318,7 +320,7 @@ def test_on_a_gpu(name: str) -> None:
             with wrapped.no_sync():
                 loss_of(wrapped, tokens_of(0).cuda()).backward()
             wrapped.zero_grad_buffer()
-            experts = model.model.layers[1].mlp.experts
+            experts = model.model.layers[-1].mlp.experts
             x = torch.randn(34, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             index = torch.randint(4, (34, 1), device="cuda")
             probs = torch.rand(34, 1, device="cuda")
