@@ -1,0 +1,91 @@
+"""How far two gradients may be apart, how far they are, and of which parts' gradients one is made."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .plain import Grads
+
+__all__ = ["Allowed", "Difference", "allowed_between", "differences", "parts_in", "total_norm"]
+
+_ROUNDING = 1e-4
+"""Relative error that is always allowed under fp32. Mistakes are larger: a lost part is 1 / parts."""
+_OF_MEASURED = 20.0
+"""Multiples of the rounding error that the plain run has beside fp64."""
+
+
+class Difference(NamedTuple):
+    """One parameter that is not as it should be."""
+
+    name: str
+    error: float
+    """Norm of the difference, relative to the norm of what should be; infinite if a part is missing or not finite."""
+
+
+class Allowed(NamedTuple):
+    """Norm of the error that each parameter's gradient may have."""
+
+    by_name: Mapping[str, float]
+
+    def between(self, found: Grads, wanted: Grads) -> list[Difference]:
+        """The parameters that are farther apart than allowed, the farthest first."""
+        return differences(((name, found[name], wanted[name]) for name in wanted), self)
+
+
+def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
+    """From the plain gradients and, where there are any, those in fp64.
+
+    A sum that cancels (the gradient of a key's bias) is nothing but rounding error. So the error may be twenty times
+    the error of the plain run beside fp64. Without fp64, it may be 1e-5 of the mean of all gradients' elements.
+    """
+    count = sum(grad.numel() for grad in grads.values())
+    mean = total_norm(grads.values()) / math.sqrt(max(count, 1))
+    allowed = {}
+    for name, grad in grads.items():
+        relative = max(_ROUNDING, 4 * torch.finfo(grad.dtype).eps)
+        floor = mean * math.sqrt(grad.numel()) * relative * (0.1 if exact is None else 1e-3)
+        measured = 0.0 if exact is None else _norm(grad.double() - exact[name].double())
+        allowed[name] = relative * _norm(grad) + _OF_MEASURED * measured + floor
+    return Allowed(allowed)
+
+
+def differences(pairs: Iterable[tuple[str, Tensor, Tensor]], allowed: Allowed) -> list[Difference]:
+    """Of (name, found, wanted): those that are farther apart than allowed, the farthest first."""
+    found = []
+    for name, one, other in pairs:
+        error = _norm(one.double() - other.double())
+        if not error <= allowed.by_name[name]:  # NaN is not
+            norm = max(_norm(other), allowed.by_name[name], 1e-30)
+            found.append(Difference(name, error / norm if math.isfinite(error) else math.inf))
+    return sorted(found, key=lambda each: -each.error)
+
+
+def total_norm(grads: Iterable[Tensor]) -> float:
+    """The global norm, in fp64."""
+    return math.sqrt(sum(_norm(grad) ** 2 for grad in grads))
+
+
+def parts_in(found: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> tuple[list[float], float]:
+    """How often each part's gradient is contained in ``found``, by least squares, and the rest relative to ``found``.
+
+    found  tensors
+    parts  of each part: as many tensors, of the same shapes
+
+    The factors solve ``min |found - sum(factor * part)|`` over all tensors at once.
+    """
+    rows = torch.stack([torch.cat([each.reshape(-1).double() for each in part]) for part in parts])
+    target = torch.cat([each.reshape(-1).double() for each in found])
+    scale = rows.norm(dim=1).clamp_min(1e-30)
+    rows = rows / scale[:, None]
+    gram = rows @ rows.T
+    gram.diagonal().add_(1e-12)  # parts may be equal
+    factors = torch.linalg.solve(gram, rows @ target)
+    rest = (target - factors @ rows).norm() / target.norm().clamp_min(1e-30)
+    return (factors / scale).tolist(), float(rest)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm())

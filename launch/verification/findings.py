@@ -1,0 +1,206 @@
+"""What ``verify`` found: causes, their remedies, and the report."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from textwrap import indent, wrap
+
+__all__ = ["NOTES", "Cause", "Finding", "Verification", "VerificationError", "WayResult"]
+
+
+class Cause(StrEnum):
+    """Why gradients differ. The value is the name in reports and in ``accept``."""
+
+    # Of the program: plain PyTorch shows them.
+    NOT_FINITE = "not_finite"
+    UNEVEN_BATCH = "uneven_batch"
+    SUM = "sum"
+    WEIGHTED_MEAN = "weighted_mean"
+    BATCH_EDITED = "batch_edited"
+    RANDOM = "random"
+    NOT_REPRODUCIBLE = "not_reproducible"
+    STATE = "state"
+    RANK = "rank"
+    HOOK = "hook"
+    BATCH_STATISTICS = "batch_statistics"
+    MIXED_ROWS = "mixed_rows"
+    NO_GRAD = "no_grad"
+    DETACHED = "detached"
+    UNUSED = "unused"
+    OTHER_MODEL = "other_model"
+    BUFFERS = "buffers"
+    # Of the program together with a wrapper.
+    REPLACED = "replaced"
+    READ_ELSEWHERE = "read_elsewhere"
+    EXPERT_RANKS = "expert_ranks"
+    SHARED_MEMORY = "shared_memory"
+    BROKEN_TIE = "broken_tie"
+    NOT_RECOMPUTABLE = "not_recomputable"
+    # Of neither.
+    REFUSED = "refused"
+    LIBRARY = "library"
+    UNEXPLAINED = "unexplained"
+
+
+NOTES = frozenset({Cause.RANDOM, Cause.UNUSED, Cause.BUFFERS, Cause.BROKEN_TIE})
+"""Worth knowing, and no gradient is wrong because of them."""
+
+REMEDIES: dict[Cause, str] = {
+    Cause.NOT_FINITE: "find the operation (torch.autograd.detect_anomaly), or keep such rows out of the batch",
+    Cause.UNEVEN_BATCH: "choose a batch that ranks times microbatches divides, or drop the last rows (drop_last=True)",
+    Cause.SUM: "return the mean over the batch; or keep the sum, set calculate_per_token_loss=True and call "
+    "finish_grad_sync(num_tokens)",
+    Cause.WEIGHTED_MEAN: "return the sum over what is counted (tokens), set calculate_per_token_loss=True and call "
+    "finish_grad_sync(num_tokens); or divide by the mean number over all ranks and microbatches",
+    Cause.BATCH_EDITED: "compute a new tensor in forward instead of changing the argument in place",
+    Cause.RANDOM: "none needed: ranks draw their own numbers. What ranks must draw alike takes a generator that all "
+    "seed alike",
+    Cause.NOT_REPRODUCIBLE: "draw from torch's default generators, seeded; keep state in the model's buffers; "
+    "torch.use_deterministic_algorithms(True) names operations that are not deterministic",
+    Cause.STATE: "make forward independent of earlier calls, or keep the state in a buffer that changes once a step",
+    Cause.RANK: "let all ranks compute the same function of their rows; what a rank must know goes into the batch",
+    Cause.HOOK: "clip and scale reduced gradients (after finish_grad_sync), not those of one microbatch in backward",
+    Cause.BATCH_STATISTICS: "use GroupNorm or LayerNorm, or statistics over all ranks (SyncBatchNorm); or accept that "
+    "each microbatch has its own: accept=['batch_statistics']",
+    Cause.MIXED_ROWS: "let each row's loss depend on this row alone, gather over ranks what a row needs of others, or "
+    "accept that it sees the rows of its own microbatch: accept=['mixed_rows']",
+    Cause.NO_GRAD: "move the computation out of torch.no_grad(), or freeze the parameter (requires_grad_(False))",
+    Cause.DETACHED: "take detach() or .data away, or freeze the parameter (requires_grad_(False))",
+    Cause.UNUSED: "none needed: the gradient is zero on all ranks, but weight decay still acts, as it does not in a "
+    "stock optimizer without .grad. Otherwise freeze or remove the parameter",
+    Cause.OTHER_MODEL: "use the model that step(model, batch) is given",
+    Cause.BUFFERS: "none needed for gradients. Each rank has its own values, and a checkpoint has the first rank's: "
+    "average them over ranks before saving where that matters",
+    Cause.REPLACED: "make every parameter in __init__ and change values in place (param.data.copy_) or by functions",
+    Cause.READ_ELSEWHERE: "call the module that owns the parameter, or make one unit (fully_shard) of a module that "
+    "contains both",
+    Cause.EXPERT_RANKS: "take the mark allreduce = False off, or pass as expert_process_group all ranks that hold this "
+    "expert",
+    Cause.SHARED_MEMORY: "register one Parameter in both modules: b.weight = a.weight",
+    Cause.BROKEN_TIE: "if they are to be tied, register one Parameter in both modules: b.weight = a.weight",
+    Cause.NOT_RECOMPUTABLE: "make the recomputed forward repeatable: no state that it changes, no caches, and no random "
+    "state outside torch's default generators",
+    Cause.REFUSED: "do as the message says, or leave this way out (ways=...)",
+    Cause.LIBRARY: "this is a fault of maingrad: please report it with the program",
+    Cause.UNEXPLAINED: "compare parts of the model: verify(block, inputs, loss)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause, and what differs because of it."""
+
+    cause: Cause
+    evidence: str
+    """What the experiment has shown."""
+    parameters: tuple[str, ...] = ()
+    """Those that differ, the farthest first; empty if the finding is about none."""
+    module: str = ""
+    """The module or buffer at fault, where that is known."""
+    ways: tuple[str, ...] = ()
+    """The ways that show it; empty: plain PyTorch shows it, with as many parts and no wrapper."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that show it; empty: all."""
+    error: float = 0.0
+    """The largest relative error of a gradient: |found - wanted| / |wanted|."""
+    accepted: bool = False
+    """The caller accepts this cause."""
+
+    @property
+    def parameter(self) -> str:
+        """The parameter that is farthest off; '' if the finding is about none."""
+        return self.parameters[0] if self.parameters else ""
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return REMEDIES[self.cause]
+
+    @property
+    def is_note(self) -> bool:
+        """Whether the finding leaves ``Verification.ok`` true."""
+        return self.accepted or self.cause in NOTES
+
+    def __str__(self) -> str:
+        kind = "accepted" if self.accepted else "note" if self.is_note else "error"
+        lines = [f"{kind}: {self.cause}{f' in {self.module!r}' if self.module else ''}"]
+        if self.parameters:
+            more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+            off = f", off by {self.error:.1e} of its norm" if self.error else ""
+            lines.append(f"  parameter  {self.parameter}{more}{off}")
+        lines.append(f"  shown by   {', '.join(self.ways) or 'plain PyTorch'}")
+        if self.ranks:
+            lines.append(f"  ranks      {', '.join(map(str, self.ranks))}")
+        for heading, text in (("evidence", self.evidence), ("remedy", self.remedy)):
+            wrapped = indent("\n".join(wrap(text, 100)), " " * 13)
+            lines.append(f"  {heading:<10} {wrapped.lstrip()}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WayResult:
+    """How one way compares with plain PyTorch."""
+
+    way: str
+    ok: bool
+    grad_error: float
+    """The largest relative error of a parameter's gradient; infinite if there are none."""
+    norm_error: float
+    """Relative error of the global norm."""
+    weight_error: float
+    """The largest relative error of a parameter's update."""
+    fused_writes: int
+    """Weight-gradient products that were written into ``main_grad`` on each rank."""
+
+
+class VerificationError(AssertionError):
+    """A model is not trained as in plain PyTorch. The message is the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The result of ``verify``. ``str()`` of it is the report."""
+
+    findings: Sequence[Finding]
+    """Errors first, then notes."""
+    results: Sequence[WayResult]
+    num_parameters: int
+    """Trainable ones, as tensors."""
+    num_elements: int
+    ranks: int
+    num_microbatches: int
+    rows: int
+    """Of the batch that was used."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether no finding is an error."""
+        return all(finding.is_note for finding in self.findings)
+
+    def raise_if_failed(self) -> "Verification":
+        """Raise ``VerificationError`` with the report unless ``ok``; returns the verification itself."""
+        if not self.ok:
+            raise VerificationError(str(self))
+        return self
+
+    def accepting(self, causes: Collection[Cause]) -> "Verification":
+        """The same with findings of these causes as notes."""
+        found = [replace(each, accepted=each.cause in causes) for each in self.findings]
+        return replace(self, findings=sorted(found, key=lambda each: each.is_note))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_parameters} trainable parameters, {self.num_elements:,} elements; {self.rows} rows on "
+            f"{self.ranks} ranks, {self.num_microbatches} microbatches each, beside one plain PyTorch process"
+        ]
+        if self.results:
+            lines += ["", f"{'way':<18} {'gradients':>10} {'norm':>10} {'weights':>10} {'fused':>6}"]
+        for each in self.results:
+            errors = (each.grad_error, each.norm_error, each.weight_error)
+            cells = " ".join(f"{error:>10.1e}" for error in errors)
+            lines.append(f"{each.way:<18} {cells} {each.fused_writes:>6}  {'ok' if each.ok else 'DIFFERS'}")
+        for finding in self.findings:
+            lines += ["", str(finding)]
+        errors_found = sum(not finding.is_note for finding in self.findings)
+        lines += ["", "verified" if self.ok else f"{errors_found} error{'s' if errors_found > 1 else ''}"]
+        return "\n".join(lines)

@@ -1,0 +1,137 @@
+"""The user's program: copies of the model, and the loss of a batch, as reproducible as seeds can make them."""
+
+import copy
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ddp import DistributedDataParallel
+from ...fsdp import FSDPModule
+from ...te_integration import unconvert
+from .batches import own_copy
+
+__all__ = ["Loss", "Program", "Step", "set_seed"]
+
+Loss = Callable[[Any, Any], Tensor]
+"""``loss(output, batch)``: a scalar, given what the model returned."""
+Step = Callable[[Any, Any], Tensor]
+"""``step(model, batch)``: a scalar. Calls the model, and no backward."""
+
+_MARK = (bool, int, float, str)
+"""Types of attributes that programs put on parameters, such as ``allreduce = False``. ``deepcopy`` drops them."""
+
+
+class Program:
+    """A model, and how it computes the loss of a batch. Each run gets its own copy of the model.
+
+    model  a module, which is copied; or a function without arguments that makes one. All copies get the first one's
+           state dict
+    loss   None: the output itself, its ``.loss``, or its entry ``"loss"``
+    step   instead of ``loss``
+    seed   of everything random
+    """
+
+    def __init__(
+        self, model: nn.Module | Callable[[], nn.Module], loss: Loss | None, step: Step | None, seed: int
+    ) -> None:
+        if loss is not None and step is not None:
+            raise ValueError("loss and step both say what the loss is: pass one of them")
+        self._loss, self._step, self.seed = loss, step, seed
+        self.model: nn.Module | None = None
+        """The user's own model, which no run touches. None if a function makes each copy."""
+        if isinstance(model, nn.Module):
+            self.model = model.module if isinstance(model, DistributedDataParallel) else model
+            self._factory: Callable[[], nn.Module] | None = None
+            if any(isinstance(each, FSDPModule) for each in self.model.modules()):
+                raise TypeError("the model is fully sharded already: pass it to verify before fully_shard")
+        elif callable(model):
+            self._factory = model
+        else:
+            raise TypeError(f"model is an nn.Module or a function that makes one, got {type(model).__name__}")
+        self._state: dict[str, Any] | None = None
+
+    def make(self) -> nn.Module:
+        """A plain model of its own on the CPU: the same weights, buffers, marks and hooks each time."""
+        made = self._copy() if self._factory is None else self._build(self._factory)
+        unconvert(made)
+        for param in made.parameters():
+            param.grad = None
+        return made.cpu()
+
+    def loss_of(self, model: Any, batch: Any, draw: int = 0) -> Tensor:
+        """The scalar loss of a batch, which the program may change. ``draw`` decides what is random in it.
+
+        Raises ``TypeError`` or ``ValueError`` if the program gives no loss.
+        """
+        set_seed(self.seed + draw)
+        if self._step is not None:
+            return _checked(self._step(model, batch), "step")
+        if isinstance(batch, dict):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        if self._loss is not None:
+            return _checked(self._loss(output, batch), "loss")
+        if isinstance(output, dict) and "loss" in output:
+            output = output["loss"]
+        return _checked(getattr(output, "loss", output), "the model")
+
+    def _copy(self) -> nn.Module:
+        assert self.model is not None, "without a function there is a model"
+        try:
+            copied = copy.deepcopy(self.model)
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(
+                f"{type(self.model).__name__} cannot be copied ({error}): pass a function that makes the model instead"
+            ) from error
+        for old, new in zip(self.model.parameters(), copied.parameters(), strict=True):
+            _take_along(old, new)
+        return copied
+
+    def _build(self, factory: Callable[[], nn.Module]) -> nn.Module:
+        set_seed(self.seed)
+        built = factory()
+        if not isinstance(built, nn.Module):
+            raise TypeError(f"the function that makes the model returned a {type(built).__name__}")
+        if self._state is None:
+            self._state = {name: own_copy(value) for name, value in built.state_dict().items()}
+        built.load_state_dict(self._state)
+        return built
+
+
+def set_seed(seed: int) -> None:
+    """Seed the default generators of torch, ``random`` and, where it is loaded, numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed(seed % 2**32)
+
+
+def _take_along(old: Tensor, new: Tensor) -> None:
+    """What ``deepcopy`` leaves behind: marks and hooks of a parameter."""
+    for name, value in vars(old).items():
+        if isinstance(value, _MARK):
+            setattr(new, name, value)
+    of_old: Any = old
+    for hook in (of_old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(of_old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
+
+
+def _checked(loss: Any, source: str) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{source} returned a {type(loss).__name__} and no loss: pass loss(output, batch) or step(model, batch)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{source} returned a tensor of shape {tuple(loss.shape)} where a loss, one number, is needed: pass "
+            f"loss(output, batch) or step(model, batch)"
+        )
+    return loss.squeeze()
