@@ -161,9 +161,9 @@ def look_at_memory(program: Program) -> Iterator[Finding]:
 
 
 def _drawing(program: Program, batch: Any) -> list[str]:
-    model = program.make()
-    set_up = own_copy(batch)
-    return modules_that_draw(model, lambda: program.loss_of(model, set_up))
+    model, mine = program.make(), own_copy(batch)
+    set_seed(program.seed)  # loss_of does so too, and then changes nothing
+    return modules_that_draw(model, lambda: program.loss_of(model, mine))
 
 
 def _edited_batch(program: Program, used: Any, plain: Plain, around: Around) -> Iterator[Finding]:

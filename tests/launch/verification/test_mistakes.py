@@ -1,0 +1,325 @@
+"""Mistakes of users' programs, one in each model: ``verify`` names the cause, and the parameter or module at fault."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maingrad.ddp import WORLD_OF_ONE
+from maingrad.launch import verify
+
+ROWS, DIM = 8, 6
+WAYS = ("ddp", "zero1_converted", "fsdp_converted")
+
+
+class Net(nn.Module):
+    """Two blocks and a head; the mistakes are made in subclasses. The loss of each row is a function of this row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.head = nn.Linear(DIM, 1)
+
+    def features(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.head(self.features(x)) - x.sum(-1, keepdim=True)).square().mean()
+
+
+class Planted(NamedTuple):
+    """What a program does, and what is to be found."""
+
+    make: Callable[[], nn.Module]
+    cause: str
+    parameter: str = ""
+    """One of the finding's parameters."""
+    module: str = ""
+    """Part of the finding's module."""
+    is_note: bool = False
+    ways: tuple[str, ...] = WAYS
+    options: dict[str, Any] = {}
+    batch: Callable[[], Any] = lambda: torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+
+
+# ---- The loss. ----
+
+
+class SummedLoss(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * len(x)
+
+
+class MeanOverTokens(Net):
+    """Padding rows are left out of the mean; the parts have different numbers of them."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        errors = (self.head(self.features(x)) - 1).square().squeeze(-1)
+        return (errors * mask).sum() / mask.sum()
+
+
+def masked_batch() -> dict[str, Tensor]:
+    x = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    return {"x": x, "mask": torch.tensor([1.0, 1, 1, 0, 1, 1, 0, 1])}
+
+
+def batch_with_an_empty_part() -> dict[str, Tensor]:
+    return {**masked_batch(), "mask": torch.tensor([1.0, 1, 1, 0, 1, 1, 0, 0])}
+
+
+class Contrastive(Net):
+    """Each row's loss compares it with all rows of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.features(x)
+        return F.cross_entropy(y @ y.T + self.head(y).T, torch.arange(len(x)))
+
+
+class LossOfTheRank(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + dist.get_rank())
+
+
+class BadGradient(Net):
+    """The root has no finite derivative at zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.head.bias * 0).sqrt().sum()
+
+
+# ---- What is random, and what remembers. ----
+
+
+class Dropout(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.drop(super().features(x))
+
+
+class Noise(Net):
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x + torch.randn_like(x))
+
+
+class GeneratorOfItsOwn(Net):
+    """Its random state is no copy's and no seed's."""
+
+    generator = torch.Generator()
+
+    def features(self, x: Tensor) -> Tensor:
+        return super().features(x) * (1 + torch.rand((), generator=self.generator))
+
+
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.norm(super().features(x))
+
+
+class Centred(nn.Module):
+    """Batch normalisation without buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class CentredRows(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = Centred()
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.centre(super().features(x))
+
+
+class Counter(Net):
+    """Warm-up by the number of forwards, which is no number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return super().forward(x) / self.num_calls
+
+
+class CallsOfAllModels(Net):
+    """A counter that copies share."""
+
+    calls: list[int] = []  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return super().forward(x) * len(self.calls)
+
+
+class EditsBatch(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+# ---- The graph. ----
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(DIM, DIM)
+
+
+class Detached(Net):
+    def features(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x).tanh().detach()
+        return self.blocks[1](x).tanh()
+
+
+class WithoutGrad(Net):
+    def features(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](x).tanh()
+        return self.blocks[1](x).tanh()
+
+
+def with_hook() -> nn.Module:
+    """Clips each microbatch's gradient."""
+    net = Net()
+    net.blocks[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    return net
+
+
+class Hooked(Net):
+    """Clips the gradient of an activation, by a module's hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_full_backward_hook(_normalise)
+
+
+def _normalise(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+    return tuple(None if grad is None else grad / grad.norm() for grad in grad_input)
+
+
+# ---- Parameters. ----
+
+
+class MakesParameter(Net):
+    """Makes a parameter anew in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+        return super().forward(x)
+
+
+class ReadsElsewhere(Net):
+    """Uses a block's weight outside of the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.blocks[0].weight).square().mean()
+
+
+class OneMemory(Net):
+    """Two parameters over one memory, meant to be tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight = nn.Parameter(self.blocks[0].weight.data)
+
+
+class BrokenTie(Net):
+    """The embedding and the head, tied by a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, DIM)
+        self.logits = nn.Linear(DIM, 5, bias=False)
+        self.logits.weight = copy.deepcopy(self.embedding.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x[:, 0] > 0).long()
+        return F.cross_entropy(self.logits(self.features(self.embedding(ids)) * self.head(x)), ids)
+
+
+def wrong_expert_group() -> nn.Module:
+    """All ranks have this layer alike, and its gradient is reduced over each rank alone."""
+    net = Net()
+    for param in net.blocks[1].parameters():
+        param.allreduce = False
+    return net
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(1)
+
+
+OUTSIDE = Net()
+
+PLANTED: dict[str, Planted] = {
+    "loss is a sum": Planted(SummedLoss, "sum", "head.weight"),
+    "mean over tokens": Planted(MeanOverTokens, "weighted_mean", "head.bias", batch=masked_batch),
+    "a part without tokens": Planted(MeanOverTokens, "not_finite", "head.bias", batch=batch_with_an_empty_part),
+    "rows compared in the loss": Planted(Contrastive, "mixed_rows", "head.weight"),
+    "loss of the rank": Planted(LossOfTheRank, "rank", "head.weight"),
+    "gradient is not finite": Planted(BadGradient, "not_finite", "head.bias"),
+    "dropout": Planted(Dropout, "random", module="drop", is_note=True),
+    "noise": Planted(Noise, "random", module="the program", is_note=True),
+    "a generator of its own": Planted(GeneratorOfItsOwn, "not_reproducible", "head.weight"),
+    "batch normalisation": Planted(Normalised, "batch_statistics", "norm.weight", module="norm"),
+    "rows centred": Planted(CentredRows, "mixed_rows", "head.weight", module="centre"),
+    "a counter": Planted(Counter, "state", "head.weight", module="num_calls"),
+    "a counter of all models": Planted(CallsOfAllModels, "not_reproducible", "head.weight"),
+    "batch edited": Planted(EditsBatch, "batch_edited", "head.weight"),
+    "unused": Planted(Unused, "unused", "extra.weight", is_note=True),
+    "detached": Planted(Detached, "detached", "blocks.0.weight"),
+    "no_grad": Planted(WithoutGrad, "no_grad", "blocks.0.bias"),
+    "hook of a parameter": Planted(with_hook, "hook", "blocks.0.weight", ways=("ddp", "zero1_converted")),
+    "hook of a module": Planted(Hooked, "hook", module="blocks.1"),
+    "parameter made in forward": Planted(MakesParameter, "replaced", "head.weight"),
+    "weight read elsewhere": Planted(ReadsElsewhere, "read_elsewhere", "blocks.0.weight"),
+    "two parameters, one memory": Planted(OneMemory, "shared_memory", "blocks.1.weight"),
+    "broken tie": Planted(BrokenTie, "broken_tie", "logits.weight", is_note=True),
+    "expert in the wrong group": Planted(
+        wrong_expert_group,
+        "expert_ranks",
+        "blocks.1.weight",
+        ways=("ddp", "zero1_converted"),
+        options={"expert_process_group": WORLD_OF_ONE},
+    ),
+    "lazy": Planted(Lazy, "replaced", "head.weight"),
+    "step of another model": Planted(
+        Net, "other_model", "head.weight", options={"step": lambda model, batch: OUTSIDE(batch)}
+    ),
+    "uneven batch": Planted(Net, "uneven_batch", batch=lambda: torch.randn(ROWS + 2, DIM)),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_cause_is_named(name: str) -> None:
+    planted = PLANTED[name]
+    model = OUTSIDE if planted.cause == "other_model" else planted.make()
+    found = verify(model, planted.batch(), ways=planted.ways, **planted.options)
+    causes = {str(finding.cause): finding for finding in found.findings}
+    assert planted.cause in causes, str(found)
+    finding = causes[planted.cause]
+    assert not planted.parameter or planted.parameter in finding.parameters, str(found)
+    assert planted.module in finding.module, str(found)
+    assert finding.is_note == planted.is_note
+    assert found.ok == planted.is_note, str(found)
+    errors = {cause for cause, each in causes.items() if not each.is_note}
+    assert errors <= {planted.cause}, f"one mistake, and several causes: {found}"
