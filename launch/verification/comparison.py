@@ -15,6 +15,8 @@ _ROUNDING = 1e-4
 """Relative error that is always allowed under fp32. Mistakes are larger: a lost part is 1 / parts."""
 _OF_MEASURED = 20.0
 """Multiples of the rounding error that the plain run has beside fp64."""
+_MOST_MEASURED = 10.0
+"""In units of ``_ROUNDING``: what is more is no rounding error, and the run in fp64 has computed something else."""
 
 
 class Difference(NamedTuple):
@@ -42,13 +44,19 @@ def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
     the error of the plain run beside fp64. Without fp64, it may be 1e-5 of the mean of all gradients' elements.
     """
     count = sum(grad.numel() for grad in grads.values())
-    mean = total_norm(grads.values()) / math.sqrt(max(count, 1))
+    total = total_norm(grads.values())
+    unit = {name: max(_ROUNDING, 4 * torch.finfo(grad.dtype).eps) for name, grad in grads.items()}
+    if exact is not None:
+        off = total_norm(grad.double() - exact[name].double() for name, grad in grads.items())
+        if not off <= _MOST_MEASURED * max(unit.values()) * total:
+            exact = None
     allowed = {}
     for name, grad in grads.items():
-        relative = max(_ROUNDING, 4 * torch.finfo(grad.dtype).eps)
-        floor = mean * math.sqrt(grad.numel()) * relative * (0.1 if exact is None else 1e-3)
+        norm, mean = _norm(grad), total * math.sqrt(grad.numel() / max(count, 1))
         measured = 0.0 if exact is None else _norm(grad.double() - exact[name].double())
-        allowed[name] = relative * _norm(grad) + _OF_MEASURED * measured + floor
+        measured = min(measured, _MOST_MEASURED * unit[name] * norm + unit[name] * mean)
+        floor = mean * unit[name] * (0.1 if exact is None else 1e-3)
+        allowed[name] = unit[name] * norm + _OF_MEASURED * measured + floor
     return Allowed(allowed)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .batches import own_copy
 from .comparison import Allowed, Difference, parts_in
 from .findings import Cause, Finding
-from .first_look import FirstLook
+from .first_look import FirstLook, in_short
 from .modules import OutputTrace
 from .plain import Around, Grads, Part, Parts, Plain, alone, mean_of, run_one, run_parts
 from .program import Program
@@ -169,9 +169,9 @@ def _state(case: Case) -> Finding | None:
         return None
     evidence = (
         f"Plain PyTorch computes other gradients when the same copy of the model runs the same batch from the same "
-        f"seed for the second time. Forward has changed {', '.join(changed) or 'something outside of the model'}."
+        f"seed for the second time. Forward has changed {in_short(changed) or 'something outside of the model'}."
     )
-    return _about(Finding(cause=Cause.STATE, module=", ".join(changed), evidence=evidence), differing)
+    return _about(Finding(cause=Cause.STATE, module=in_short(changed), evidence=evidence), differing)
 
 
 def _rank(case: Case) -> Finding | None:
@@ -205,7 +205,7 @@ def _hooks(case: Case) -> Finding | None:
         "Without the hooks that see gradients, the parts' gradients add up to the whole batch's; with them they do "
         "not: a hook changes each microbatch's gradient, and not linearly."
     )
-    return Finding(cause=Cause.HOOK, module=", ".join(modules), parameters=tuple(hooked), evidence=evidence)
+    return Finding(cause=Cause.HOOK, module=in_short(modules), parameters=tuple(hooked), evidence=evidence)
 
 
 def _weights_of_parts(case: Case) -> Finding | None:
@@ -249,7 +249,7 @@ def _statistics(case: Case) -> Finding | None:
         "Forward changes this module's buffers. With the module in evaluation mode the parts' gradients add up to the "
         "whole batch's; in training mode each microbatch is normalised by its own statistics."
     )
-    return Finding(cause=Cause.BATCH_STATISTICS, module=", ".join(owners), evidence=evidence)
+    return Finding(cause=Cause.BATCH_STATISTICS, module=in_short(owners), evidence=evidence)
 
 
 def _mixed_rows(case: Case) -> Finding | None:

@@ -58,18 +58,30 @@ def modules_that_draw(model: nn.Module, forward: Callable[[], object]) -> list[s
     return list(found)
 
 
+# torch leaves arguments out that are at their default. A name that ends with _ has the result as first argument.
+
+
 def _bernoulli(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """``bernoulli(input)`` has the probabilities as input; the others have ``p``."""
-    p = kwargs.get("p", args[1] if len(args) > 1 else args[0])
-    if not isinstance(p, Tensor | float | int):
-        p = 0.5
-    mean = torch.as_tensor(p, dtype=torch.float32 if not isinstance(p, Tensor) else None)
-    result.copy_((mean >= 0.5) if not result.is_floating_point() else mean)
+    """``bernoulli(input)`` has the probabilities as input."""
+    _write(result, kwargs.get("p", args[1] if len(args) > 1 else args[0]))
+
+
+def _bernoulli_in_place(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    _write(result, kwargs.get("p", args[1] if len(args) > 1 else 0.5))
+
+
+def _write(result: Tensor, p: Tensor | float) -> None:
+    """The probability; where the result has no fractions, whether it is more than a half."""
+    mean = torch.as_tensor(p)
+    result.copy_(mean if result.is_floating_point() else mean >= 0.5)
 
 
 def _normal(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    mean = kwargs.get("mean", args[1] if len(args) > 1 and isinstance(args[0], Tensor) else 0.0)
-    result.copy_(mean) if isinstance(mean, Tensor) else result.fill_(mean)
+    result.copy_(torch.as_tensor(kwargs.get("mean", args[0] if args else 0.0)))
+
+
+def _normal_in_place(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    result.fill_(kwargs.get("mean", args[1] if len(args) > 1 else 0.0))
 
 
 def _uniform(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -94,9 +106,9 @@ def _randperm(result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 _FILLS: Mapping[str, Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]] = {
     "bernoulli": _bernoulli,
-    "bernoulli_": _bernoulli,
+    "bernoulli_": _bernoulli_in_place,
     "normal": _normal,
-    "normal_": _normal,
+    "normal_": _normal_in_place,
     "randn": lambda result, args, kwargs: result.zero_(),
     "randn_like": lambda result, args, kwargs: result.zero_(),
     "uniform_": _uniform,

@@ -123,7 +123,7 @@ class Finding:
 
     def __str__(self) -> str:
         kind = "accepted" if self.accepted else "note" if self.is_note else "error"
-        lines = [f"{kind}: {self.cause}{f' in {self.module!r}' if self.module else ''}"]
+        lines = [f"{kind}: {self.cause}{f' in {self.module}' if self.module else ''}"]
         if self.parameters:
             more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
             off = f", off by {self.error:.1e} of its norm" if self.error else ""

@@ -1,7 +1,7 @@
 """One forward and backward of the whole batch in plain PyTorch, and all that it shows before anything is compared."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from .modules import Connected, OutputTrace, ParamReads, Read
 from .plain import Around, Plain, alone, run_one
 from .program import Program, set_seed
 
-__all__ = ["FirstLook", "first_look", "look_at_memory", "look_at_unreached", "parameter_reads", "replaced_in_forward"]
+__all__ = ["FirstLook", "first_look", "in_short", "look_at_memory", "look_at_unreached", "parameter_reads", "replaced_in_forward"]
 
 
 class FirstLook(NamedTuple):
@@ -73,7 +73,7 @@ def first_look(program: Program, batch: Any) -> FirstLook:
         findings.append(
             Finding(
                 cause=Cause.RANDOM,
-                module=", ".join(name or "the program" for name in names),
+                module=in_short([name or "the program" for name in names]),
                 evidence="A forward has moved a random generator. Ranks and microbatches draw apart, so the ways are "
                 "compared with plain PyTorch on the same parts with the same seeds; the whole batch is compared with "
                 "its parts in plain PyTorch with each draw replaced by its mean.",
@@ -83,6 +83,12 @@ def first_look(program: Program, batch: Any) -> FirstLook:
         findings.extend(_edited_batch(program, used, plain, DrawnMeans if draws else nullcontext))
     found = _look_for_nan(program, batch, plain)
     return FirstLook(plain, draws, changed, replaced, [*findings, *found])
+
+
+def in_short(names: Sequence[str]) -> str:
+    """The first names, and the number of the others."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
 
 
 def replaced_in_forward(before: dict[str, nn.Parameter], model: nn.Module) -> tuple[str, ...]:
@@ -140,7 +146,7 @@ def look_at_memory(program: Program) -> Iterator[Finding]:
     owners = {id(param): type(module) for module in model.modules() for param in module.parameters(recurse=False)}
     seen: list[tuple[str, nn.Parameter]] = []
     for name, param in model.named_parameters():
-        if not param.numel() or param.is_meta:
+        if nn.parameter.is_lazy(param) or not param.numel() or param.is_meta:
             continue
         for other_name, other in seen:
             if _overlap(param, other):

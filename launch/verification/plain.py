@@ -64,22 +64,28 @@ def on_ranks(fn: Callable[[], T], ranks: int) -> list[T]:
         raise error.__cause__ from None
 
 
-def run_one(program: Program, model: nn.Module, batch: Any, draw: int = 0, around: Around = nullcontext) -> Plain:
-    """One forward and backward of ``model``, whose gradients are cleared before. ``batch`` may be changed by it."""
+def run_one(
+    program: Program, model: nn.Module, batch: Any, draw: int = 0, around: Around = nullcontext, *, shares: int = 1
+) -> Plain:
+    """One forward and backward of ``model``, whose gradients are cleared before. ``batch`` may be changed by it.
+
+    shares  the loss is divided by this number, as for accumulation, and gradients are multiplied by it again: what
+            hooks see is what they see in training
+    """
     model.zero_grad(set_to_none=True)
     with around():
         loss = program.loss_of(model, batch, draw)
         if loss.requires_grad:
-            loss.backward()
+            (loss / shares).backward()
     grads, without = {}, []
     for name, param in model.named_parameters():
         if param.requires_grad:
             grad = param.grad
             if grad is None:
                 without.append(name)
-            grads[name] = torch.zeros_like(param) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
+            grads[name] = torch.zeros_like(param) if grad is None else _dense(grad).detach() * shares
     model.zero_grad(set_to_none=True)
-    return Plain(float(loss.detach()), {name: grad.detach() for name, grad in grads.items()}, tuple(without))
+    return Plain(float(loss.detach()), grads, tuple(without))
 
 
 def run_exact(program: Program, batch: Any, around: Around = nullcontext) -> Grads | None:
@@ -114,8 +120,10 @@ def run_parts(
     def run_rank(rank: int) -> list[Plain]:
         model = program.make()
         prepare(model)
+        mine = parts[rank]
         return [
-            run_one(program, model, own_copy(part.batch), 0 if same_draw else part.draw, around) for part in parts[rank]
+            run_one(program, model, own_copy(part.batch), 0 if same_draw else part.draw, around, shares=len(mine))
+            for part in mine
         ]
 
     def run() -> list[list[Plain]]:
@@ -134,3 +142,7 @@ def mean_of(plains: Sequence[Sequence[Plain]]) -> Grads:
         for name, grad in grads.items():
             total[name] = total[name] + grad
     return {name: grad / len(flat) for name, grad in total.items()}
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad

@@ -21,7 +21,7 @@ from .batches import count_rows, cut, own_copy
 from .comparison import Allowed, allowed_between, total_norm
 from .diagnosis import Case, explain_parts
 from .findings import Cause, Finding, Verification, VerificationError, WayResult
-from .first_look import FirstLook, first_look, look_at_memory, look_at_unreached
+from .first_look import FirstLook, first_look, in_short, look_at_memory, look_at_unreached
 from .plain import Part, Parts, alone, draw_of, run_exact, run_one, run_parts
 from .program import Loss, Program, Step
 from .way_diagnosis import WayJudge
@@ -136,6 +136,8 @@ def _verify(
     explained = explain_parts(case)
     if explained is not None:
         findings.append(explained)
+        if explained.cause is Cause.NOT_FINITE:
+            return verification()
     if look.changed_buffers and (explained is None or explained.cause is not Cause.BATCH_STATISTICS):
         findings += _buffers(case)
     of_ranks = (lambda: experts) if experts is None or experts is WORLD_OF_ONE else experts
@@ -189,7 +191,7 @@ def _buffers(case: Case) -> Iterator[Finding]:
     names = [name for name in first if name in last and not torch.equal(first[name], last[name])]
     if names:
         evidence = "After a forward of its own rows each rank has other values in these buffers."
-        yield Finding(cause=Cause.BUFFERS, module=", ".join(names[:4]), evidence=evidence)
+        yield Finding(cause=Cause.BUFFERS, module=in_short(names), evidence=evidence)
 
 
 def _merged(findings: Sequence[Finding]) -> list[Finding]:

@@ -156,11 +156,11 @@ class WayJudge:
         if not off:
             return
         common = self._common_cause(way)
-        by_cause: dict[tuple[Cause, str], list[_Off]] = {}
+        by_cause: dict[Cause, tuple[str, list[_Off]]] = {}
         for each in off:
-            key = common or self._cause_of(each, way, results)
-            by_cause.setdefault(key, []).append(each)
-        for (cause, evidence), some in by_cause.items():
+            cause, evidence = common or self._cause_of(each, way, results)
+            by_cause.setdefault(cause, (evidence, []))[1].append(each)
+        for cause, (evidence, some) in by_cause.items():
             if cause is Cause.LIBRARY:
                 evidence = f"{evidence} {self._contents(some[0], results)}"
             yield Finding(

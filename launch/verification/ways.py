@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from ...ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, clip_grad_norm
 from ...ddp.collectives.world import Ranks
 from ...fsdp import fully_shard
 from ...te_integration import WgradQueue, convert_linears, delayed_wgrad
@@ -196,8 +196,8 @@ def _wrap(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
             optimizer.step()
             norm = float(optimizer.grad_norm)
         else:
+            norm = float(clip_grad_norm(model, _NO_CLIPPING))
             model.expose_grads()
-            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), _NO_CLIPPING))
             optimizer.step()
         return grads, norm, [Piece(name, 0, _flat(param)) for name, param in module.named_parameters()]
 
