@@ -1,4 +1,4 @@
-"""Running things: simulated ranks and verification here, the training command in modules that need its extra packages."""
+"""Running things: simulated ranks and verification here, the training command in modules that need its extra."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
 """Why a batch's parts on ranks, in plain PyTorch, do not add up to the whole batch: one experiment for each cause."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,9 @@ def explain_parts(case: Case) -> Finding | None:
     )
     finding = next((shown for experiment in experiments if (shown := experiment(case)) is not None), None)
     if finding is None:
-        evidence = "The parts' gradients do not add up to the whole batch's in plain PyTorch, and no experiment says why."
+        evidence = (
+            "The parts' gradients do not add up to the whole batch's in plain PyTorch, and no experiment says why."
+        )
         finding = Finding(cause=Cause.UNEXPLAINED, evidence=evidence)
     return _about(finding, found)
 
@@ -122,7 +125,7 @@ def in_words(factors: Sequence[float], parts: Parts) -> str:
     """How often each part is contained in a gradient, beside how often it should be."""
     flat = [part for of_rank in parts for part in of_rank]
     listed = [
-        f"{factor * len(flat):.2f} of rank {part.rank}'s microbatch {part.microbatch}"
+        f"{round(factor * len(flat), 2) + 0.0:.2f} of rank {part.rank}'s microbatch {part.microbatch}"
         for part, factor in zip(flat, factors, strict=True)
     ]
     return f"in units of 1/{len(flat)}, it contains {', '.join(listed)}"
@@ -130,8 +133,6 @@ def in_words(factors: Sequence[float], parts: Parts) -> str:
 
 def _about(finding: Finding, differing: Sequence[Difference]) -> Finding:
     """The finding with the parameters and the error of what it explains, unless it has its own."""
-    from dataclasses import replace
-
     if finding.parameters:
         return finding
     return replace(finding, parameters=tuple(each.name for each in differing), error=differing[0].error)
@@ -211,7 +212,8 @@ def _hooks(case: Case) -> Finding | None:
 def _weights_of_parts(case: Case) -> Finding | None:
     """Whether the whole batch's gradient is a sum of the parts' gradients with other factors than 1 / parts."""
     flat = [plain.grads for of_rank in case.same_draws for plain in of_rank]
-    names, room = [], _MAX_ELEMENTS
+    names: list[str] = []
+    room = _MAX_ELEMENTS
     for each in case.allowed.between(mean_of(case.same_draws), case.whole):
         room -= case.whole[each.name].numel()
         if names and room < 0:
@@ -221,7 +223,8 @@ def _weights_of_parts(case: Case) -> Finding | None:
     if rest > _EXPLAINED:
         return None
     shares = [factor * len(flat) for factor in factors]
-    words = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {in_words(factors, case.parts)}."
+    words = in_words(factors, case.parts)
+    words = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}."
     mean = sum(shares) / len(shares)
     if max(shares) - min(shares) < 0.02 * abs(mean):
         return Finding(

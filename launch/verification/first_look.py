@@ -16,7 +16,15 @@ from .modules import Connected, OutputTrace, ParamReads, Read
 from .plain import Around, Plain, alone, run_one
 from .program import Program, set_seed
 
-__all__ = ["FirstLook", "first_look", "in_short", "look_at_memory", "look_at_unreached", "parameter_reads", "replaced_in_forward"]
+__all__ = [
+    "FirstLook",
+    "first_look",
+    "in_short",
+    "look_at_memory",
+    "look_at_unreached",
+    "parameter_reads",
+    "replaced_in_forward",
+]
 
 
 class FirstLook(NamedTuple):

@@ -174,8 +174,8 @@ def _parts(batch: Any, rows: int, ranks: int, num_microbatches: int) -> Parts:
 def _uneven(rows: int, ranks: int, num_microbatches: int) -> Finding:
     return Finding(
         cause=Cause.UNEVEN_BATCH,
-        evidence=f"{rows} rows do not divide over {ranks} ranks of {num_microbatches} microbatches: means over parts of "
-        f"different sizes are averaged as if the parts were equal. The rows that are too many are left out here.",
+        evidence=f"{rows} rows do not divide over {ranks} ranks of {num_microbatches} microbatches: means over parts "
+        f"of different sizes are averaged as if the parts were equal. The rows that are too many are left out here.",
     )
 
 

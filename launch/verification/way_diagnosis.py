@@ -1,11 +1,11 @@
 """One way beside plain PyTorch on the same parts: whether it differs, and which experiment tells why."""
 
 import math
-import re
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from .comparison import differences, parts_in, total_norm
 from .diagnosis import Case, has_grad_hooks, in_words, not_reproducible, remove_grad_hooks
 from .findings import Cause, Finding, WayResult
 from .first_look import parameter_reads
-from .modules import Read
 from .plain import Grads, mean_of, run_parts
 from .program import Program
 from .ways import LEARNING_RATE, WEIGHT_DECAY, Piece, RankResult, Setting, Way, add_recompute, run_way
@@ -25,6 +24,8 @@ __all__ = ["WayJudge"]
 
 _REFUSALS = (ValueError, RuntimeError, TypeError, NotImplementedError, FloatingPointError)
 """What the library raises on purpose. Anything else that it raises is its own fault."""
+_PACKAGE = Path(__file__).parents[2]
+_ROOMS = ("ddp", "fsdp", "te_integration", "kernels")
 
 
 class _Off(NamedTuple):
@@ -53,9 +54,11 @@ class WayJudge:
             ), [self._explain_error(name, way, results)]
         off = self._off([result.grads for result in results], self.parts_mean)
         findings = list(self._explain(name, way, off, results))
-        norm_error, weight_errors = self._norm_error(results), self._off_weights(results)
-        if not off and norm_error > 1e-3 and not self._has_experts:
-            evidence = f"All gradients are right, and the global norm is {results[0].norm:.6g}: off by {norm_error:.1e}."
+        norm_error, (weight_errors, largest_weight_error) = self._norm_error(results), self._off_weights(results)
+        if not off and norm_error > 1e-3 and not self._experts:
+            evidence = (
+                f"All gradients are right, and the global norm is {results[0].norm:.6g}: off by {norm_error:.1e}."
+            )
             findings.append(Finding(cause=Cause.LIBRARY, ways=(name,), error=norm_error, evidence=evidence))
         if not off and weight_errors:
             findings.append(
@@ -76,7 +79,7 @@ class WayJudge:
             ok=not (findings or beside_whole),
             grad_error=self._largest([result.grads for result in results], wanted),
             norm_error=abs(results[0].norm - total_norm(wanted.values())) / max(total_norm(wanted.values()), 1e-30),
-            weight_error=weight_errors[0].error if weight_errors else 0.0,
+            weight_error=largest_weight_error,
             fused_writes=results[0].fused_writes,
         )
         return result, findings
@@ -132,7 +135,9 @@ class WayJudge:
         wanted = total_norm(self.parts_mean.values())
         return max(abs(result.norm - wanted) for result in results) / max(wanted, 1e-30)
 
-    def _off_weights(self, results: Sequence[RankResult]) -> list[_Off]:
+    def _off_weights(self, results: Sequence[RankResult]) -> tuple[list[_Off], float]:
+        """The parameters that have other values than they should; the largest error relative to an update's norm."""
+        largest = 0.0
         errors: dict[str, tuple[float, list[int]]] = {}
         for rank, result in enumerate(results):
             for name, start, values in result.weights:
@@ -141,13 +146,14 @@ class WayJudge:
                 wanted = self.weights[name].reshape(-1)[start : start + len(values)]
                 update = float(self.updates[name].norm())
                 error = float((values.double() - wanted.double()).norm())
+                largest = max(largest, error / max(update, 1e-30))
                 slope = LEARNING_RATE / self.setting.adam_eps  # of AdamW's first step where the gradient is zero
                 rounding = 4 * torch.finfo(values.dtype).eps * float(self.weights[name].double().norm())
                 if not error <= 2 * slope * self.case.allowed.by_name[name] + rounding + 1e-4 * update:
                     worst, ranks = errors.get(name, (0.0, []))
                     errors[name] = (max(worst, error / max(update, 1e-30)), [*ranks, rank])
         found = [_Off(name, error, tuple(ranks)) for name, (error, ranks) in errors.items()]
-        return sorted(found, key=lambda each: -each.error)
+        return sorted(found, key=lambda each: -each.error), largest
 
     # ---- Explaining. ----
 
@@ -188,12 +194,12 @@ class WayJudge:
     def _cause_of(self, off: _Off, way: Way, results: Sequence[RankResult]) -> tuple[Cause, str]:
         if off.name in self.case.look.replaced:
             return Cause.REPLACED, "After forward, the model registers another parameter by this name than before."
-        if self._is_expert(off.name):
+        if off.name in self._experts:
             own = self._own_ranks_alone(off, results)
             if own is not None:
                 return Cause.EXPERT_RANKS, own
         if way.parallel in ("fsdp", "hsdp"):
-            read = self._read_elsewhere(off.name)
+            read = self._read_elsewhere.get(off.name)
             if read is not None:
                 return Cause.READ_ELSEWHERE, read
         return Cause.LIBRARY, (
@@ -206,7 +212,7 @@ class WayJudge:
         text = f"{type(error).__name__}: {str(error).strip()}"
         named = [each for each in self.parts_mean if f"'{each}'" in text]
         replaced = self.case.look.replaced
-        reads = {each: shown for each in self.parts_mean if (shown := self._read_elsewhere(each)) is not None}
+        reads = self._read_elsewhere if way.parallel in ("fsdp", "hsdp") else {}
         if replaced:
             cause, names = Cause.REPLACED, list(replaced)
             evidence = "After forward, the model registers other parameters by these names than before."
@@ -214,11 +220,9 @@ class WayJudge:
             cause, names, evidence = Cause.NOT_RECOMPUTABLE, named, self._recompute_differs
         elif way.parallel in ("fsdp", "hsdp") and has_grad_hooks(self.case.program.make()) and "hook" in text:
             cause, names, evidence = Cause.HOOK, named, "This way calls no hooks of parameters."
-        elif way.parallel in ("fsdp", "hsdp") and reads and not set(named).isdisjoint(reads):
-            names = [each for each in named if each in reads]
+        elif reads:
+            names = [each for each in named if each in reads] or list(reads)
             cause, evidence = Cause.READ_ELSEWHERE, reads[names[0]]
-        elif way.parallel in ("fsdp", "hsdp") and reads:
-            cause, names, evidence = Cause.READ_ELSEWHERE, list(reads), next(iter(reads.values()))
         elif _is_own_error(error):
             cause, names, evidence = Cause.LIBRARY, named, "Plain PyTorch runs, and this way raises."
         else:
@@ -252,34 +256,29 @@ class WayJudge:
         return not isinstance(results, BaseException) and not self._off([each.grads for each in results], plain)
 
     @cached_property
-    def _reads(self) -> dict[str, list[Read]]:
-        return parameter_reads(self.case.program, self.case.batch)
-
-    def _read_elsewhere(self, name: str) -> str | None:
-        """A function that gets the parameter while no module of the parameter's unit runs."""
+    def _read_elsewhere(self) -> dict[str, str]:
+        """Parameter -> which function gets it while the parameter's unit does not run. Only those that are so read."""
         model = self.case.program.make()
         names = {id(module): found for found, module in model.named_modules()}
         units = {names[id(unit)] for unit in self.setting.units(model)}
-        unit = next((each for each in units if name.startswith(f"{each}.")), None)
-        if unit is None:
-            return None  # a parameter of the outermost unit, which is whole in all of forward
-        for read in self._reads.get(name, ()):
-            if unit not in read.modules:
-                reader = read.modules[-1] if read.modules else ""
-                return (
-                    f"{read.function} reads the parameter while {reader or 'the model'!r} runs and unit {unit!r}, to "
-                    f"which it belongs, does not: outside of its unit's forward it is a shard."
-                )
-        return None
-
-    def _is_expert(self, name: str) -> bool:
-        param = dict(self.case.program.make().named_parameters()).get(name)
-        return getattr(param, "allreduce", True) is False
+        found: dict[str, str] = {}
+        for name, reads in parameter_reads(self.case.program, self.case.batch).items():
+            # A parameter of the outermost unit is whole in all of forward.
+            unit = next((each for each in units if name.startswith(f"{each}.")), None)
+            for read in reads if unit is not None else ():
+                if unit not in read.modules:
+                    reader = read.modules[-1] if read.modules else ""
+                    found[name] = (
+                        f"{read.function} reads the parameter while {repr(reader) if reader else 'the model'} runs and "
+                        f"unit {unit!r}, to which it belongs, does not: outside of its unit's forward it is a shard."
+                    )
+        return found
 
     @cached_property
-    def _has_experts(self) -> bool:
-        params = self.case.program.make().parameters()
-        return any(getattr(param, "allreduce", True) is False for param in params)
+    def _experts(self) -> frozenset[str]:
+        """Parameters with the mark of experts."""
+        params = self.case.program.make().named_parameters()
+        return frozenset(name for name, param in params if getattr(param, "allreduce", True) is False)
 
     def _own_ranks_alone(self, off: _Off, results: Sequence[RankResult]) -> str | None:
         """Whether each rank's gradient has the parts of some ranks, with the right factor, and none of the others."""
@@ -288,8 +287,8 @@ class WayJudge:
         if rest > 1e-2 or any(min(abs(each), abs(each - 1 / count)) > 0.05 / count for each in factors):
             return None
         return (
-            f"The parameter is marked as an expert's (allreduce = False), and on rank {off.ranks[0]} its gradient lacks "
-            f"the rows of ranks that have the same weights: {in_words(factors, self.case.parts)}."
+            f"The parameter is marked as an expert's (allreduce = False), and on rank {off.ranks[0]} its gradient "
+            f"lacks the rows of ranks that have the same weights: {in_words(factors, self.case.parts)}."
         )
 
     def _contents(self, off: _Off, results: Sequence[RankResult]) -> str:
@@ -308,9 +307,7 @@ class WayJudge:
         def cut(tensor: Tensor, piece: Piece) -> Tensor:
             return tensor.reshape(-1)[piece.start : piece.start + len(piece.values)]
 
-        return parts_in(
-            [piece.values for piece in pieces], [[cut(part, piece) for piece in pieces] for part in flat]
-        )
+        return parts_in([piece.values for piece in pieces], [[cut(part, piece) for piece in pieces] for part in flat])
 
 
 def _updated(program: Program, grads: Grads, setting: Setting) -> tuple[Grads, Grads]:
@@ -328,6 +325,6 @@ def _updated(program: Program, grads: Grads, setting: Setting) -> tuple[Grads, G
 
 def _is_own_error(error: BaseException) -> bool:
     """Whether the library has raised what it never raises on purpose."""
-    frames: Any = traceback.extract_tb(error.__traceback__)
-    inside = bool(frames) and re.search(r"[\\/](ddp|fsdp|te_integration|kernels)[\\/]", frames[-1].filename)
-    return bool(inside) and not isinstance(error, _REFUSALS)
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and any(Path(frames[-1].filename).is_relative_to(_PACKAGE / room) for room in _ROOMS)
+    return inside and not isinstance(error, _REFUSALS)

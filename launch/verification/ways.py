@@ -125,14 +125,16 @@ def run_way(program: Program, way: Way, batches: Sequence[Any], draws: Sequence[
 
 
 def default_units(model: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost ``nn.ModuleList``s: a model's layers. Not those that share a parameter with others.
+    """A model's layers: the members of its outermost ``nn.ModuleList``s; of its ``nn.Sequential``s if it has no list.
 
-    Parameters that several units have can be sharded by one that contains them alone: the model.
+    Without those that share a parameter with others: what several have only the whole model can shard.
     """
+    has_lists = any(isinstance(child, nn.ModuleList) for child in model.modules())
+    kind = nn.ModuleList if has_lists else nn.Sequential
     layers = [
         member
         for name, child in model.named_modules()
-        if isinstance(child, nn.ModuleList) and not _is_inside_a_list(model, name)
+        if isinstance(child, kind) and not _is_inside(model, name, kind)
         for member in child
         if type(member).forward is not nn.Module.forward and any(True for _ in member.parameters())
     ]
@@ -149,15 +151,18 @@ def default_units(model: nn.Module) -> Iterator[nn.Module]:
             yield layer
 
 
-def _is_inside_a_list(model: nn.Module, name: str) -> bool:
-    parents = name.split(".")[:-1]
-    return any(isinstance(model.get_submodule(".".join(parents[:end])), nn.ModuleList) for end in range(len(parents)))
+def _is_inside(model: nn.Module, name: str, kind: type[nn.Module]) -> bool:
+    parents = name.split(".")[:-1] if name else []
+    ends = range(len(parents) + 1) if name else ()
+    return any(isinstance(model.get_submodule(".".join(parents[:end])), kind) for end in ends)
 
 
 def add_recompute(model: Any, units: Iterable[nn.Module]) -> None:
     """Recompute each unit in backward: as a Hugging Face model does it itself, or around each unit's forward."""
     if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Later versions of transformers have the first name, and warn by the second.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
         return
     for unit in units:
         forward = unit.forward
@@ -165,7 +170,7 @@ def add_recompute(model: Any, units: Iterable[nn.Module]) -> None:
         def recomputed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
             return checkpoint(_forward, *args, use_reentrant=False, **kwargs)
 
-        unit.forward = recomputed  # type: ignore[method-assign]
+        unit.forward = recomputed
 
 
 def _num_instances() -> int:
@@ -183,7 +188,7 @@ def _wrap(module: nn.Module, way: Way, setting: Setting) -> _Wrapped:
         **way.options,
     )
     model = DistributedDataParallel(module, config, expert_process_group=setting.experts())
-    options = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "eps": setting.adam_eps}
+    options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "eps": setting.adam_eps}
     if sharded:
         optimizer: Any = DistributedOptimizer(model, max_grad_norm=_NO_CLIPPING, **options)
     else:
@@ -242,7 +247,9 @@ def _shard(module: nn.Module, way: Way, units: Iterable[nn.Module], setting: Set
         return grads, norm, [Piece(param.shard.name, param.shard.start, _flat(param)) for param in params]
 
     def fused_writes() -> int:
-        return sum(record.num_fused_writes for unit in model.units for bucket in unit.buckets for record in bucket.records)
+        return sum(
+            record.num_fused_writes for unit in model.units for bucket in unit.buckets for record in bucket.records
+        )
 
     return _Wrapped(model, step, fused_writes)
 

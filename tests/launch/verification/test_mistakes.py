@@ -1,7 +1,7 @@
 """Mistakes of users' programs, one in each model: ``verify`` names the cause, and the parameter or module at fault."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,7 +46,7 @@ class Planted(NamedTuple):
     """Part of the finding's module."""
     is_note: bool = False
     ways: tuple[str, ...] = WAYS
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = {}
     batch: Callable[[], Any] = lambda: torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
 
 
