@@ -24,7 +24,8 @@ _ConfigFile = Annotated[Positional[Path], arg(metavar="CONFIG.toml", help="confi
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
-    0: done. 2: a configuration or data that cannot be used. 130: ended by Ctrl-C or SIGTERM.
+    0: done. 1: `maingrad verify` has found an error. 2: a configuration, data or a program that cannot be used. 130:
+    ended by Ctrl-C or SIGTERM.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = _parse(arguments)
@@ -113,6 +114,47 @@ class Simulate:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
         results = simulate(train, self.ranks, config, seed=self.schedule_seed, stop=stop)
         return _finish(Path(config.train.out_dir), is_main=True, interrupted=results[0].interrupted)
+
+
+@dataclass(frozen=True)
+class Verify:
+    """compare a model of yours in every way of the library with plain PyTorch, on ranks simulated in this process
+
+    Status 0: gradients, norms and weights agree. 1: an error is found; the report names its cause.
+    """
+
+    target: Annotated[Positional[str], arg(metavar="FILE.py:FUNCTION")]
+    """FUNCTION() returns (model, batch), (model, batch, loss), or a dict of arguments of maingrad.launch.verify"""
+    ranks: int = 2
+    """number of ranks"""
+    num_microbatches: int = 2
+    """of each rank"""
+    ways: tuple[str, ...] = ()
+    """names of ways, such as ddp zero1_converted fsdp; all by default"""
+    accept: tuple[str, ...] = ()
+    """causes that are no errors, such as batch_statistics"""
+    seed: int = 0
+    """of everything random"""
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks)
+
+    def run(self, rest: list[str], stop: StopRequest) -> int:
+        if rest:
+            raise ConfigError(f"verify takes FILE.py:FUNCTION and its own options; got {' '.join(rest)}")
+        from .verification.program import load_arguments
+        from .verification.verify import check_options, verify
+
+        try:
+            arguments = load_arguments(self.target)
+            check_options(self.ways or None, self.accept, self.ranks, self.num_microbatches)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        options = [field for field in dataclasses.fields(self) if field.name != "target"]
+        given = {each.name: getattr(self, each.name) for each in options if getattr(self, each.name) != each.default}
+        found = verify(**{**arguments, **given})
+        print(found)
+        return 0 if found.ok else 1
 
 
 @dataclass(frozen=True)
@@ -227,10 +269,10 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
     else:
         rest = []
     parsed, unknown = tyro.cli(
-        Train | Plan | Simulate | Report | Export | Bench,
+        Train | Plan | Simulate | Verify | Report | Export | Bench,
         args=arguments,
         prog="maingrad",
-        description="Train, plan and simulate main_grad runs.",
+        description="Train, plan, simulate and verify main_grad runs.",
         return_unknown_args=True,
     )
     return parsed, [*unknown, *rest]

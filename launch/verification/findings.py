@@ -78,8 +78,8 @@ REMEDIES: dict[Cause, str] = {
     "expert",
     Cause.SHARED_MEMORY: "register one Parameter in both modules: b.weight = a.weight",
     Cause.BROKEN_TIE: "if they are to be tied, register one Parameter in both modules: b.weight = a.weight",
-    Cause.NOT_RECOMPUTABLE: "make the recomputed forward repeatable: without caches, without state that it changes, and "
-    "without random state outside torch's default generators",
+    Cause.NOT_RECOMPUTABLE: "make the recomputed forward repeatable: no caches, no state that it changes, no random "
+    "state outside torch's default generators",
     Cause.REFUSED: "do as the message says, or leave this way out (ways=...)",
     Cause.LIBRARY: "this is a fault of maingrad: please report it with the program",
     Cause.UNEXPLAINED: "compare parts of the model: verify(block, inputs, loss)",

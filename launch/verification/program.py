@@ -1,9 +1,11 @@
 """The user's program: copies of the model, and the loss of a batch, as reproducible as seeds can make them."""
 
 import copy
+import importlib.util
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from ...fsdp import FSDPModule
 from ...te_integration import unconvert
 from .batches import own_copy
 
-__all__ = ["Loss", "Program", "Step", "set_seed"]
+__all__ = ["Loss", "Program", "Step", "load_arguments", "set_seed"]
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(output, batch)``: a scalar, given what the model returned."""
@@ -110,6 +112,34 @@ def set_seed(seed: int) -> None:
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed(seed % 2**32)
+
+
+def load_arguments(target: str) -> dict[str, Any]:
+    """Call ``FUNCTION`` of ``FILE.py:FUNCTION``; what it returned, as arguments of ``verify``.
+
+    The function returns (model, batch), (model, batch, loss), or a dict of arguments. The file may import files beside
+    it. Raises ``ValueError`` if there is no such file or function, or if it returns something else.
+    """
+    file, _, name = target.rpartition(":")
+    path = Path(file)
+    if not name.isidentifier() or not path.is_file():
+        raise ValueError(f"'{target}' is not FILE.py:FUNCTION of a file that is there")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"'{path}' is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles look their module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"'{path}' has no function {name}")
+    returned = function()
+    if isinstance(returned, Mapping):
+        return {**returned}
+    if isinstance(returned, tuple) and len(returned) in (2, 3):
+        return dict(zip(("model", "batch", "loss"), returned, strict=False))
+    raise ValueError(f"{target} returned a {type(returned).__name__}: return (model, batch) or (model, batch, loss)")
 
 
 def _take_along(old: Tensor, new: Tensor) -> None:

@@ -27,7 +27,7 @@ from .program import Loss, Program, Step
 from .way_diagnosis import WayJudge
 from .ways import WAYS, Setting, default_units
 
-__all__ = ["Cause", "Finding", "Verification", "VerificationError", "WayResult", "verify"]
+__all__ = ["Cause", "Finding", "Verification", "VerificationError", "WayResult", "check_options", "verify"]
 
 
 def verify(
@@ -69,11 +69,8 @@ def verify(
     Raises ``ValueError`` for an unknown way or cause, for fewer rows than ranks, and for an output that is no loss.
     Raises what the program raises in plain PyTorch.
     """
+    check_options(ways, accept, ranks, num_microbatches)
     chosen = list(WAYS) if ways is None else list(ways)
-    _check_names("way", chosen, WAYS)
-    _check_names("cause", accept, [each.value for each in Cause])
-    if ranks < 1 or num_microbatches < 1:
-        raise ValueError(f"ranks and num_microbatches must be at least 1, got {ranks} and {num_microbatches}")
     program = Program(model, loss, step, seed)
     state = ProcessState.capture()
     try:
@@ -82,6 +79,16 @@ def verify(
     finally:
         state.restore()
     return found.accepting([Cause(each) for each in accept])
+
+
+def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
+    """Raise ``ValueError`` for an unknown way or cause, or too few ranks or microbatches."""
+    for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, [each.value for each in Cause])):
+        for each in given:
+            if each not in known:
+                raise ValueError(f"{str(each)!r} is no {what}: choose of {', '.join(known)}")
+    if ranks < 1 or num_microbatches < 1:
+        raise ValueError(f"ranks and num_microbatches must be at least 1, got {ranks} and {num_microbatches}")
 
 
 def _verify(
@@ -211,9 +218,3 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def _is_lazy(param: nn.Parameter) -> bool:
     return nn.parameter.is_lazy(param)
-
-
-def _check_names(what: str, given: Collection[str], known: Collection[str]) -> None:
-    for each in given:
-        if each not in known:
-            raise ValueError(f"{each!r} is no {what}: choose of {', '.join(known)}")

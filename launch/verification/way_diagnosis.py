@@ -198,7 +198,7 @@ class WayJudge:
             own = self._own_ranks_alone(off, results)
             if own is not None:
                 return Cause.EXPERT_RANKS, own
-        if way.parallel in ("fsdp", "hsdp"):
+        if way.shards_parameters:
             read = self._read_elsewhere.get(off.name)
             if read is not None:
                 return Cause.READ_ELSEWHERE, read
@@ -212,13 +212,13 @@ class WayJudge:
         text = f"{type(error).__name__}: {str(error).strip()}"
         named = [each for each in self.parts_mean if f"'{each}'" in text]
         replaced = self.case.look.replaced
-        reads = self._read_elsewhere if way.parallel in ("fsdp", "hsdp") else {}
+        reads = self._read_elsewhere if way.shards_parameters else {}
         if replaced:
             cause, names = Cause.REPLACED, list(replaced)
             evidence = "After forward, the model registers other parameters by these names than before."
         elif way.recompute and self._recompute_differs is not None:
             cause, names, evidence = Cause.NOT_RECOMPUTABLE, named, self._recompute_differs
-        elif way.parallel in ("fsdp", "hsdp") and has_grad_hooks(self.case.program.make()) and "hook" in text:
+        elif way.shards_parameters and has_grad_hooks(self.case.program.make()) and "hook" in text:
             cause, names, evidence = Cause.HOOK, named, "This way calls no hooks of parameters."
         elif reads:
             names = [each for each in named if each in reads] or list(reads)

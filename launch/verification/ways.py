@@ -38,6 +38,11 @@ class Way(NamedTuple):
     options: Mapping[str, Any] = {}
     """Further options of the wrapper."""
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether ``fully_shard`` runs the model, in units."""
+        return self.parallel in ("fsdp", "hsdp")
+
 
 _OVERLAP = {"overlap_grad_reduce": True}
 WAYS: Mapping[str, Way] = {
@@ -105,13 +110,11 @@ def run_way(program: Program, way: Way, batches: Sequence[Any], draws: Sequence[
     module = program.make()
     setting.between(module)
     units = [*setting.units(module)]
-    if way.recompute:
-        add_recompute(module, units)
     if way.converted:
         convert_linears(module)
-    wrapped = _shard(module, way, units, setting) if "fs" in way.parallel or way.parallel == "hsdp" else None
-    if wrapped is None:
-        wrapped = _wrap(module, way, setting)
+    if way.recompute:  # afterwards: it keeps the forward that a unit has now
+        add_recompute(module, units)
+    wrapped = _shard(module, way, units, setting) if way.shards_parameters else _wrap(module, way, setting)
     queue = WgradQueue()
     for index, (batch, draw) in enumerate(zip(batches, draws, strict=True)):
         synced: AbstractContextManager[Any] = nullcontext() if index + 1 == len(batches) else wrapped.model.no_sync()
