@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .plain import Grads
 
-__all__ = ["Allowed", "Difference", "allowed_between", "differences", "parts_in", "total_norm"]
+__all__ = ["Allowed", "Difference", "allowed_between", "differences", "exactly", "norm_of", "parts_in", "total_norm"]
 
 _ROUNDING = 1e-4
 """Relative error that is always allowed under fp32. Mistakes are larger: a lost part is 1 / parts."""
@@ -47,13 +47,13 @@ def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
     total = total_norm(grads.values())
     unit = {name: max(_ROUNDING, 4 * torch.finfo(grad.dtype).eps) for name, grad in grads.items()}
     if exact is not None:
-        off = total_norm(grad.double() - exact[name].double() for name, grad in grads.items())
+        off = total_norm(exactly(grad) - exactly(exact[name]) for name, grad in grads.items())
         if not off <= _MOST_MEASURED * max(unit.values()) * total:
             exact = None
     allowed = {}
     for name, grad in grads.items():
-        norm, mean = _norm(grad), total * math.sqrt(grad.numel() / max(count, 1))
-        measured = 0.0 if exact is None else _norm(grad.double() - exact[name].double())
+        norm, mean = norm_of(grad), total * math.sqrt(grad.numel() / max(count, 1))
+        measured = 0.0 if exact is None else norm_of(exactly(grad) - exactly(exact[name]))
         measured = min(measured, _MOST_MEASURED * unit[name] * norm + unit[name] * mean)
         floor = mean * unit[name] * (0.1 if exact is None else 1e-3)
         allowed[name] = unit[name] * norm + _OF_MEASURED * measured + floor
@@ -64,16 +64,16 @@ def differences(pairs: Iterable[tuple[str, Tensor, Tensor]], allowed: Allowed) -
     """Of (name, found, wanted): those that are farther apart than allowed, the farthest first."""
     found = []
     for name, one, other in pairs:
-        error = _norm(one.double() - other.double())
+        error = norm_of(exactly(one) - exactly(other))
         if not error <= allowed.by_name[name]:  # NaN is not
-            norm = max(_norm(other), allowed.by_name[name], 1e-30)
+            norm = max(norm_of(other), allowed.by_name[name], 1e-30)
             found.append(Difference(name, error / norm if math.isfinite(error) else math.inf))
     return sorted(found, key=lambda each: -each.error)
 
 
 def total_norm(grads: Iterable[Tensor]) -> float:
     """The global norm, in fp64."""
-    return math.sqrt(sum(_norm(grad) ** 2 for grad in grads))
+    return math.sqrt(sum(norm_of(grad) ** 2 for grad in grads))
 
 
 def parts_in(found: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> tuple[list[float], float]:
@@ -84,8 +84,8 @@ def parts_in(found: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> tupl
 
     The factors solve ``min |found - sum(factor * part)|`` over all tensors at once.
     """
-    rows = torch.stack([torch.cat([each.reshape(-1).double() for each in part]) for part in parts])
-    target = torch.cat([each.reshape(-1).double() for each in found])
+    rows = torch.stack([torch.cat([exactly(each).reshape(-1) for each in part]) for part in parts])
+    target = torch.cat([exactly(each).reshape(-1) for each in found])
     scale = rows.norm(dim=1).clamp_min(1e-30)
     rows = rows / scale[:, None]
     gram = rows @ rows.T
@@ -95,5 +95,12 @@ def parts_in(found: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> tupl
     return (factors / scale).tolist(), float(rest)
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.detach().double().norm())
+def norm_of(tensor: Tensor) -> float:
+    """The norm of all elements, in fp64."""
+    return float(exactly(tensor).norm())
+
+
+def exactly(tensor: Tensor) -> Tensor:
+    """The values in fp64; of a complex tensor both parts, in another dim."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()

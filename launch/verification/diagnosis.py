@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import own_copy
-from .comparison import Allowed, Difference, parts_in
+from .comparison import Allowed, Difference, exactly, norm_of, parts_in, total_norm
 from .findings import Cause, Finding
 from .first_look import FirstLook, in_short
 from .modules import OutputTrace
@@ -20,8 +20,8 @@ __all__ = ["Case", "explain_parts", "has_grad_hooks", "in_words", "not_reproduci
 
 _MAX_ELEMENTS = 2_000_000
 """Of the gradients that are decomposed: parts are compared in memory, in fp64."""
-_EXPLAINED = 1e-2
-"""Relative rest below which a gradient is taken for a sum of parts."""
+_EXPLAINED = 0.05
+"""Share of a difference below which the rest is small: other factors of the parts explain the difference."""
 
 
 class Case(NamedTuple):
@@ -188,7 +188,7 @@ def _rank(case: Case) -> Finding | None:
         return None
     evidence = (
         "In plain PyTorch without a wrapper, these ranks compute other gradients of their rows than one process does "
-        "of the same rows from the same seed."
+        "of the same rows from the same seed: the program asks for its rank, or communicates with other ranks."
     )
     finding = Finding(cause=Cause.RANK, ranks=tuple(ranks), evidence=evidence)
     names = dict.fromkeys(each.name for each in sorted(worst, key=lambda each: -each.error))
@@ -219,14 +219,15 @@ def _weights_of_parts(case: Case) -> Finding | None:
         if names and room < 0:
             break
         names.append(each.name)
-    factors, rest = parts_in([case.whole[name] for name in names], [[grads[name] for name in names] for grads in flat])
-    if rest > _EXPLAINED:
+    wanted, mean = [case.whole[name] for name in names], mean_of(case.same_draws)
+    factors, rest = parts_in(wanted, [[grads[name] for name in names] for grads in flat])
+    difference = total_norm(exactly(case.whole[name]) - exactly(mean[name]) for name in names)
+    if rest * total_norm(wanted) > _EXPLAINED * difference:
         return None
     shares = [factor * len(flat) for factor in factors]
     words = in_words(factors, case.parts)
     words = f"The whole batch's gradient is a sum of the parts' gradients in plain PyTorch: {words}."
-    mean = sum(shares) / len(shares)
-    if max(shares) - min(shares) < 0.02 * abs(mean):
+    if max(shares) - min(shares) < 0.02 * abs(sum(shares) / len(shares)):
         return Finding(
             cause=Cause.SUM,
             evidence=f"{words} So the loss is not a mean over rows: it grows with their number.",
@@ -269,7 +270,7 @@ def _mixed_rows(case: Case) -> Finding | None:
 
     flat: list[Part] = [part for of_rank in case.parts for part in of_rank]
     whole, *parts = alone(lambda: trace([case.batch, *(part.batch for part in flat)]))
-    module = None
+    module: str | None = None
     for index, call in enumerate(whole.calls):
         of_parts = [each.calls[index] for each in parts if index < len(each.calls)]
         if len(of_parts) < len(parts) or any(each.module != call.module for each in of_parts):
@@ -279,13 +280,15 @@ def _mixed_rows(case: Case) -> Finding | None:
                 module = call.module
             break
     else:
-        evidence = (
-            "Every module computes the same rows of the whole batch and of its parts. The loss of the whole batch is "
-            "not the mean of the parts' losses: it compares rows with each other, or is not linear in them."
-        )
-        return Finding(cause=Cause.MIXED_ROWS, evidence=evidence)
+        module = ""
     if module is None:
         return None
+    if not module:
+        evidence = (
+            "Every module inside computes the same rows of the whole batch and of its parts. The loss of the whole "
+            "batch is not the mean of the parts' losses: it compares rows with each other, or is not linear in them."
+        )
+        return Finding(cause=Cause.MIXED_ROWS, evidence=evidence)
     evidence = (
         "This module computes other rows from the whole batch than from the same rows in parts: it mixes the rows of "
         "a batch."
@@ -294,7 +297,7 @@ def _mixed_rows(case: Case) -> Finding | None:
 
 
 def _rows_agree(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether each tensor is its parts in a row, along the dim in which they are shorter."""
+    """Whether each tensor is its parts in a row, along the dim in which they are shorter; a scalar their mean."""
     return all(
         _is_cat(tensor, [part[index] for part in parts])
         for index, tensor in enumerate(whole)
@@ -305,6 +308,8 @@ def _rows_agree(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> b
 def _is_cat(whole: Tensor, parts: Sequence[Tensor]) -> bool:
     if any(part.dim() != whole.dim() for part in parts):
         return False
+    if not whole.dim():
+        return _close(whole, torch.stack([part.double() for part in parts]).mean())
     for dim in range(whole.dim()):
         rest = [part.shape[:dim] + part.shape[dim + 1 :] for part in parts]
         if sum(part.size(dim) for part in parts) == whole.size(dim) and all(
@@ -315,8 +320,7 @@ def _is_cat(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    error = float((one.double() - other.double()).norm())
-    return error <= 1e-3 * max(float(one.double().norm()), 1e-12)
+    return norm_of(exactly(one) - exactly(other)) <= 1e-3 * max(norm_of(one), 1e-12)
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def run_parts(
 def mean_of(plains: Sequence[Sequence[Plain]]) -> Grads:
     """The mean over all parts: what data parallelism computes."""
     flat = [plain.grads for of_rank in plains for plain in of_rank]
-    total = {name: grad.float() if grad.dtype != torch.float64 else grad.clone() for name, grad in flat[0].items()}
+    half = (torch.bfloat16, torch.float16)
+    total = {name: grad.float() if grad.dtype in half else grad.clone() for name, grad in flat[0].items()}
     for grads in flat[1:]:
         for name, grad in grads.items():
             total[name] = total[name] + grad

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..simulation.simulate import SimulatedRankError, simulate
-from .comparison import differences, parts_in, total_norm
+from .comparison import differences, exactly, norm_of, parts_in, total_norm
 from .diagnosis import Case, has_grad_hooks, in_words, not_reproducible, remove_grad_hooks
 from .findings import Cause, Finding, WayResult
 from .first_look import parameter_reads
@@ -125,9 +125,8 @@ class WayJudge:
         for pieces in ranks:
             for name, start, values in pieces:
                 if name in wanted:
-                    of_piece = wanted[name].reshape(-1)[start : start + len(values)].double()
-                    error = float((values.double() - of_piece).norm())
-                    norm = float(wanted[name].double().norm())
+                    of_piece = wanted[name].reshape(-1)[start : start + len(values)]
+                    error, norm = norm_of(exactly(values) - exactly(of_piece)), norm_of(wanted[name])
                     largest = max(largest, error / max(norm, 1e3 * self.case.allowed.by_name[name], 1e-30))
         return largest
 
@@ -144,11 +143,11 @@ class WayJudge:
                 if name not in self.updates:
                     continue
                 wanted = self.weights[name].reshape(-1)[start : start + len(values)]
-                update = float(self.updates[name].norm())
-                error = float((values.double() - wanted.double()).norm())
+                update = norm_of(self.updates[name])
+                error = norm_of(exactly(values) - exactly(wanted))
                 largest = max(largest, error / max(update, 1e-30))
                 slope = LEARNING_RATE / self.setting.adam_eps  # of AdamW's first step where the gradient is zero
-                rounding = 4 * torch.finfo(values.dtype).eps * float(self.weights[name].double().norm())
+                rounding = 4 * torch.finfo(values.dtype).eps * norm_of(self.weights[name])
                 if not error <= 2 * slope * self.case.allowed.by_name[name] + rounding + 1e-4 * update:
                     worst, ranks = errors.get(name, (0.0, []))
                     errors[name] = (max(worst, error / max(update, 1e-30)), [*ranks, rank])
@@ -311,16 +310,21 @@ class WayJudge:
 
 
 def _updated(program: Program, grads: Grads, setting: Setting) -> tuple[Grads, Grads]:
-    """The weights after one step of plain PyTorch's AdamW, and what the step has changed, in fp32."""
+    """The weights after one step of plain PyTorch's AdamW, and what the step has changed, in fp32 or wider."""
     model = program.make()
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    masters = {name: nn.Parameter(param.detach().float()) for name, param in params.items()}
+    masters = {name: nn.Parameter(param.detach().to(_wide(param), copy=True)) for name, param in params.items()}
     before = {name: master.detach().clone() for name, master in masters.items()}
     for name, master in masters.items():
-        master.grad = grads[name].float()
+        master.grad = grads[name].to(master.dtype)
     torch.optim.AdamW(masters.values(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=setting.adam_eps).step()
     after = {name: master.detach() for name, master in masters.items()}
     return after, {name: after[name] - before[name] for name in after}
+
+
+def _wide(param: Tensor) -> torch.dtype:
+    """fp32 for bf16 and fp16, whose masters are fp32."""
+    return torch.float32 if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
 
 
 def _is_own_error(error: BaseException) -> bool:
