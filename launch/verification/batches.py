@@ -26,8 +26,12 @@ def cut(batch: Any, rows: int, start: int, end: int) -> Any:
 
     A list of ``rows`` entries without tensors (strings) is cut as well.
     """
+    if isinstance(batch, Mapping):
+        return {key: cut(value, rows, start, end) for key, value in batch.items()}
     if isinstance(batch, list) and len(batch) == rows and not any(True for _ in _tensors(batch)):
         return batch[start:end]
+    if isinstance(batch, tuple | list):
+        return _like(batch, [cut(value, rows, start, end) for value in batch])
     return _map(batch, lambda each: each[start:end] if each.dim() > 0 and each.size(0) == rows else each)
 
 
@@ -64,8 +68,11 @@ def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(batch)
     if isinstance(batch, Mapping):
         return {key: _map(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a NamedTuple
-        return type(batch)(*(_map(value, change) for value in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)(_map(value, change) for value in batch)
+        return _like(batch, [_map(value, change) for value in batch])
     return copy.copy(batch)
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    """A tuple or list of the class of ``batch``; a NamedTuple takes its values one by one."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

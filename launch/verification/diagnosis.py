@@ -270,17 +270,17 @@ def _mixed_rows(case: Case) -> Finding | None:
 
     flat: list[Part] = [part for of_rank in case.parts for part in of_rank]
     whole, *parts = alone(lambda: trace([case.batch, *(part.batch for part in flat)]))
-    module: str | None = None
+    module = None
     for index, call in enumerate(whole.calls):
         of_parts = [each.calls[index] for each in parts if index < len(each.calls)]
         if len(of_parts) < len(parts) or any(each.module != call.module for each in of_parts):
             return None  # another number of modules runs: nothing can be said
-        if not _rows_agree(call.outputs, [each.outputs for each in of_parts]):
-            if _rows_agree(call.inputs, [each.inputs for each in of_parts]):
-                module = call.module
+        # Rows may lie in another order inside a module (tokens sorted by expert): then inputs differ as well.
+        if not _rows_agree(call.outputs, [each.outputs for each in of_parts]) and _rows_agree(
+            call.inputs, [each.inputs for each in of_parts]
+        ):
+            module = call.module
             break
-    else:
-        module = ""
     if module is None:
         return None
     if not module:

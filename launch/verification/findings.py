@@ -58,8 +58,8 @@ REMEDIES: dict[Cause, str] = {
     Cause.NOT_REPRODUCIBLE: "draw from torch's default generators, seeded; keep state in the model's buffers; "
     "torch.use_deterministic_algorithms(True) names operations that are not deterministic",
     Cause.STATE: "make forward independent of earlier calls, or keep the state in a buffer that changes once a step",
-    Cause.RANK: "let all ranks compute the same function of their rows; what a rank must know goes into the batch. A loss "
-    "over gathered rows is that of the whole batch with num_microbatches=1 alone",
+    Cause.RANK: "let all ranks compute the same function of their rows; what a rank must know goes into the batch. A "
+    "loss over gathered rows is that of the whole batch with num_microbatches=1 alone",
     Cause.HOOK: "clip and scale reduced gradients (after finish_grad_sync), not those of one microbatch in backward",
     Cause.BATCH_STATISTICS: "use GroupNorm or LayerNorm, or statistics over all ranks (SyncBatchNorm); or accept that "
     "each microbatch has its own: accept=['batch_statistics']",

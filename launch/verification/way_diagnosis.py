@@ -55,7 +55,7 @@ class WayJudge:
         off = self._off([result.grads for result in results], self.parts_mean)
         findings = list(self._explain(name, way, off, results))
         norm_error, (weight_errors, largest_weight_error) = self._norm_error(results), self._off_weights(results)
-        if not off and norm_error > 1e-3 and not self._experts:
+        if not off and norm_error > self._allowed_norm_error and not self._experts:
             evidence = (
                 f"All gradients are right, and the global norm is {results[0].norm:.6g}: off by {norm_error:.1e}."
             )
@@ -134,6 +134,11 @@ class WayJudge:
         wanted = total_norm(self.parts_mean.values())
         return max(abs(result.norm - wanted) for result in results) / max(wanted, 1e-30)
 
+    @property
+    def _allowed_norm_error(self) -> float:
+        """1e-3, and more if the norm is computed in half precision."""
+        return max(1e-3, *(4 * torch.finfo(grad.dtype).eps for grad in self.case.whole.values()))
+
     def _off_weights(self, results: Sequence[RankResult]) -> tuple[list[_Off], float]:
         """The parameters that have other values than they should; the largest error relative to an update's norm."""
         largest = 0.0
@@ -145,9 +150,9 @@ class WayJudge:
                 wanted = self.weights[name].reshape(-1)[start : start + len(values)]
                 update = norm_of(self.updates[name])
                 error = norm_of(exactly(values) - exactly(wanted))
-                largest = max(largest, error / max(update, 1e-30))
                 slope = LEARNING_RATE / self.setting.adam_eps  # of AdamW's first step where the gradient is zero
                 rounding = 4 * torch.finfo(values.dtype).eps * norm_of(self.weights[name])
+                largest = max(largest, error / max(update, rounding, 1e-30))
                 if not error <= 2 * slope * self.case.allowed.by_name[name] + rounding + 1e-4 * update:
                     worst, ranks = errors.get(name, (0.0, []))
                     errors[name] = (max(worst, error / max(update, 1e-30)), [*ranks, rank])

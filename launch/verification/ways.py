@@ -21,7 +21,8 @@ __all__ = ["WAYS", "Piece", "RankResult", "Setting", "Way", "add_recompute", "de
 
 _NO_CLIPPING = 1e30
 """Norm at which gradients are clipped: the norm is computed, and nothing changes."""
-LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
+LEARNING_RATE, WEIGHT_DECAY = 0.05, 0.1
+"""Of AdamW: large, so that the first step changes bf16 weights too."""
 
 
 class Way(NamedTuple):

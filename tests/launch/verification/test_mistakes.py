@@ -309,6 +309,7 @@ PLANTED: dict[str, Planted] = {
 }
 
 
+@pytest.mark.sampled(len(PLANTED))
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_cause_is_named(name: str) -> None:
     planted = PLANTED[name]

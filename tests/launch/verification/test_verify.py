@@ -1,0 +1,272 @@
+"""``verify`` on programs that are right: what it takes, what it leaves alone, and what it reports."""
+
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from maingrad.ddp import DistributedDataParallel
+from maingrad.fsdp import fully_shard
+from maingrad.launch import verify
+from maingrad.launch.verification.verify import VerificationError
+from maingrad.launch.verification.ways import WAYS
+from maingrad.te_integration import convert_linears
+
+FEW = ("ddp_converted", "zero1", "fsdp_converted")
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)).to(dtype)
+
+
+def square(output: Tensor, batch: Any) -> Tensor:
+    return (output.float() - 1).square().mean()
+
+
+def rows(count: int = 12) -> Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(1))
+
+
+def test_every_way_agrees_with_plain_pytorch() -> None:
+    found = verify(mlp(), rows(), square)
+    assert found.ok and not found.findings, str(found)
+    assert [result.way for result in found.results] == list(WAYS)
+    for result in found.results:
+        assert result.ok and result.grad_error < 1e-5 and result.norm_error < 1e-5 and result.weight_error < 1e-3
+        assert (result.fused_writes > 0) == WAYS[result.way].converted, result.way
+    assert (found.num_parameters, found.num_elements) == (6, 6 * 16 + 16 + 32 + 32 + 2)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (3, 1), (4, 3)])
+def test_ranks_and_microbatches(ranks: int, microbatches: int) -> None:
+    ways = ("zero1", "hybrid_converted", "hsdp_converted")
+    found = verify(mlp(), rows(), square, ranks=ranks, num_microbatches=microbatches, ways=ways)
+    assert found.ok and not found.findings, str(found)
+    assert (found.ranks, found.num_microbatches, found.rows) == (ranks, microbatches, 12)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    found = verify(mlp(dtype), rows().to(dtype), square, ways=FEW)
+    assert found.ok and not found.findings, str(found)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    target: Tensor
+
+
+def test_forms_of_a_batch() -> None:
+    """Rows are divided; a tensor without rows is given whole; ``step`` takes what the model does not."""
+    x, target = rows(8), rows(8)[:, :2]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor, target: Tensor, scale: Tensor, names: list[str]) -> dict[str, Tensor]:
+            assert len(names) == len(x) and scale.shape == (3,)
+            return {"loss": ((self.net(x) - target) * scale[1]).square().mean()}
+
+    scale, names = torch.tensor([0.0, 2.0, 0.0]), [str(row) for row in range(8)]
+    for batch in ((x, target, scale, names), {"x": x, "target": target, "scale": scale, "names": names}):
+        assert verify(Model(), batch, ways=("ddp",)).ok
+    step = lambda model, batch: F.mse_loss(model(batch.x), batch.target)  # noqa: E731
+    assert verify(mlp(), Pair(x, target), step=step, ways=FEW).ok
+
+
+def test_the_program_is_left_alone() -> None:
+    model, batch = mlp(), rows()
+    model[0].weight.grad = torch.ones(16, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    wanted = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    with torch.no_grad():
+        assert verify(model, batch, square, ways=FEW).ok
+        assert not torch.is_grad_enabled()
+    assert (torch.rand(1), random.random(), np.random.rand()) == wanted
+    assert torch.equal(batch, rows()) and not dist.is_initialized()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(16, 6)) and model[3].weight.grad is None
+    assert type(model[0]) is nn.Linear and not hasattr(model[0].weight, "main_grad")
+
+
+def test_a_function_may_make_the_model() -> None:
+    """It may make other weights each time; and what cannot be copied is made so."""
+
+    class NoCopy(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("tied to a device")
+
+    made = []
+
+    def make() -> nn.Module:
+        model = nn.Sequential(NoCopy(6, 4), nn.Linear(4, 2))
+        nn.init.constant_(model[1].weight, 0.1 + len(made))
+        made.append(model)
+        return model
+
+    assert verify(make, rows(), square, ways=FEW).ok
+    assert len(made) > 4
+    with pytest.raises(TypeError, match="pass a function that makes the model"):
+        verify(make(), rows(), square)
+
+
+def test_models_that_are_converted_or_wrapped() -> None:
+    converted = mlp()
+    convert_linears(converted)
+    assert verify(converted, rows(), square, ways=FEW).ok
+    assert verify(DistributedDataParallel(mlp()), rows(), square, ways=FEW).ok
+    with pytest.raises(TypeError, match="before fully_shard"):
+        verify(fully_shard(mlp()), rows(), square)
+
+
+def test_marks_and_hooks_go_along() -> None:
+    """deepcopy leaves them behind."""
+    model, calls = mlp(), []
+    model[0].weight.register_hook(lambda grad: calls.append("hook"))
+    model[3].weight.register_post_accumulate_grad_hook(lambda param: calls.append("after"))
+    assert verify(model, rows(), square, ways=("ddp",)).ok
+    assert {"hook", "after"} <= set(calls)
+
+
+def test_units_are_the_users() -> None:
+    given = []
+
+    def units(model: nn.Module) -> list[nn.Module]:
+        given.append(model)
+        return [model[0]]
+
+    assert verify(mlp(), rows(), square, units=units, ways=("fsdp_recompute",)).ok
+    assert given
+
+
+class GatheredRows(nn.Module):
+    """A contrastive loss over the rows of all ranks: that of the whole batch, if there is one microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        everyone = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, y.detach())
+        everyone[dist.get_rank()] = y
+        targets = torch.arange(len(x)) + len(x) * dist.get_rank()
+        return F.cross_entropy(y @ torch.cat(everyone).detach().T, targets)
+
+
+def test_a_loss_may_gather_rows() -> None:
+    assert verify(GatheredRows(), rows(), num_microbatches=1, ways=FEW).ok
+    found = verify(GatheredRows(), rows(), ways=("ddp",))
+    assert [str(finding.cause) for finding in found.findings] == ["rank"]
+
+
+class Summed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().sum()
+
+
+def test_the_report() -> None:
+    found = verify(Summed(6, 2), rows(), ways=("ddp", "fsdp"))
+    text = str(found)
+    assert "2 trainable parameters, 14 elements; 12 rows on 2 ranks, 2 microbatches each" in text
+    for part in ("ddp ", "fsdp ", "DIFFERS", "error: sum", "parameter  ", "shown by   plain PyTorch", "1 error"):
+        assert part in text, text
+    assert "4.00 of rank 1's microbatch 1" in " ".join(text.split())
+    assert "calculate_per_token_loss" in found.findings[0].remedy
+    with pytest.raises(VerificationError, match="error: sum"):
+        found.raise_if_failed()
+
+
+def test_a_cause_may_be_accepted() -> None:
+    found = verify(Summed(6, 2), rows(), ways=("ddp",), accept=("sum",))
+    assert found.ok and found.raise_if_failed() is found
+    assert [str(finding.cause) for finding in found.findings] == ["sum"]
+    assert "accepted: sum" in str(found)
+
+
+class Forgetful(nn.Module):
+    """A block whose recompute takes another path: it has seen the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 6)
+        self._last: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = any(x is seen for seen in self._last)
+        self._last[:] = [x]
+        return (self.net(x) * (3 if known else 1)).tanh()
+
+
+class Blocks(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), block, nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x.real if x.is_complex() else x).abs()
+        return x.square().mean()
+
+
+def test_a_forward_that_cannot_be_recomputed() -> None:
+    found = verify(Blocks(Forgetful()), rows(), ways=("ddp", "ddp_recompute"))
+    assert [(str(each.cause), each.ways) for each in found.findings] == [("not_recomputable", ("ddp_recompute",))], (
+        found
+    )
+
+
+class ComplexWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_what_a_way_refuses_is_said_in_its_words() -> None:
+    found = verify(Blocks(ComplexWeight()), rows(), ways=("ddp", "zero1"))
+    assert [(str(each.cause), each.ways) for each in found.findings] == [("refused", ("zero1",))], str(found)
+    assert found.findings[0].parameter == "blocks.1.weight"
+    assert "DistributedOptimizer updates real parameters" in found.findings[0].evidence
+    assert [result.ok for result in found.results] == [True, False]
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"ways": ("zero",)}, ValueError, "'zero' is no way: choose of ddp"),
+        ({"accept": ("dropout",)}, ValueError, "'dropout' is no cause"),
+        ({"ranks": 0}, ValueError, "at least 1"),
+        ({"loss": None}, ValueError, "where a loss, one number, is needed"),
+        ({"step": square}, ValueError, "pass one of them"),
+        ({"loss": lambda output, batch: 1.0}, TypeError, "returned a float"),
+        ({"batch": rows(1)}, ValueError, "1 rows cannot be divided over 2 ranks"),
+        ({"batch": {"n": 3}}, ValueError, "no tensor with rows"),
+        ({"model": 3}, TypeError, "an nn.Module or a function"),
+    ],
+)
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        verify(**{"model": mlp(), "batch": rows(), "loss": square, **arguments})
+
+
+def test_the_programs_own_error_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        verify(mlp(), torch.randn(8, 7), square)
