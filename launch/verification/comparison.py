@@ -9,7 +9,17 @@ from torch import Tensor
 
 from .plain import Grads
 
-__all__ = ["Allowed", "Difference", "allowed_between", "differences", "exactly", "norm_of", "parts_in", "total_norm"]
+__all__ = [
+    "Allowed",
+    "Difference",
+    "allowed_between",
+    "allowed_of_both",
+    "differences",
+    "exactly",
+    "norm_of",
+    "parts_in",
+    "total_norm",
+]
 
 _ROUNDING = 1e-4
 """Relative error that is always allowed under fp32. Mistakes are larger: a lost part is 1 / parts."""
@@ -58,6 +68,11 @@ def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
         floor = mean * unit[name] * (0.1 if exact is None else 1e-3)
         allowed[name] = unit[name] * norm + _OF_MEASURED * measured + floor
     return Allowed(allowed)
+
+
+def allowed_of_both(first: Allowed, second: Allowed) -> Allowed:
+    """The larger error of each parameter."""
+    return Allowed({name: max(error, second.by_name[name]) for name, error in first.by_name.items()})
 
 
 def differences(pairs: Iterable[tuple[str, Tensor, Tensor]], allowed: Allowed) -> list[Difference]:

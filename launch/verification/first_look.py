@@ -87,6 +87,12 @@ def first_look(program: Program, batch: Any) -> FirstLook:
                 "its parts in plain PyTorch with each draw replaced by its mean.",
             )
         )
+    if replaced:
+        evidence = (
+            "After forward, the model registers another parameter by this name than before: the one that a wrapper or "
+            "an optimizer has got is in the model no more, or was not there."
+        )
+        findings.append(Finding(cause=Cause.REPLACED, parameters=replaced, evidence=evidence))
     if not same_batch(batch, used):
         findings.extend(_edited_batch(program, used, plain, DrawnMeans if draws else nullcontext))
     found = _look_for_nan(program, batch, plain)
@@ -144,7 +150,8 @@ def look_at_unreached(program: Program, batch: Any, without: tuple[str, ...]) ->
         yield Finding(
             cause=Cause.UNUSED,
             parameters=unused,
-            evidence="Autograd gives the trainable parameter no gradient: the loss does not depend on it.",
+            evidence="Autograd gives the trainable parameter no gradient, and none where nothing is detached: the "
+            "loss does not depend on it, or forward freezes it.",
         )
 
 

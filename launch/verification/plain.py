@@ -72,17 +72,19 @@ def run_one(
             hooks see is what they see in training
     """
     model.zero_grad(set_to_none=True)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
     with around():
         loss = program.loss_of(model, batch, draw)
         if loss.requires_grad:
             (loss / shares).backward()
     grads, without = {}, []
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            grad = param.grad
-            if grad is None:
-                without.append(name)
-            grads[name] = torch.zeros_like(param) if grad is None else _dense(grad).detach() * shares
+    params = dict(model.named_parameters())  # forward may have replaced some
+    for name in trained:
+        param = params.get(name)
+        if param is None or param.grad is None:
+            without.append(name)
+        if param is not None:
+            grads[name] = torch.zeros_like(param) if param.grad is None else _dense(param.grad).detach() * shares
     model.zero_grad(set_to_none=True)
     return Plain(float(loss.detach()), grads, tuple(without))
 
@@ -139,8 +141,8 @@ def mean_of(plains: Sequence[Sequence[Plain]]) -> Grads:
     half = (torch.bfloat16, torch.float16)
     total = {name: grad.float() if grad.dtype in half else grad.clone() for name, grad in flat[0].items()}
     for grads in flat[1:]:
-        for name, grad in grads.items():
-            total[name] = total[name] + grad
+        for name in total:  # a parameter that forward has made is in later parts alone
+            total[name] = total[name] + grads[name]
     return {name: grad / len(flat) for name, grad in total.items()}
 
 

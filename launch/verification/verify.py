@@ -102,13 +102,13 @@ def _verify(
 ) -> Verification:
     findings: list[Finding] = []
     rows = count_rows(batch)
+    if rows < ranks:
+        raise ValueError(f"a batch of {rows} rows cannot be divided over {ranks} ranks")
     if rows % (ranks * num_microbatches):
         findings.append(_uneven(rows, ranks, num_microbatches))
         num_microbatches = min(num_microbatches, max(1, rows // ranks))
         batch = cut(batch, rows, 0, rows - rows % (ranks * num_microbatches))
     rows -= rows % (ranks * num_microbatches)
-    if not rows:
-        raise ValueError(f"a batch of {count_rows(batch)} rows cannot be divided over {ranks} ranks")
     parts = _parts(batch, rows, ranks, num_microbatches)
     findings += look_at_memory(program)
     params = {name: param for name, param in program.make().named_parameters() if param.requires_grad}
@@ -155,7 +155,8 @@ def _verify(
         result, wrong = judge.judge(name, WAYS[name])
         results.append(result)
         of_ways += wrong
-    findings += _merged(of_ways)
+    shown = {each.cause for each in findings}  # plain PyTorch shows these
+    findings += [each for each in _merged(of_ways) if each.cause not in shown]
     return verification()
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..simulation.simulate import SimulatedRankError, simulate
-from .comparison import differences, exactly, norm_of, parts_in, total_norm
+from .comparison import allowed_between, allowed_of_both, differences, exactly, norm_of, parts_in, total_norm
 from .diagnosis import Case, has_grad_hooks, in_words, not_reproducible, remove_grad_hooks
 from .findings import Cause, Finding, WayResult
 from .first_look import parameter_reads
@@ -43,6 +43,9 @@ class WayJudge:
         self.case, self.setting = case, setting
         self.parts_mean: Grads = mean_of(case.own_draws)
         """What every way must compute: the mean of the parts' gradients on ranks without a wrapper."""
+        self.allowed = case.allowed
+        if case.look.draws:  # gradients may be larger than those with each draw at its mean
+            self.allowed = allowed_of_both(case.allowed, allowed_between(self.parts_mean, None))
         self.weights, self.updates = _updated(case.program, self.parts_mean, setting)
 
     def judge(self, name: str, way: Way) -> tuple[WayResult, list[Finding]]:
@@ -110,7 +113,7 @@ class WayJudge:
                     continue
                 held[name][start : start + len(values)] = True
                 of_piece = wanted[name].reshape(-1)[start : start + len(values)]
-                for each in differences([(name, values, of_piece)], self.case.allowed):
+                for each in differences([(name, values, of_piece)], self.allowed):
                     error, off_ranks = errors.get(name, (0.0, []))
                     errors[name] = (max(error, each.error), [*off_ranks, rank])
         for name, elements in held.items():
@@ -127,7 +130,7 @@ class WayJudge:
                 if name in wanted:
                     of_piece = wanted[name].reshape(-1)[start : start + len(values)]
                     error, norm = norm_of(exactly(values) - exactly(of_piece)), norm_of(wanted[name])
-                    largest = max(largest, error / max(norm, 1e3 * self.case.allowed.by_name[name], 1e-30))
+                    largest = max(largest, error / max(norm, 1e3 * self.allowed.by_name[name], 1e-30))
         return largest
 
     def _norm_error(self, results: Sequence[RankResult]) -> float:
@@ -153,7 +156,7 @@ class WayJudge:
                 slope = LEARNING_RATE / self.setting.adam_eps  # of AdamW's first step where the gradient is zero
                 rounding = 4 * torch.finfo(values.dtype).eps * norm_of(self.weights[name])
                 largest = max(largest, error / max(update, rounding, 1e-30))
-                if not error <= 2 * slope * self.case.allowed.by_name[name] + rounding + 1e-4 * update:
+                if not error <= 2 * slope * self.allowed.by_name[name] + rounding + 1e-4 * update:
                     worst, ranks = errors.get(name, (0.0, []))
                     errors[name] = (max(worst, error / max(update, 1e-30)), [*ranks, rank])
         found = [_Off(name, error, tuple(ranks)) for name, (error, ranks) in errors.items()]
@@ -250,7 +253,7 @@ class WayJudge:
             )
         except Exception as error:
             return f"Recompute fails in plain PyTorch too. {type(error).__name__}: {str(error).strip()[:300]}"
-        if self.case.allowed.between(mean_of(recomputed), self.parts_mean):
+        if self.allowed.between(mean_of(recomputed), self.parts_mean):
             return "With recompute, plain PyTorch computes other gradients too: forward is not repeatable."
         return None
 
@@ -276,7 +279,22 @@ class WayJudge:
                         f"{read.function} reads the parameter while {repr(reader) if reader else 'the model'} runs and "
                         f"unit {unit!r}, to which it belongs, does not: outside of its unit's forward it is a shard."
                     )
+        for name in self._kept_elsewhere:
+            evidence = (
+                "When modules register copies of their parameters, this copy gets another gradient: the program reads "
+                "the parameter by a reference of its own, which under fully_shard is to the shard."
+            )
+            found.setdefault(name, evidence)
         return found
+
+    @property
+    def _kept_elsewhere(self) -> list[str]:
+        """Parameters whose registered copies do not get the whole gradient in plain PyTorch."""
+        try:
+            copied = mean_of(run_parts(self.case.program, self.case.parts, prepare=_register_copies))
+        except Exception:  # the program may insist on its own objects
+            return []
+        return [each.name for each in self.allowed.between(copied, self.parts_mean)]
 
     @cached_property
     def _experts(self) -> frozenset[str]:
@@ -325,6 +343,15 @@ def _updated(program: Program, grads: Grads, setting: Setting) -> tuple[Grads, G
     torch.optim.AdamW(masters.values(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=setting.adam_eps).step()
     after = {name: master.detach() for name, master in masters.items()}
     return after, {name: after[name] - before[name] for name in after}
+
+
+def _register_copies(model: nn.Module) -> None:
+    """Let all modules register other Parameters of the same values; what is tied stays tied."""
+    copies: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            copied = copies.setdefault(id(param), nn.Parameter(param.detach().clone(), param.requires_grad))
+            module.register_parameter(name, copied)
 
 
 def _wide(param: Tensor) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Mistakes of users' programs, one in each model: ``verify`` names the cause, and the parameter or module at fault."""
 
 import copy
+import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -168,6 +169,27 @@ class CallsOfAllModels(Net):
         return super().forward(x) * len(self.calls)
 
 
+class MovingAverage(Net):
+    """A teacher that forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        nn.init.zeros_(self.teacher.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.teacher.weight.data.lerp_(self.head.weight.data, 0.5)
+        y = self.features(x)
+        return (self.head(y) - self.teacher(y)).square().mean()
+
+
+class SystemRandom(Net):
+    """Another number in each call, whatever the seed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.SystemRandom().uniform(1, 2)
+
+
 class EditsBatch(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(0.5))
@@ -232,6 +254,26 @@ class ReadsElsewhere(Net):
         return super().forward(x) + F.linear(x, self.blocks[0].weight).square().mean()
 
 
+class KeepsWeight(Net):
+    """Has a list of weights beside its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.head.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(self.features(x), self.weights[0]).square().mean()
+
+
+class AddsLayer(Net):
+    """Makes a layer in the first forward."""
+
+    def features(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(DIM, DIM)
+        return self.late(super().features(x))
+
+
 class OneMemory(Net):
     """Two parameters over one memory, meant to be tied."""
 
@@ -284,6 +326,8 @@ PLANTED: dict[str, Planted] = {
     "rows centred": Planted(CentredRows, "mixed_rows", "head.weight", module="centre"),
     "a counter": Planted(Counter, "state", "head.weight", module="num_calls"),
     "a counter of all models": Planted(CallsOfAllModels, "not_reproducible", "head.weight"),
+    "an average that forward updates": Planted(MovingAverage, "state", "head.weight", module="teacher.weight"),
+    "the system's random numbers": Planted(SystemRandom, "not_reproducible", "head.weight"),
     "batch edited": Planted(EditsBatch, "batch_edited", "head.weight"),
     "unused": Planted(Unused, "unused", "extra.weight", is_note=True),
     "detached": Planted(Detached, "detached", "blocks.0.weight"),
@@ -292,6 +336,8 @@ PLANTED: dict[str, Planted] = {
     "hook of a module": Planted(Hooked, "hook", module="blocks.1"),
     "parameter made in forward": Planted(MakesParameter, "replaced", "head.weight"),
     "weight read elsewhere": Planted(ReadsElsewhere, "read_elsewhere", "blocks.0.weight"),
+    "weight in a list": Planted(KeepsWeight, "read_elsewhere", "head.weight"),
+    "layer made in forward": Planted(AddsLayer, "replaced", "late.weight"),
     "two parameters, one memory": Planted(OneMemory, "shared_memory", "blocks.1.weight"),
     "broken tie": Planted(BrokenTie, "broken_tie", "logits.weight", is_note=True),
     "expert in the wrong group": Planted(
