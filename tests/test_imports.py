@@ -101,7 +101,7 @@ PUBLIC = {
         "moe_unpermute",
         "unconvert",
     },
-    "maingrad.launch": {"simulate"},
+    "maingrad.launch": {"simulate", "verify"},
 }
 
 # One iteration with everything in it that the core offers: a fused layer, an unfused one, two microbatches, a step.

@@ -44,7 +44,7 @@ class Allowed(NamedTuple):
 
     def between(self, found: Grads, wanted: Grads) -> list[Difference]:
         """The parameters that are farther apart than allowed, the farthest first."""
-        return differences(((name, found[name], wanted[name]) for name in wanted), self)
+        return differences(((name, found.get(name, grad * 0), grad) for name, grad in wanted.items()), self)
 
 
 def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:

@@ -141,8 +141,8 @@ def mean_of(plains: Sequence[Sequence[Plain]]) -> Grads:
     half = (torch.bfloat16, torch.float16)
     total = {name: grad.float() if grad.dtype in half else grad.clone() for name, grad in flat[0].items()}
     for grads in flat[1:]:
-        for name in total:  # a parameter that forward has made is in later parts alone
-            total[name] = total[name] + grads[name]
+        for name in total:  # forward may have made or frozen a parameter: later parts have others
+            total[name] = total[name] + grads.get(name, 0)
     return {name: grad / len(flat) for name, grad in total.items()}
 
 

@@ -124,14 +124,17 @@ class WayJudge:
 
     def _largest(self, ranks: Sequence[Sequence[Piece]], wanted: Grads) -> float:
         """Largest error of a parameter, relative to its norm or to what is allowed of it where that is more."""
-        largest = 0.0
-        for pieces in ranks:
-            for name, start, values in pieces:
-                if name in wanted:
-                    of_piece = wanted[name].reshape(-1)[start : start + len(values)]
-                    error, norm = norm_of(exactly(values) - exactly(of_piece)), norm_of(wanted[name])
-                    largest = max(largest, error / max(norm, 1e3 * self.allowed.by_name[name], 1e-30))
-        return largest
+        squares: dict[str, dict[int, float]] = {}  # by parameter, then by piece: several ranks may hold the same piece
+        for name, start, values in (piece for pieces in ranks for piece in pieces):
+            if name in wanted:
+                of_piece = wanted[name].reshape(-1)[start : start + len(values)]
+                square = norm_of(exactly(values) - exactly(of_piece)) ** 2
+                pieces = squares.setdefault(name, {})
+                pieces[start] = max(square, pieces.get(start, 0.0))
+        return max(
+            math.sqrt(sum(pieces.values())) / max(norm_of(wanted[name]), 1e3 * self.allowed.by_name[name], 1e-30)
+            for name, pieces in squares.items()
+        )
 
     def _norm_error(self, results: Sequence[RankResult]) -> float:
         wanted = total_norm(self.parts_mean.values())

@@ -1,0 +1,100 @@
+"""``maingrad verify``: what it prints and its exit status; and the page that describes it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from maingrad.launch.cli import main
+from maingrad.launch.verification.findings import NOTES, Cause
+from maingrad.launch.verification.ways import WAYS
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "verify.md").read_text()
+
+PROGRAM = """
+import torch
+from torch import nn
+from sizes import DIM
+
+def right():
+    torch.manual_seed(0)
+    return nn.Linear(DIM, 2), torch.randn(8, DIM), lambda output, batch: output.square().mean()
+
+def summed():
+    model, batch, loss = right()
+    return {"model": model, "batch": batch, "loss": lambda output, batch: output.square().sum(), "ranks": 4}
+
+def nothing():
+    return 3
+
+def failing():
+    raise KeyError("of the program")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    (tmp_path / "sizes.py").write_text("DIM = 6\n")
+    (tmp_path / "a_program.py").write_text(PROGRAM)
+    return str(tmp_path / "a_program.py")
+
+
+def test_status_0(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{program}:right", "--ways", "ddp", "zero1", "--num-microbatches", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "2 trainable parameters, 14 elements; 8 rows on 2 ranks, 1 microbatches each" in said
+    assert [word for word in ("ddp", "zero1", "fsdp") if re.search(rf"^{word} ", said, re.MULTILINE)] == [
+        "ddp",
+        "zero1",
+    ]
+    assert said.rstrip().endswith("verified")
+
+
+def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{program}:summed", "--ways", "ddp"]) == 1
+    said = capsys.readouterr().out
+    assert "8 rows on 4 ranks" in said and "error: sum" in said and "weight" in said
+    assert main(["verify", f"{program}:summed", "--ways", "ddp", "--ranks", "1", "--accept", "sum"]) == 0
+    said = capsys.readouterr().out
+    assert "8 rows on 1 ranks" in said and "accepted: sum" in said
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    ("target", "options", "words"),
+    [
+        ("{}:missing", (), "has no function missing"),
+        ("{}", (), "is not FILE.py:FUNCTION"),
+        ("{}x:right", (), "is not FILE.py:FUNCTION"),
+        ("{}:nothing", (), "returned a int: return (model, batch)"),
+        ("{}:right", ("--ways", "zero"), "'zero' is no way"),
+        ("{}:right", ("--accept", "dropout"), "'dropout' is no cause"),
+    ],
+)
+def test_status_2(
+    program: str, target: str, options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", target.format(program), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_programs_own_error_has_its_traceback(program: str) -> None:
+    with pytest.raises(KeyError, match="of the program"):
+        main(["verify", f"{program}:failing"])
+
+
+def test_the_pages_program_finds_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    exec(block, {})
+    said = " ".join(capsys.readouterr().out.split())
+    (shown,) = re.findall(r"```\n(6 trainable.*?)```", PAGE, flags=re.DOTALL)
+    findings = " ".join(shown.partition("error: ")[2].split())
+    assert findings in said
+    assert " ".join(shown.partition("\nway")[0].split()) in said
+
+
+def test_the_page_names_every_way_and_cause() -> None:
+    assert all(f"`{name}`" in PAGE for name in WAYS)
+    assert all(f"`{cause}`" in PAGE for cause in Cause)
+    notes = PAGE.partition("Notes leave `ok` true")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", notes)) == {str(cause) for cause in NOTES}
