@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...ddp.torch_internals import is_hooked
 from .batches import own_copy
 from .comparison import Allowed, Difference, exactly, norm_of, parts_in, total_norm
 from .findings import Cause, Finding
@@ -92,10 +93,7 @@ def explain_parts(case: Case) -> Finding | None:
 
 def has_grad_hooks(model: nn.Module) -> bool:
     """Whether parameters or modules have hooks that see gradients in backward."""
-    params: list[Any] = list(model.parameters())
-    return any(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None) for param in params) or any(
-        module._backward_hooks or module._backward_pre_hooks for module in model.modules()
-    )
+    return any(map(is_hooked, model.parameters())) or any(map(_has_backward_hooks, model.modules()))
 
 
 def remove_grad_hooks(model: nn.Module) -> None:
@@ -107,6 +105,10 @@ def remove_grad_hooks(model: nn.Module) -> None:
     for module in model.modules():
         module._backward_hooks.clear()
         module._backward_pre_hooks.clear()
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def not_reproducible(case: Case) -> Finding | None:
@@ -203,9 +205,8 @@ def _hooks(case: Case) -> Finding | None:
     if not has_grad_hooks(case.program.make()) or not case.agrees_after(remove_grad_hooks):
         return None
     model = case.program.make()
-    params: list[tuple[str, Any]] = list(model.named_parameters())
-    hooked = [name for name, param in params if param._backward_hooks or param._post_accumulate_grad_hooks]
-    modules = [name for name, each in model.named_modules() if each._backward_hooks or each._backward_pre_hooks]
+    hooked = [name for name, param in model.named_parameters() if is_hooked(param)]
+    modules = [name for name, each in model.named_modules() if _has_backward_hooks(each)]
     evidence = (
         "Without the hooks that see gradients, the parts' gradients add up to the whole batch's; with them they do "
         "not: a hook changes each microbatch's gradient, and not linearly."

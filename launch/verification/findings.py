@@ -175,8 +175,8 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether no finding is an error."""
-        return all(finding.is_note for finding in self.findings)
+        """Whether ways were compared, and no finding is an error."""
+        return bool(self.results) and all(finding.is_note for finding in self.findings)
 
     def raise_if_failed(self) -> "Verification":
         """Raise ``VerificationError`` with the report unless ``ok``; returns the verification itself."""
@@ -202,6 +202,7 @@ class Verification:
             lines.append(f"{each.way:<18} {cells} {each.fused_writes:>6}  {'ok' if each.ok else 'DIFFERS'}")
         for finding in self.findings:
             lines += ["", str(finding)]
-        errors_found = sum(not finding.is_note for finding in self.findings)
-        lines += ["", "verified" if self.ok else f"{errors_found} error{'s' if errors_found > 1 else ''}"]
+        count = sum(not finding.is_note for finding in self.findings)
+        failed = f"{count} error{'s' if count > 1 else ''}" if count else "nothing could be compared"
+        lines += ["", "verified" if self.ok else failed]
         return "\n".join(lines)

@@ -77,6 +77,8 @@ def run_one(
         loss = program.loss_of(model, batch, draw)
         if loss.requires_grad:
             (loss / shares).backward()
+        elif any(param.grad is not None for param in model.parameters()):
+            raise ValueError("the program has called backward itself: let it return the loss before")
     grads, without = {}, []
     params = dict(model.named_parameters())  # forward may have replaced some
     for name in trained:

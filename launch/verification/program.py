@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel
+from ...ddp.contract.main_grad import has_main_grad
 from ...fsdp import FSDPModule
 from ...te_integration import unconvert
 from .batches import own_copy
@@ -147,6 +148,8 @@ def _take_along(old: Tensor, new: Tensor) -> None:
     for name, value in vars(old).items():
         if isinstance(value, _MARK):
             setattr(new, name, value)
+    if has_main_grad(old):
+        return  # the hooks are the wrapper's
     of_old: Any = old
     for hook in (of_old._backward_hooks or {}).values():
         new.register_hook(hook)

@@ -66,8 +66,8 @@ def verify(
     accept                causes (``Cause``) that are notes, not errors
     seed                  of everything random
 
-    Raises ``ValueError`` for an unknown way or cause, for fewer rows than ranks, and for an output that is no loss.
-    Raises what the program raises in plain PyTorch.
+    Raises ``ValueError`` for an unknown way or cause, for fewer rows than ranks, for an output that is no loss, and for
+    a model without trainable parameters. Raises what the program raises in plain PyTorch.
     """
     check_options(ways, accept, ranks, num_microbatches)
     chosen = list(WAYS) if ways is None else list(ways)
@@ -82,11 +82,13 @@ def verify(
 
 
 def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:
-    """Raise ``ValueError`` for an unknown way or cause, or too few ranks or microbatches."""
+    """Raise ``ValueError`` for an unknown way or cause, or too few ways, ranks or microbatches."""
     for what, given, known in (("way", ways or (), list(WAYS)), ("cause", accept, [each.value for each in Cause])):
         for each in given:
             if each not in known:
                 raise ValueError(f"{str(each)!r} is no {what}: choose of {', '.join(known)}")
+    if ways is not None and not ways:
+        raise ValueError(f"ways names none: leave it None for all, or choose of {', '.join(WAYS)}")
     if ranks < 1 or num_microbatches < 1:
         raise ValueError(f"ranks and num_microbatches must be at least 1, got {ranks} and {num_microbatches}")
 
@@ -112,6 +114,8 @@ def _verify(
     parts = _parts(batch, rows, ranks, num_microbatches)
     findings += look_at_memory(program)
     params = {name: param for name, param in program.make().named_parameters() if param.requires_grad}
+    if not params:
+        raise ValueError("the model has no parameter that requires a gradient: there is nothing to verify")
     results: list[WayResult] = []
 
     def verification() -> Verification:
@@ -136,7 +140,7 @@ def _verify(
         return verification()
     if look.plain.without:
         findings += look_at_unreached(program, batch, look.plain.without)
-    if not params or len(look.plain.without) == len(params):
+    if len(look.plain.without) == len(params):
         return verification()
 
     case = _case(program, batch, parts, look)
@@ -149,7 +153,7 @@ def _verify(
         findings += _buffers(case)
     of_ranks = (lambda: experts) if experts is None or experts is WORLD_OF_ONE else experts
     mean = total_norm(look.plain.grads.values()) / math.sqrt(sum(each.numel() for each in params.values()))
-    judge = WayJudge(case, Setting(units, of_ranks, max(mean, 1e-20)))  # type: ignore[arg-type]
+    judge = WayJudge(case, Setting(units, of_ranks, max(mean, 1e-20)), parts_agree=explained is None)  # type: ignore[arg-type]
     of_ways: list[Finding] = []
     for name in ways:
         result, wrong = judge.judge(name, WAYS[name])

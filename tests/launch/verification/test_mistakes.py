@@ -217,6 +217,19 @@ class WithoutGrad(Net):
         return self.blocks[1](x).tanh()
 
 
+class AllWithoutGrad(Net):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def with_harmless_hook() -> nn.Module:
+    """Scales a gradient, which is linear; fully_shard calls no hook of a parameter."""
+    net = Net()
+    net.head.weight.register_hook(lambda grad: 2 * grad)
+    return net
+
+
 def with_hook() -> nn.Module:
     """Clips each microbatch's gradient."""
     net = Net()
@@ -332,6 +345,8 @@ PLANTED: dict[str, Planted] = {
     "unused": Planted(Unused, "unused", "extra.weight", is_note=True),
     "detached": Planted(Detached, "detached", "blocks.0.weight"),
     "no_grad": Planted(WithoutGrad, "no_grad", "blocks.0.bias"),
+    "no_grad around all": Planted(AllWithoutGrad, "no_grad", "head.weight"),
+    "hook that a way does not call": Planted(with_harmless_hook, "hook", "head.weight", ways=("ddp", "fsdp")),
     "hook of a parameter": Planted(with_hook, "hook", "blocks.0.weight", ways=("ddp", "zero1_converted")),
     "hook of a module": Planted(Hooked, "hook", module="blocks.1"),
     "parameter made in forward": Planted(MakesParameter, "replaced", "head.weight"),

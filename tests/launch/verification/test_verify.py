@@ -247,7 +247,13 @@ def test_what_a_way_refuses_is_said_in_its_words() -> None:
     assert [result.ok for result in found.results] == [True, False]
 
 
-@pytest.mark.sampled(9)
+def backward_inside(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = square(model(batch), batch)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -260,11 +266,25 @@ def test_what_a_way_refuses_is_said_in_its_words() -> None:
         ({"batch": rows(1)}, ValueError, "1 rows cannot be divided over 2 ranks"),
         ({"batch": {"n": 3}}, ValueError, "no tensor with rows"),
         ({"model": 3}, TypeError, "an nn.Module or a function"),
+        ({"model": mlp().requires_grad_(False)}, ValueError, "no parameter that requires a gradient"),
+        ({"ways": ()}, ValueError, "ways names none"),
+        ({"loss": None, "step": backward_inside}, ValueError, "has called backward itself"),
     ],
 )
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         verify(**{"model": mlp(), "batch": rows(), "loss": square, **arguments})
+
+
+def test_nothing_compared_is_not_verified() -> None:
+    class Constant(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean()
+
+    found = verify(Constant(6, 2), rows(), ways=FEW)
+    assert not found.ok and not found.results
+    assert [str(finding.cause) for finding in found.findings] == ["unused"]
+    assert str(found).endswith("nothing could be compared")
 
 
 def test_the_programs_own_error_is_raised() -> None:
