@@ -1,0 +1,47 @@
+"""How large errors may be, and of which parts a gradient is a sum."""
+
+import pytest
+import torch
+
+from maingrad.launch.verification.comparison import allowed_between, parts_in
+
+
+def test_a_sum_of_parts_is_decomposed() -> None:
+    torch.manual_seed(0)
+    parts = [[torch.randn(4, 5), torch.randn(3)] for _ in range(3)]
+    found = [0.5 * parts[0][index] - 2 * parts[2][index] for index in range(2)]
+    factors, rest = parts_in(found, parts)
+    assert factors == pytest.approx([0.5, 0, -2], abs=1e-6)
+    assert rest < 1e-6
+    _, rest = parts_in([each + torch.randn_like(each) for each in found], parts)
+    assert rest > 0.1
+
+
+def test_equal_parts_share() -> None:
+    part = [torch.ones(3)]
+    factors, rest = parts_in([torch.full((3,), 4.0)], [part, part])
+    assert factors == pytest.approx([2, 2], rel=1e-3) and rest < 1e-6
+
+
+def test_rounding_is_allowed_and_no_more() -> None:
+    wanted = {"large": torch.full((10,), 1.0), "cancelled": torch.full((10,), 1e-9)}
+    exact = {"large": wanted["large"].double() * (1 + 1e-7), "cancelled": torch.full((10,), -2e-9).double()}
+    allowed = allowed_between(wanted, exact)
+    assert not allowed.between({"large": wanted["large"] * (1 + 1e-5), "cancelled": torch.full((10,), 5e-9)}, wanted)
+    (off,) = allowed.between({"large": wanted["large"] * 1.01, "cancelled": wanted["cancelled"]}, wanted)
+    assert off.name == "large" and off.error == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_run_in_fp64_that_computes_something_else_allows_nothing() -> None:
+    wanted = {"weight": torch.ones(10)}
+    other = allowed_between(wanted, {"weight": torch.full((10,), 3.0).double()})
+    assert other == allowed_between(wanted, None)
+    assert other.between({"weight": torch.full((10,), 1.01)}, wanted)
+
+
+@pytest.mark.parametrize("values", [torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("inf")])])
+def test_what_is_not_finite_is_off(values: torch.Tensor) -> None:
+    wanted = {"weight": torch.ones(2)}
+    (off,) = allowed_between(wanted, None).between({"weight": values}, wanted)
+    assert off.error == float("inf")
+    assert allowed_between(wanted, None).between({}, wanted)
