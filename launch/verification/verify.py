@@ -60,7 +60,8 @@ def verify(
     num_microbatches      of each rank; all but the last run under ``no_sync``
     ways                  names of ``WAYS``; None: all of them
     units                 given a model, the modules inside it that ``fully_shard`` makes units, and that recompute
-                          recomputes; the default: the members of its outermost ``nn.ModuleList``s
+                          recomputes; the default: the members of its outermost ``nn.ModuleList``s, or of its
+                          ``nn.Sequential``s if it has no list
     expert_process_group  for parameters with the mark ``allreduce = False``: a function, called on each rank, that
                           returns what ``DistributedDataParallel`` takes by this name; or ``WORLD_OF_ONE``
     accept                causes (``Cause``) that are notes, not errors
