@@ -15,7 +15,7 @@ __all__ = [
     "allowed_between",
     "allowed_of_both",
     "differences",
-    "exactly",
+    "distance",
     "norm_of",
     "parts_in",
     "total_norm",
@@ -57,13 +57,13 @@ def allowed_between(grads: Grads, exact: Grads | None) -> Allowed:
     total = total_norm(grads.values())
     unit = {name: max(_ROUNDING, 4 * torch.finfo(grad.dtype).eps) for name, grad in grads.items()}
     if exact is not None:
-        off = total_norm(exactly(grad) - exactly(exact[name]) for name, grad in grads.items())
+        off = math.sqrt(sum(distance(grad, exact[name]) ** 2 for name, grad in grads.items()))
         if not off <= _MOST_MEASURED * max(unit.values()) * total:
             exact = None
     allowed = {}
     for name, grad in grads.items():
         norm, mean = norm_of(grad), total * math.sqrt(grad.numel() / max(count, 1))
-        measured = 0.0 if exact is None else norm_of(exactly(grad) - exactly(exact[name]))
+        measured = 0.0 if exact is None else distance(grad, exact[name])
         measured = min(measured, _MOST_MEASURED * unit[name] * norm + unit[name] * mean)
         floor = mean * unit[name] * (0.1 if exact is None else 1e-3)
         allowed[name] = unit[name] * norm + _OF_MEASURED * measured + floor
@@ -79,7 +79,7 @@ def differences(pairs: Iterable[tuple[str, Tensor, Tensor]], allowed: Allowed) -
     """Of (name, found, wanted): those that are farther apart than allowed, the farthest first."""
     found = []
     for name, one, other in pairs:
-        error = norm_of(exactly(one) - exactly(other))
+        error = distance(one, other)
         if not error <= allowed.by_name[name]:  # NaN is not
             norm = max(norm_of(other), allowed.by_name[name], 1e-30)
             found.append(Difference(name, error / norm if math.isfinite(error) else math.inf))
@@ -111,8 +111,21 @@ def parts_in(found: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> tupl
 
 
 def norm_of(tensor: Tensor) -> float:
-    """The norm of all elements, in fp64."""
-    return float(exactly(tensor).norm())
+    """The norm of all elements, summed in fp64."""
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not tensor.is_floating_point():
+        tensor = tensor.double()
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The norm of the difference, in the wider dtype of both and fp32 at least: fp64 would take most of the time."""
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        dtype = torch.float64
+    dtype = torch.promote_types(dtype, torch.float32)
+    return norm_of(one.detach().to(dtype) - other.detach().to(dtype))
 
 
 def exactly(tensor: Tensor) -> Tensor:

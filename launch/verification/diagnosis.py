@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...ddp.torch_internals import is_hooked
 from .batches import own_copy
-from .comparison import Allowed, Difference, exactly, norm_of, parts_in, total_norm
+from .comparison import Allowed, Difference, distance, norm_of, parts_in, total_norm
 from .findings import Cause, Finding
 from .first_look import FirstLook, in_short
 from .modules import OutputTrace
@@ -226,7 +226,7 @@ def _weights_of_parts(case: Case) -> Finding | None:
         names.append(each.name)
     wanted, mean = [case.whole[name] for name in names], mean_of(case.same_draws)
     factors, rest = parts_in(wanted, [[grads[name] for name in names] for grads in flat])
-    difference = total_norm(exactly(case.whole[name]) - exactly(mean[name]) for name in names)
+    difference = math.sqrt(sum(distance(case.whole[name], mean[name]) ** 2 for name in names))
     if rest * total_norm(wanted) > _EXPLAINED * difference:
         return None
     shares = [factor * len(flat) for factor in factors]
@@ -323,7 +323,7 @@ def _is_cat(whole: Tensor, parts: Sequence[Tensor]) -> bool:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    return norm_of(exactly(one) - exactly(other)) <= 1e-3 * max(norm_of(one), 1e-12)
+    return distance(one, other) <= 1e-3 * max(norm_of(one), 1e-12)
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:

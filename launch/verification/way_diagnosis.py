@@ -2,7 +2,7 @@
 
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..simulation.simulate import SimulatedRankError, simulate
-from .comparison import allowed_between, allowed_of_both, differences, exactly, norm_of, parts_in, total_norm
+from .comparison import allowed_between, allowed_of_both, differences, distance, norm_of, parts_in, total_norm
 from .diagnosis import Case, has_grad_hooks, in_words, not_reproducible, remove_grad_hooks
 from .findings import Cause, Finding, WayResult
 from .first_look import parameter_reads
@@ -48,7 +48,9 @@ class WayJudge:
         self.allowed = case.allowed
         if case.look.draws:  # gradients may be larger than those with each draw at its mean
             self.allowed = allowed_of_both(case.allowed, allowed_between(self.parts_mean, None))
-        self.weights, self.updates = _updated(case.program, self.parts_mean, setting)
+        self.weights, updates = _updated(case.program, self.parts_mean, setting)
+        self.update_norms = {name: norm_of(update) for name, update in updates.items()}
+        self.weight_norms = {name: norm_of(weight) for name, weight in self.weights.items()}
 
     def judge(self, name: str, way: Way) -> tuple[WayResult, list[Finding]]:
         """Run one way; its row of the table, and what is wrong with it."""
@@ -107,18 +109,18 @@ class WayJudge:
     def _off(self, ranks: Sequence[Sequence[Piece]], wanted: Grads) -> list[_Off]:
         """The parameters of which a rank holds other gradients than it should, or no rank holds all."""
         errors: dict[str, tuple[float, list[int]]] = {}
-        held = {name: torch.zeros(grad.numel(), dtype=torch.bool) for name, grad in wanted.items()}
+        held: dict[str, set[tuple[int, int]]] = {name: set() for name in wanted}
         for rank, pieces in enumerate(ranks):
             for name, start, values in pieces:
                 if name not in wanted:
                     continue
-                held[name][start : start + len(values)] = True
+                held[name].add((start, start + len(values)))
                 of_piece = wanted[name].reshape(-1)[start : start + len(values)]
                 for each in differences([(name, values, of_piece)], self.allowed):
                     error, off_ranks = errors.get(name, (0.0, []))
                     errors[name] = (max(error, each.error), [*off_ranks, rank])
-        for name, elements in held.items():
-            if not bool(elements.all()):
+        for name, ranges in held.items():
+            if not _covers(ranges, wanted[name].numel()):
                 errors[name] = (math.inf, list(range(len(ranks))))
         found = [_Off(name, error, tuple(dict.fromkeys(off))) for name, (error, off) in errors.items()]
         return sorted(found, key=lambda each: -each.error)
@@ -129,7 +131,7 @@ class WayJudge:
         for name, start, values in (piece for pieces in ranks for piece in pieces):
             if name in wanted:
                 of_piece = wanted[name].reshape(-1)[start : start + len(values)]
-                square = norm_of(exactly(values) - exactly(of_piece)) ** 2
+                square = distance(values, of_piece) ** 2
                 pieces = squares.setdefault(name, {})
                 pieces[start] = max(square, pieces.get(start, 0.0))
         return max(
@@ -152,13 +154,13 @@ class WayJudge:
         errors: dict[str, tuple[float, list[int]]] = {}
         for rank, result in enumerate(results):
             for name, start, values in result.weights:
-                if name not in self.updates:
+                if name not in self.weights:
                     continue
                 wanted = self.weights[name].reshape(-1)[start : start + len(values)]
-                update = norm_of(self.updates[name])
-                error = norm_of(exactly(values) - exactly(wanted))
+                update = self.update_norms[name]
+                error = distance(values, wanted)
                 slope = LEARNING_RATE / self.setting.adam_eps  # of AdamW's first step where the gradient is zero
-                rounding = 4 * torch.finfo(values.dtype).eps * norm_of(self.weights[name])
+                rounding = 4 * torch.finfo(values.dtype).eps * self.weight_norms[name]
                 largest = max(largest, error / max(update, rounding, 1e-30))
                 if not error <= 2 * slope * self.allowed.by_name[name] + rounding + 1e-4 * update:
                     worst, ranks = errors.get(name, (0.0, []))
@@ -347,6 +349,16 @@ def _updated(program: Program, grads: Grads, setting: Setting) -> tuple[Grads, G
     torch.optim.AdamW(masters.values(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, eps=setting.adam_eps).step()
     after = {name: master.detach() for name, master in masters.items()}
     return after, {name: after[name] - before[name] for name in after}
+
+
+def _covers(ranges: Iterable[tuple[int, int]], numel: int) -> bool:
+    """Whether ranges [start, end) contain all of [0, numel)."""
+    reached = 0
+    for start, end in sorted(ranges):
+        if start > reached:
+            return False
+        reached = max(reached, end)
+    return reached >= numel
 
 
 def _register_copies(model: nn.Module) -> None:
