@@ -1,0 +1,38 @@
+"""accelerate's ``Accelerator``, which leaves wrapping and reductions to maingrad."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+from torch import nn
+
+from ....ddp import DistributedDataParallel
+from ....fsdp import FSDPModule
+
+__all__ = ["ModelLeavingAccelerator"]
+
+
+class ModelLeavingAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no annotations
+    """Data loaders, devices, logging and autocast are accelerate's; wrappers and ``no_sync`` are maingrad's."""
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Put autocast around a plain model's forward if accelerate's mixed precision asks for it; wrap nothing."""
+        if isinstance(model, DistributedDataParallel | FSDPModule):
+            if model not in self._models:
+                self._models.append(model)
+            return model
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The module in the wrapper. transformers asks for its class, for labels that are shifted."""
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        return super().unwrap_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Nothing: ``Trainer.training_step`` enters the model's own ``no_sync``, also in a world of one."""
+        yield

@@ -1,0 +1,205 @@
+"""``Trainer``: Hugging Face's, over maingrad's wrappers, optimizer and checkpoints."""
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ....ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    clip_grad_norm,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ....fsdp import FSDPModule
+from ....te_integration import convert_linears
+from .accelerator import ModelLeavingAccelerator
+from .refused import check_accelerator, check_arguments, check_model, check_optimizer, check_options
+from .wrapping import config_of, group_weight_decay, policy_of, shard, unit_names, whole_weights
+
+__all__ = ["Trainer"]
+
+STATE = "maingrad"
+"""Folder of a checkpoint that holds parameters, masters and moments, for any number of ranks."""
+SCHEDULE = "scheduler.pt"
+
+
+class Trainer(transformers.Trainer):
+    """Hugging Face's ``Trainer``; gradients, the optimizer and its checkpoints are maingrad's.
+
+    parallel      "ddp": nothing is sharded. "zero1": optimizer state and fp32 masters are. "fsdp": parameters and
+                  gradients are too
+    ddp_config    for "ddp" and "zero1"; None: reductions and gathers overlap computation
+    fsdp_units    for "fsdp": names of the classes whose modules are gathered together; None: the model's blocks, as its
+                  class names them (``_no_split_modules``)
+    fsdp_options  for "fsdp": arguments of ``fully_shard``, such as ``{"placements": "zero2"}``
+    fuse_linears  convert linear layers, so that their weight gradients are written into the buckets
+
+    All other arguments are ``transformers.Trainer``'s, and ``TrainingArguments`` mean what they mean there. Raises
+    ``ValueError`` for arguments, models and optimizers that do not fit, with a remedy. docs/hugging_face.md tells
+    which.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: transformers.TrainingArguments | None = None,
+        *others: Any,
+        parallel: Literal["ddp", "zero1", "fsdp"] = "zero1",
+        ddp_config: DistributedDataParallelConfig | None = None,
+        fsdp_units: Sequence[str] | None = None,
+        fsdp_options: Mapping[str, Any] | None = None,
+        fuse_linears: bool = True,
+        **options: Any,
+    ) -> None:
+        self.parallel, self.fuse_linears = parallel, fuse_linears
+        self.ddp_config, self.fsdp_units, self.fsdp_options = ddp_config, fsdp_units, dict(fsdp_options or {})
+        check_options(parallel, ddp_config, fsdp_units, self.fsdp_options)
+        args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
+        check_arguments(args, parallel, has_ddp_config=ddp_config is not None)
+        if model is not None:
+            check_model(model)
+        super().__init__(model, args, *others, **options)
+        self._check_optimizer()
+        if parallel == "fsdp":
+            unit_names(self.model, fsdp_units)
+        self._saved_dtype: torch.dtype | None = None
+        self._num_counted_params = 0
+        if self.label_smoother and type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            # transformers decides by the class's name, which fully_shard changes.
+            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
+
+    # ---- Building: the model is wrapped before the optimizer is made. ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """accelerate keeps data loaders, devices and autocast; it wraps no model."""
+        super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator)
+        self.accelerator.__class__ = ModelLeavingAccelerator
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Wrap the model, and make its optimizer with transformers' class, options and groups of weight decay."""
+        self._wrap_for_training()
+        if self.optimizer is None:
+            if self.parallel == "fsdp":
+                super().create_optimizer(self.model)
+            else:
+                cls, options = self._optimizer_class()
+                decayed = self.get_decay_parameter_names(self.model)
+                self.optimizer = group_weight_decay(
+                    self.model_wrapped, cls, options, decayed, self.args.weight_decay
+                )
+            # Its state is where it belongs; moving it would go through a state dict of this rank's shards.
+            self.optimizer = self.accelerator.prepare_optimizer(self.optimizer, device_placement=False)
+        return self.optimizer
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if training or self.parallel == "fsdp":  # an evaluation before training may not have room for a whole model
+            self._wrap_for_training()
+        return self.model_wrapped if training else self.model
+
+    def _wrap_for_training(self) -> None:
+        """Convert and wrap ``self.model`` unless that is done; ``model_init`` may have replaced it."""
+        if self.parallel == "fsdp":
+            if not isinstance(self.model, FSDPModule):
+                self._num_counted_params = self._count_params()
+                policy, self._saved_dtype = policy_of(self.model, bf16=self.args.bf16)
+                units = unit_names(self.model, self.fsdp_units)
+                self._fuse()
+                self.model = shard(self.model, units, self.fsdp_options, policy)
+            self.model_wrapped = self.model
+        elif self.model_wrapped is self.model:
+            self._fuse()
+            config = self.ddp_config or config_of(self.args, self.parallel)
+            self.model_wrapped = DistributedDataParallel(self.accelerator.prepare_model(self.model), config)
+
+    def _fuse(self) -> None:
+        if self.fuse_linears:
+            convert_linears(self.model)
+
+    def _optimizer_class(self) -> tuple[Any, dict[str, Any]]:
+        cls, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        return cls, dict(options)
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise ValueError(
+                "optimizers=(...): the optimizer is built over maingrad's buckets after the model is wrapped; give "
+                "optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), and lr_scheduler_type in TrainingArguments"
+            )
+        chosen_by = "optimizer_cls_and_kwargs" if self.optimizer_cls_and_kwargs else f"optim={str(self.args.optim)!r}"
+        check_optimizer(self._optimizer_class()[0], self.parallel, self.ddp_config, chosen_by)
+
+    # ---- One step. ----
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """Forward and backward of one microbatch; the last one of a step reduces gradients."""
+        last = self.accelerator.sync_gradients
+        with contextlib.nullcontext() if last else model.no_sync():  # type: ignore[operator]
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        if last:
+            model.finish_grad_sync()  # type: ignore[operator]
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self._norm(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self._norm(model, float("inf")) if grad_norm is None else grad_norm
+
+    def _norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        if isinstance(model, DistributedDataParallel):
+            return clip_grad_norm(model, max_norm)
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As in ``transformers``, where the model's parameters are counted: here a rank has a part of them."""
+        if not self._num_counted_params:
+            return super().floating_point_ops(inputs)
+        return int(6 * self.model.estimate_tokens(inputs) * self._num_counted_params)
+
+    def _count_params(self) -> int:
+        counts = getattr(self.model, "num_parameters", None)
+        return 0 if counts is None else counts(exclude_embeddings=True)
+
+    # ---- Checkpoints. ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a Hugging Face checkpoint of whole weights. Collective; the first rank writes."""
+        folder = output_dir or self.args.output_dir
+        if isinstance(self.optimizer, torch.optim.Optimizer) and self.parallel != "fsdp":
+            self._inner_optimizer().finish_param_sync()
+        weights = whole_weights(self.model, self._saved_dtype, keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(folder, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_checkpoint(Path(output_dir) / STATE, self.model_wrapped, self._inner_optimizer())
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULE)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing but a check: ``_load_optimizer_and_scheduler`` reads weights and masters together, once wrapped."""
+        if not (Path(resume_from_checkpoint) / STATE).is_dir():
+            raise ValueError(
+                f"'{resume_from_checkpoint}' has no folder '{STATE}': another Trainer or save_only_model=True has "
+                f"written it. To begin a new run with its weights, load the model by from_pretrained"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load_checkpoint(Path(checkpoint) / STATE, self.model_wrapped, self._inner_optimizer())
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULE, weights_only=True))
+
+    def _inner_optimizer(self) -> Any:
+        """maingrad's or torch's optimizer, in accelerate's."""
+        return self.optimizer.optimizer

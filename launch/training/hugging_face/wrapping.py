@@ -1,0 +1,126 @@
+"""A Hugging Face model under maingrad's wrappers, with the configuration that ``TrainingArguments`` ask for."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
+
+from ....ddp import DistributedDataParallelConfig, DistributedOptimizer
+from ....fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+__all__ = ["config_of", "group_weight_decay", "shard", "unit_names", "whole_weights"]
+
+_BYTES_OF_A_GRADIENT = 4
+
+
+def config_of(args: TrainingArguments, parallel: str) -> DistributedDataParallelConfig:
+    """The wrapper's configuration, where the user gives none: everything that can overlap does."""
+    zero1, megabytes = parallel == "zero1", args.ddp_bucket_cap_mb
+    return DistributedDataParallelConfig(
+        use_distributed_optimizer=zero1,
+        overlap_grad_reduce=True,
+        overlap_param_gather=zero1,
+        find_unused_parameters=bool(args.ddp_find_unused_parameters),
+        bucket_size=None if megabytes is None else int(megabytes * 2**20) // _BYTES_OF_A_GRADIENT,
+    )
+
+
+def group_weight_decay(
+    model: Any, optimizer_class: type, options: Mapping[str, Any], decayed: Collection[str], weight_decay: float
+) -> DistributedOptimizer:
+    """``DistributedOptimizer`` with transformers' two groups: ``decayed`` parameters, and those without decay."""
+    named = {name: param for name, param in model.module.named_parameters() if param.requires_grad}
+    inside = [name for name in named if name in set(decayed)]
+    if not inside or len(inside) == len(named):
+        return DistributedOptimizer(
+            model, optimizer_class=optimizer_class, **{**options, "weight_decay": weight_decay if inside else 0.0}
+        )
+    groups = [{"params": inside, "weight_decay": weight_decay}]
+    return DistributedOptimizer(
+        model, optimizer_class=optimizer_class, param_groups=groups, **{**options, "weight_decay": 0.0}
+    )
+
+
+def unit_names(model: nn.Module, given: Sequence[str] | None) -> frozenset[str]:
+    """Names of the classes whose modules become units. Raises ``ValueError`` where nothing says so."""
+    names = frozenset(given if given is not None else getattr(model, "_no_split_modules", None) or ())
+    found = {type(module).__name__ for module in model.modules()}
+    if given is not None and names - found:
+        raise ValueError(f"fsdp_units: the model has no module of class {sorted(names - found)[0]}")
+    if not names & found:
+        raise ValueError(
+            f"{type(model).__name__} does not say which of its modules are blocks: name their classes, "
+            f'fsdp_units=["Block"]'
+        )
+    return names & found
+
+
+def policy_of(model: nn.Module, *, bf16: bool) -> tuple[MixedPrecisionPolicy, torch.dtype | None]:
+    """The policy of every unit, and the dtype to save weights in where it is not that of the shards.
+
+    Parameters of a half-precision model become fp32, so that shards are masters; the model computes in its own dtype.
+    """
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    trained = {param.dtype for param in model.parameters() if param.requires_grad}
+    half = trained & {torch.bfloat16, torch.float16}
+    if not half:
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None), None
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"parameters have dtypes {sorted(map(str, dtypes))}, and trained ones in half precision would have no fp32 "
+            f'masters: load the model in fp32 and set bf16=True, or use parallel="zero1", which has masters'
+        )
+    (dtype,) = half
+    if bf16 and dtype is not torch.bfloat16:
+        raise ValueError(f"the model is {dtype} and bf16=True: load it in fp32 or bf16")
+    model.float()
+    return MixedPrecisionPolicy(param_dtype=dtype), dtype
+
+
+def shard(
+    model: nn.Module, names: Collection[str], options: Mapping[str, Any], policy: MixedPrecisionPolicy
+) -> FSDPModule:
+    """Make units of the blocks, of untied embeddings and of the whole model, from the inside out."""
+    options = {"mixed_precision": policy, **options}
+    units = [module for module in model.modules() if module is not model and type(module).__name__ in names]
+    for module in [*reversed(units), *_untied_ends(model)]:
+        if not isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)  # type: ignore[return-value]  # an instance of both classes
+
+
+def _untied_ends(model: nn.Module) -> Iterator[nn.Module]:
+    """Input and output embeddings. A tied weight stays in the outermost unit, which both ends are inside."""
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    found = [end for end in ends if isinstance(end, nn.Module)]
+    weights = [id(param) for end in found for param in end.parameters()]
+    yield from (end for end in found if all(weights.count(id(param)) == 1 for param in end.parameters()))
+
+
+@torch.no_grad()
+def whole_weights(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
+    """The state dict with whole tensors, on the CPU. Collective over the ranks of a fully sharded model.
+
+    dtype  of parameters; None: their own
+    keep   whether this rank wants them: one tensor at a time is whole on the others, and they return nothing
+
+    Names of one tied parameter share one tensor, as in the model.
+    """
+    first: dict[int, str] = {}
+    tied = {name: first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)}
+    whole: dict[str, Tensor] = {}
+    seen: set[str] = set()
+    for name, tensor in model.state_dict().items():
+        source = tied.get(name, name)
+        if source not in seen:
+            seen.add(source)
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keep:
+                floating = dtype is not None and name in tied and full.is_floating_point()
+                whole[source] = full.detach().to("cpu", dtype if floating else None, copy=True)
+        if keep:
+            whole[name] = whole[source]
+    return whole
