@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from ....ddp import DistributedDataParallel
@@ -25,6 +27,13 @@ class ModelLeavingAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # 
                 self._models.append(model)
             return model
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """Let accelerate step the optimizer, and leave its state: moving it would go through this rank's state dict."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            self._optimizers.append(optimizer)
+            return optimizer
+        return super().prepare_optimizer(optimizer, device_placement=False)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The module in the wrapper. transformers asks for its class, for labels that are shifted."""

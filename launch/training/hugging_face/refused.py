@@ -62,7 +62,7 @@ _EVERYWHERE = (
     _Refused(
         "accelerator_config.gradient_accumulation_kwargs['sync_each_batch']",
         _accumulation("sync_each_batch"),
-        "gradients are reduced once a step. To hold less memory: parallel=\"fsdp\", which reduces shards each microbatch",
+        'gradients are reduced once a step. To hold less memory: parallel="fsdp", which reduces shards each microbatch',
     ),
     _Refused(
         "ddp_broadcast_buffers",
@@ -93,7 +93,7 @@ def check_options(
     if ddp_config.use_distributed_optimizer is not (parallel == "zero1"):
         raise ValueError(
             f'ddp_config has use_distributed_optimizer={ddp_config.use_distributed_optimizer}, and parallel="{parallel}"'
-            f' means {parallel == "zero1"}: change one of them'
+            f" means {parallel == 'zero1'}: change one of them"
         )
     if ddp_config.calculate_per_token_loss:
         raise ValueError(

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ....ddp import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    DistributedOptimizer,
     clip_grad_norm,
     load_checkpoint,
     save_checkpoint,
@@ -70,7 +71,6 @@ class Trainer(transformers.Trainer):
         self._check_optimizer()
         if parallel == "fsdp":
             unit_names(self.model, fsdp_units)
-        self._saved_dtype: torch.dtype | None = None
         self._num_counted_params = 0
         if self.label_smoother and type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             # transformers decides by the class's name, which fully_shard changes.
@@ -93,11 +93,7 @@ class Trainer(transformers.Trainer):
             else:
                 cls, options = self._optimizer_class()
                 decayed = self.get_decay_parameter_names(self.model)
-                self.optimizer = group_weight_decay(
-                    self.model_wrapped, cls, options, decayed, self.args.weight_decay
-                )
-            # Its state is where it belongs; moving it would go through a state dict of this rank's shards.
-            self.optimizer = self.accelerator.prepare_optimizer(self.optimizer, device_placement=False)
+                self.optimizer = group_weight_decay(self.model_wrapped, cls, options, decayed, self.args.weight_decay)
         return self.optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -110,7 +106,7 @@ class Trainer(transformers.Trainer):
         if self.parallel == "fsdp":
             if not isinstance(self.model, FSDPModule):
                 self._num_counted_params = self._count_params()
-                policy, self._saved_dtype = policy_of(self.model, bf16=self.args.bf16)
+                policy = policy_of(self.model, bf16=self.args.bf16)
                 units = unit_names(self.model, self.fsdp_units)
                 self._fuse()
                 self.model = shard(self.model, units, self.fsdp_options, policy)
@@ -161,9 +157,10 @@ class Trainer(transformers.Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As in ``transformers``, where the model's parameters are counted: here a rank has a part of them."""
-        if not self._num_counted_params:
+        main_input = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if not self._num_counted_params or main_input is None:
             return super().floating_point_ops(inputs)
-        return int(6 * self.model.estimate_tokens(inputs) * self._num_counted_params)
+        return 6 * int(main_input.numel()) * self._num_counted_params
 
     def _count_params(self) -> int:
         counts = getattr(self.model, "num_parameters", None)
@@ -174,9 +171,9 @@ class Trainer(transformers.Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a Hugging Face checkpoint of whole weights. Collective; the first rank writes."""
         folder = output_dir or self.args.output_dir
-        if isinstance(self.optimizer, torch.optim.Optimizer) and self.parallel != "fsdp":
-            self._inner_optimizer().finish_param_sync()
-        weights = whole_weights(self.model, self._saved_dtype, keep=self.args.should_save)
+        if isinstance(optimizer := self._inner_optimizer(), DistributedOptimizer):
+            optimizer.finish_param_sync()
+        weights = whole_weights(self.model, keep=self.args.should_save)
         if self.args.should_save:
             self._save(folder, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
@@ -201,5 +198,5 @@ class Trainer(transformers.Trainer):
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULE, weights_only=True))
 
     def _inner_optimizer(self) -> Any:
-        """maingrad's or torch's optimizer, in accelerate's."""
-        return self.optimizer.optimizer
+        """maingrad's or torch's optimizer, in accelerate's; None before training."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from ....ddp import DistributedDataParallelConfig, DistributedOptimizer
 from ....fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-__all__ = ["config_of", "group_weight_decay", "shard", "unit_names", "whole_weights"]
+__all__ = ["config_of", "group_weight_decay", "policy_of", "shard", "unit_names", "whole_weights"]
 
 _BYTES_OF_A_GRADIENT = 4
 
@@ -58,16 +58,16 @@ def unit_names(model: nn.Module, given: Sequence[str] | None) -> frozenset[str]:
     return names & found
 
 
-def policy_of(model: nn.Module, *, bf16: bool) -> tuple[MixedPrecisionPolicy, torch.dtype | None]:
-    """The policy of every unit, and the dtype to save weights in where it is not that of the shards.
+def policy_of(model: nn.Module, *, bf16: bool) -> MixedPrecisionPolicy:
+    """The policy of every unit. A half-precision model becomes fp32, so that shards are masters, and computes as before.
 
-    Parameters of a half-precision model become fp32, so that shards are masters; the model computes in its own dtype.
+    Raises ``ValueError`` where only some parameters are in half precision.
     """
     dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
     trained = {param.dtype for param in model.parameters() if param.requires_grad}
     half = trained & {torch.bfloat16, torch.float16}
     if not half:
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None), None
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     if len(dtypes) > 1:
         raise ValueError(
             f"parameters have dtypes {sorted(map(str, dtypes))}, and trained ones in half precision would have no fp32 "
@@ -77,7 +77,7 @@ def policy_of(model: nn.Module, *, bf16: bool) -> tuple[MixedPrecisionPolicy, to
     if bf16 and dtype is not torch.bfloat16:
         raise ValueError(f"the model is {dtype} and bf16=True: load it in fp32 or bf16")
     model.float()
-    return MixedPrecisionPolicy(param_dtype=dtype), dtype
+    return MixedPrecisionPolicy(param_dtype=dtype)
 
 
 def shard(
@@ -101,11 +101,10 @@ def _untied_ends(model: nn.Module) -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def whole_weights(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) -> dict[str, Tensor]:
+def whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The state dict with whole tensors, on the CPU. Collective over the ranks of a fully sharded model.
 
-    dtype  of parameters; None: their own
-    keep   whether this rank wants them: one tensor at a time is whole on the others, and they return nothing
+    keep  whether this rank wants them: one tensor at a time is whole on the others, and they return nothing
 
     Names of one tied parameter share one tensor, as in the model.
     """
@@ -119,8 +118,7 @@ def whole_weights(model: nn.Module, dtype: torch.dtype | None, *, keep: bool) ->
             seen.add(source)
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if keep:
-                floating = dtype is not None and name in tied and full.is_floating_point()
-                whole[source] = full.detach().to("cpu", dtype if floating else None, copy=True)
+                whole[source] = full.detach().to("cpu", copy=True)
         if keep:
             whole[name] = whole[source]
     return whole
