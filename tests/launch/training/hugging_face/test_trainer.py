@@ -16,7 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tokens of each rank": {"average_tokens_across_devices": False},
     "smoothed labels": {"label_smoothing_factor": 0.1},
     "recompute": {"activation_checkpointing": True},
-    "noise on embeddings": {"neftune_noise_alpha": 5.0},
+    "noise on embeddings": {"neftune_noise_alpha": 0.5},
     "sgd": {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "linear", "weight_decay": 0.0},
     "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-3},
     "best": {
