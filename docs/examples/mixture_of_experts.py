@@ -1,0 +1,81 @@
+"""Pretrain a Hugging Face mixture of experts with ZeRO-1, and print how evenly its routers use the experts.
+
+    torchrun --nproc-per-node 2 docs/examples/mixture_of_experts.py runs/experts
+
+Stopped at any time, the same command goes on from the last checkpoint.
+"""
+
+import argparse
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import MixtralConfig, MixtralForCausalLM, get_cosine_schedule_with_warmup
+
+from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.te_integration import convert_linears
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path, help="of the checkpoint")
+parser.add_argument("--stop-after", type=int, default=40, help="leave the other steps to the next start")
+args = parser.parse_args()
+STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH = 40, 5, 10, 2, 4, 64
+
+cuda = torch.cuda.is_available()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if cuda else "gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+sources = sorted(Path(os.__file__).parent.glob("*.py"))  # the data: Python's standard library, as bytes
+data = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
+
+
+def microbatches(step):
+    """This rank's part of a step. The step's number decides, so that a resumed run reads what comes next."""
+    for index in range(MICROBATCHES):
+        generator = torch.Generator().manual_seed((step * MICROBATCHES + index) * ranks + rank)
+        starts = torch.randint(len(data) - LENGTH, (SEQUENCES,), generator=generator)
+        yield torch.stack([data[start : start + LENGTH] for start in starts.tolist()]).long().to(device)
+
+
+sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.01}
+config = MixtralConfig(vocab_size=256, max_position_embeddings=LENGTH, num_key_value_heads=2, **sizes, **experts)
+model = MixtralForCausalLM(config)
+model.to(device, torch.bfloat16 if cuda else torch.float32)
+convert_linears(model)  # weight gradients are written into the buckets
+overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+model = DistributedDataParallel(model, DistributedDataParallelConfig(use_distributed_optimizer=True, **overlap))
+norms = {"params": lambda name, param: param.ndim < 2, "weight_decay": 0.0}
+optimizer = DistributedOptimizer(model, lr=1e-2, weight_decay=0.1, param_groups=[norms], max_grad_norm=1.0)
+schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
+
+try:
+    saved = load_checkpoint(args.folder, model, optimizer)
+    schedule.load_state_dict(saved["schedule"])
+except FileNotFoundError:  # on all ranks: this is a new run
+    saved = {"step": 0}
+
+for step in range(saved["step"], min(STEPS, args.stop_after)):
+    means = torch.zeros(2, device=device)  # loss; how unevenly experts are used, 1 at best
+    for index, tokens in enumerate(microbatches(step)):
+        with nullcontext() if index == MICROBATCHES - 1 else model.no_sync():
+            outputs = model(input_ids=tokens, labels=tokens)
+            (outputs.loss / MICROBATCHES).backward()  # the last one reduces each bucket as soon as it is complete
+        means += torch.stack([outputs.loss, outputs.aux_loss]).detach() / (MICROBATCHES * ranks)
+    model.finish_grad_sync()
+    optimizer.step()  # clips, updates this rank's part, and gathers parameters under the next forward
+    schedule.step()
+    model.zero_grad()
+    dist.all_reduce(means)
+    if rank == 0:
+        print(f"step {step + 1} loss {means[0].item():.6f} balance {means[1].item() / 2:.3f}", flush=True)
+    if (step + 1) % SAVE_EVERY == 0:
+        save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
+dist.destroy_process_group()

@@ -1,0 +1,113 @@
+"""A loop like torchtitan's: a model on the meta device, one function that parallelises it, torch's own checkpoints.
+
+    torchrun --nproc-per-node 4 docs/examples/titan.py runs/titan --replicas 2 --compile
+
+Parameters are sharded over the ranks of each replica. Stopped at any time, the same command goes on from the last
+checkpoint; so does another number of replicas.
+"""
+
+import argparse
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
+from maingrad.te_integration import convert_linears
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path, help="of the checkpoints")
+parser.add_argument("--stop-after", type=int, default=40, help="leave the other steps to the next start")
+parser.add_argument("--replicas", type=int, default=1)
+parser.add_argument("--compile", action="store_true")
+args = parser.parse_args()
+STEPS, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH, WIDTH, HEADS = 40, 10, 2, 4, 64, 64, 4
+
+cuda = torch.cuda.is_available()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if cuda else "gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def attend(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        x = x + checkpoint(self.attend, x, use_reentrant=False)  # recomputed in backward
+        return x + self.mlp(x)
+
+
+def parallelize(model):
+    convert_linears(model)  # weight gradients are written into what is reduced
+    mesh = init_device_mesh(device.type, (args.replicas, ranks // args.replicas), mesh_dim_names=("replica", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None)
+    for part in [*model, model]:  # from the inside out
+        if args.compile and isinstance(part, Block):
+            part.compile()
+        fully_shard(part, mesh, "hsdp", policy, device=device)  # materialises and initialises it
+
+
+def microbatches(step):
+    """A Markov chain: the token after t is 3 t + 1, 2 or 3, modulo 61. A perfect model has the loss log 3 = 1.0986."""
+    for index in range(MICROBATCHES):
+        generator = torch.Generator().manual_seed((step * MICROBATCHES + index) * ranks + rank)
+        tokens = torch.randint(61, (SEQUENCES, LENGTH + 1), generator=generator)
+        for place in range(LENGTH):
+            tokens[:, place + 1] = (3 * tokens[:, place] + 1 + tokens[:, place + 1] % 3) % 61
+        yield tokens.to(device)
+
+
+with torch.device("meta"):
+    model = nn.Sequential(nn.Embedding(61, WIDTH), Block(), Block(), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 61))
+parallelize(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
+
+
+def state(step):
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "schedule": schedule.state_dict(), "step": step}
+
+
+saved = {"step": 0}
+if args.folder.exists():
+    saved = state(0)
+    dcp.load(saved, checkpoint_id=max(args.folder.iterdir(), key=lambda path: int(path.name)))  # in place
+    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    schedule.load_state_dict(saved["schedule"])
+
+for step in range(saved["step"], min(STEPS, args.stop_after)):
+    mean = torch.zeros((), device=device)
+    for index, tokens in enumerate(microbatches(step)):
+        with nullcontext() if index == MICROBATCHES - 1 else model.no_sync():
+            loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()) / MICROBATCHES
+            loss.backward()
+        mean += loss.detach() / ranks
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    dist.all_reduce(mean)
+    if rank == 0:
+        print(f"step {step + 1} loss {mean.item():.6f} norm {norm.item():.4f}", flush=True)
+    if (step + 1) % SAVE_EVERY == 0:
+        dcp.save(state(step + 1), checkpoint_id=args.folder / str(step + 1))
+dist.destroy_process_group()
