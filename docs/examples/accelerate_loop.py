@@ -15,8 +15,13 @@ from accelerate.utils import set_seed
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.te_integration import LayerNormMLP, Linear, Sequential
 
 parser = argparse.ArgumentParser()

@@ -16,9 +16,15 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.te_integration import LayerNormMLP, Linear, Sequential
 
 parser = argparse.ArgumentParser()
@@ -55,12 +61,11 @@ class Counting(lightning.LightningModule):
         self.model = DistributedDataParallel(net.to(device, self.dtype_), config)
         self.optimizer = DistributedOptimizer(self.model, lr=1e-2, max_grad_norm=1.0)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, STEPS, cycle_momentum=False)
-        try:
+        self.first = 0
+        if args.folder.exists():
             saved = load_checkpoint(args.folder, self.model, self.optimizer)
             self.schedule.load_state_dict(saved["schedule"])
-        except FileNotFoundError:  # on all ranks: this is a new run
-            saved = {"step": 0}
-        self.first = saved["step"]
+            self.first = saved["step"]
 
     def configure_optimizers(self):
         return self.optimizer
@@ -89,5 +94,6 @@ module = Counting()
 alone = {"accelerator": "gpu" if cuda else "cpu", "devices": [device.index] if cuda else 1, "max_epochs": 1}
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = lightning.Trainer(**alone, **quiet, plugins=[LightningEnvironment()])  # which knows of no other ranks
-trainer.fit(module, [batch(step) for step in range(module.first, min(STEPS, args.stop_after))])
+steps = range(module.first, min(STEPS, args.stop_after))
+trainer.fit(module, DataLoader(steps, batch_size=None, collate_fn=batch))
 dist.destroy_process_group()

@@ -14,8 +14,13 @@ import torch
 import torch.distributed as dist
 from transformers import MixtralConfig, MixtralForCausalLM, get_cosine_schedule_with_warmup
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.te_integration import convert_linears
 
 parser = argparse.ArgumentParser()

@@ -16,8 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
-from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from maingrad.ddp import clip_grad_norm, load_checkpoint, save_checkpoint
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    clip_grad_norm,
+    load_checkpoint,
+    save_checkpoint,
+)
 from maingrad.te_integration import LayerNormMLP, Linear
 from maingrad.te_integration.pipeline import PipelineStage
 

@@ -1,6 +1,6 @@
 """A loop like torchtitan's: a model on the meta device, one function that parallelises it, torch's own checkpoints.
 
-    torchrun --nproc-per-node 4 docs/examples/titan.py runs/titan --replicas 2 --compile
+    torchrun --nproc-per-node 4 docs/examples/titan.py runs/titan --replicas 2
 
 Parameters are sharded over the ranks of each replica. Stopped at any time, the same command goes on from the last
 checkpoint; so does another number of replicas.
@@ -9,6 +9,7 @@ checkpoint; so does another number of replicas.
 import argparse
 import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path, help="of the checkpoints")
 parser.add_argument("--stop-after", type=int, default=40, help="leave the other steps to the next start")
 parser.add_argument("--replicas", type=int, default=1)
-parser.add_argument("--compile", action="store_true")
 args = parser.parse_args()
 STEPS, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH, WIDTH, HEADS = 40, 10, 2, 4, 64, 64, 4
 
@@ -46,23 +46,19 @@ class Block(nn.Module):
         self.norm, self.qkv, self.out = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
-    def attend(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
     def forward(self, x):
-        x = x + checkpoint(self.attend, x, use_reentrant=False)  # recomputed in backward
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 
-def parallelize(model):
+def parallelize(model, mesh, dtype):
     convert_linears(model)  # weight gradients are written into what is reduced
-    mesh = init_device_mesh(device.type, (args.replicas, ranks // args.replicas), mesh_dim_names=("replica", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None)
     for part in [*model, model]:  # from the inside out
-        if args.compile and isinstance(part, Block):
-            part.compile()
-        fully_shard(part, mesh, "hsdp", policy, device=device)  # materialises and initialises it
+        if isinstance(part, Block):
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)  # recomputed in backward
+            part.compile(disable=not cuda)
+        fully_shard(part, mesh, "hsdp", MixedPrecisionPolicy(param_dtype=dtype), device=device)  # and initialise
 
 
 def microbatches(step):
@@ -77,7 +73,8 @@ def microbatches(step):
 
 with torch.device("meta"):
     model = nn.Sequential(nn.Embedding(61, WIDTH), Block(), Block(), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 61))
-parallelize(model)
+mesh = init_device_mesh(device.type, (args.replicas, ranks // args.replicas), mesh_dim_names=("replica", "shard"))
+parallelize(model, mesh, torch.bfloat16 if cuda else torch.float32)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
 
