@@ -39,6 +39,7 @@ if cuda:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
+dtype = torch.bfloat16 if cuda else torch.float32
 
 
 def batch(step):
@@ -55,10 +56,9 @@ class Counting(lightning.LightningModule):
         super().__init__()
         fused = {"fuse_wgrad_accumulation": True}  # weight gradients are written into the buckets
         net = Sequential(Linear(8, WIDTH, **fused), LayerNormMLP(WIDTH, 2 * WIDTH, **fused), Linear(WIDTH, 9, **fused))
-        self.dtype_ = torch.bfloat16 if cuda else torch.float32
         overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
         config = DistributedDataParallelConfig(use_distributed_optimizer=True, **overlap)
-        self.model = DistributedDataParallel(net.to(device, self.dtype_), config)
+        self.model = DistributedDataParallel(net.to(device, dtype), config)
         self.optimizer = DistributedOptimizer(self.model, lr=1e-2, max_grad_norm=1.0)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, STEPS, cycle_momentum=False)
         self.first = 0
@@ -74,7 +74,7 @@ class Counting(lightning.LightningModule):
         mean, step = torch.zeros((), device=device), self.first + index + 1
         for number, rows in enumerate(bits.chunk(MICROBATCHES)):
             with nullcontext() if number == MICROBATCHES - 1 else self.model.no_sync():
-                scores = self.model(rows.to(self.dtype_)).float()
+                scores = self.model(rows.to(dtype)).float()
                 loss = F.cross_entropy(scores, rows.sum(1)) / MICROBATCHES
                 self.manual_backward(loss)
             mean += loss.detach() / ranks

@@ -51,8 +51,9 @@ convert_linears(model)  # weight gradients are written into what is reduced
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None)
 for part in [model.model.embed_tokens, *model.model.layers, model.lm_head, model]:  # from the inside out
     fully_shard(part, mixed_precision=policy)  # each is gathered for its forward and backward
-groups = [{"params": [param], "weight_decay": 0.1 * (param.ndim > 1)} for param in model.parameters()]
-optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+matrices = [param for param in model.parameters() if param.ndim > 1]
+norms = {"params": [param for param in model.parameters() if param.ndim < 2], "weight_decay": 0.0}
+optimizer = torch.optim.AdamW([{"params": matrices}, norms], lr=1e-2, weight_decay=0.1, fused=True)
 schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
 
 try:
