@@ -42,7 +42,7 @@ class Numbers(Dataset):
         return bits, int(bits.sum())
 
 
-accelerator = Accelerator(step_scheduler_with_optimizer=False)
+accelerator = Accelerator(cpu=not torch.cuda.is_available())  # or processes on CPUs would not know each other
 set_seed(0)
 loader = accelerator.prepare(DataLoader(Numbers(), batch_size=ROWS, shuffle=True))  # and nothing else
 fused = {"fuse_wgrad_accumulation": True}  # weight gradients are written into the buckets

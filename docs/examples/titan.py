@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 docs/examples/titan.py runs/titan --replicas 2
 
 Parameters are sharded over the ranks of each replica. Stopped at any time, the same command goes on from the last
-checkpoint; so does another number of replicas.
+checkpoint; so does one with another number of replicas.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from maingrad.te_integration import convert_linears
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path, help="of the checkpoints")
 parser.add_argument("--stop-after", type=int, default=40, help="leave the other steps to the next start")
-parser.add_argument("--replicas", type=int, default=1)
+parser.add_argument("--replicas", type=int, default=1, help="of the model, each over as many ranks")
 args = parser.parse_args()
 STEPS, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH, WIDTH, HEADS = 40, 10, 2, 4, 64, 64, 4
 
@@ -47,8 +47,8 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 
@@ -58,7 +58,7 @@ def parallelize(model, mesh, dtype):
         if isinstance(part, Block):
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)  # recomputed in backward
             part.compile(disable=not cuda)
-        fully_shard(part, mesh, "hsdp", MixedPrecisionPolicy(param_dtype=dtype), device=device)  # and initialise
+        fully_shard(part, mesh, "hsdp", MixedPrecisionPolicy(param_dtype=dtype), device=device)  # initialises it too
 
 
 def microbatches(step):
@@ -66,8 +66,8 @@ def microbatches(step):
     for index in range(MICROBATCHES):
         generator = torch.Generator().manual_seed((step * MICROBATCHES + index) * ranks + rank)
         tokens = torch.randint(61, (SEQUENCES, LENGTH + 1), generator=generator)
-        for place in range(LENGTH):
-            tokens[:, place + 1] = (3 * tokens[:, place] + 1 + tokens[:, place + 1] % 3) % 61
+        for last, drawn in zip(tokens.T, tokens.T[1:], strict=False):
+            drawn.copy_((3 * last + 1 + drawn % 3) % 61)
         yield tokens.to(device)
 
 
@@ -80,14 +80,14 @@ schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_mom
 
 
 def state(step):
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "schedule": schedule.state_dict(), "step": step}
+    parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    return {**parts, "schedule": schedule.state_dict(), "step": step}
 
 
-saved = {"step": 0}
-if args.folder.exists():
+saved, complete = {"step": 0}, sorted(args.folder.glob("*/.metadata"), key=lambda path: int(path.parent.name))
+if complete:
     saved = state(0)
-    dcp.load(saved, checkpoint_id=max(args.folder.iterdir(), key=lambda path: int(path.name)))  # in place
+    dcp.load(saved, checkpoint_id=complete[-1].parent)  # in place
     set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])
 

@@ -1,7 +1,7 @@
 """Small runs of Hugging Face's Trainer and of maingrad's, on the ranks of ``run_ranks`` or alone."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ VOCABULARY, LENGTH = 24, 12
 
 
 class Sentences(Dataset):
-    """A learnable chain: each token is the one before times 5 plus 1, but for every tenth. Lengths differ by padding."""
+    """A learnable chain: nine of ten tokens are the one before times 5 plus 1. Padding makes lengths differ."""
 
     def __init__(self, num: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` over maingrad. The only room that imports ``transformers`` and ``accelerate`` for training.
+"""Hugging Face's ``Trainer`` over maingrad. No other room of ``training`` imports ``transformers`` or ``accelerate``.
 
 Imports ``ddp``, ``fsdp`` and ``te_integration``, and nothing of ``launch``.
 """

@@ -1,5 +1,6 @@
 """Options of ``TrainingArguments`` and models that do not fit maingrad, each with a remedy."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def check_options(
         return
     if ddp_config.use_distributed_optimizer is not (parallel == "zero1"):
         raise ValueError(
-            f'ddp_config has use_distributed_optimizer={ddp_config.use_distributed_optimizer}, and parallel="{parallel}"'
+            f"ddp_config has use_distributed_optimizer={ddp_config.use_distributed_optimizer}, and parallel={parallel!r}"
             f" means {parallel == 'zero1'}: change one of them"
         )
     if ddp_config.calculate_per_token_loss:
@@ -123,6 +124,12 @@ def check_accelerator(accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise ValueError(f"accelerate was configured for {kind}: start the program by torchrun, without its config")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise ValueError(
+            f"a launcher has started {started} processes, and accelerate knows of {accelerator.num_processes}: on CPUs "
+            f"set use_cpu=True in TrainingArguments"
+        )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(
             f"accelerate was configured for mixed_precision={accelerator.mixed_precision}: use bf16=True; for 8 bits, "

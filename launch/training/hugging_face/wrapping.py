@@ -59,7 +59,7 @@ def unit_names(model: nn.Module, given: Sequence[str] | None) -> frozenset[str]:
 
 
 def policy_of(model: nn.Module, *, bf16: bool) -> MixedPrecisionPolicy:
-    """The policy of every unit. A half-precision model becomes fp32, so that shards are masters, and computes as before.
+    """The policy of every unit. A half-precision model becomes fp32: shards are masters. It computes as before.
 
     Raises ``ValueError`` where only some parameters are in half precision.
     """

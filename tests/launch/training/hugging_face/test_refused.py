@@ -44,7 +44,7 @@ def launched() -> None:
 def test_training_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         build("zero1", tmp_path, options, llama())
-    name, value = next(iter(options.items()))
+    name = next(iter(options))
     assert name in str(raised.value)
 
 
