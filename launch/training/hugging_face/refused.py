@@ -28,7 +28,7 @@ def _attribute(name: str) -> Callable[[TrainingArguments], Any]:
 
 
 def _accumulation(name: str) -> Callable[[TrainingArguments], Any]:
-    return lambda args: (args.accelerator_config.gradient_accumulation_kwargs or {}).get(name)
+    return lambda args: (getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}).get(name)
 
 
 _EVERYWHERE = (
@@ -93,8 +93,8 @@ def check_options(
         return
     if ddp_config.use_distributed_optimizer is not (parallel == "zero1"):
         raise ValueError(
-            f"ddp_config has use_distributed_optimizer={ddp_config.use_distributed_optimizer}, and parallel={parallel!r}"
-            f" means {parallel == 'zero1'}: change one of them"
+            f"ddp_config has use_distributed_optimizer={ddp_config.use_distributed_optimizer}, and "
+            f"parallel={parallel!r} means {parallel == 'zero1'}: change one of them"
         )
     if ddp_config.calculate_per_token_loss:
         raise ValueError(

@@ -48,6 +48,14 @@ class Trainer(transformers.Trainer):
     which.
     """
 
+    # transformers makes these None before training, or lets programs replace them.
+    accelerator: Any
+    label_smoother: Any
+    lr_scheduler: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -94,12 +102,14 @@ class Trainer(transformers.Trainer):
                 cls, options = self._optimizer_class()
                 decayed = self.get_decay_parameter_names(self.model)
                 self.optimizer = group_weight_decay(self.model_wrapped, cls, options, decayed, self.args.weight_decay)
-        return self.optimizer
+        made: torch.optim.Optimizer = self.optimizer
+        return made
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if training or self.parallel == "fsdp":  # an evaluation before training may not have room for a whole model
             self._wrap_for_training()
-        return self.model_wrapped if training else self.model
+        wrapped: nn.Module = self.model_wrapped if training else self.model
+        return wrapped
 
     def _wrap_for_training(self) -> None:
         """Convert and wrap ``self.model`` unless that is done; ``model_init`` may have replaced it."""

@@ -171,6 +171,18 @@ def test_models_of_ones_own(tmp_path: Path) -> None:
     assert run_ranks(of_ones_own, 2, "zero1", tmp_path)[1] == pytest.approx(plain, abs=1e-5)
 
 
+def test_the_program_of_the_page_trains_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hugging_face_runs.as_launched()
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).resolve().parents[4] / "docs/hugging_face.md"
+    names: dict[str, Any] = {}
+    exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
+    logs = [each for each in names["trainer"].state.log_history if "loss" in each]
+    assert len(logs) == 10 and all({"grad_norm", "learning_rate"} <= set(each) for each in logs)
+    assert logs[-1]["loss"] < logs[0]["loss"]
+    assert (tmp_path / "runs/trainer/checkpoint-10/maingrad/maingrad.json").exists()
+
+
 def test_other_trainers_take_part_by_inheritance(tmp_path: Path) -> None:
     """``class SFT(maingrad's, another's)``: what is maingrad's comes first."""
     hugging_face_runs.as_launched()
