@@ -28,7 +28,7 @@ STEPS, STOP = 40, 20
 @contextlib.contextmanager
 def as_launched(*arguments: str) -> Iterator[None]:
     """Environment and arguments as torchrun gives them, but for the process group, which exists already."""
-    rank, size, argv = str(dist.get_rank()), str(dist.get_world_size()), sys.argv
+    rank, size, argv, before = str(dist.get_rank()), str(dist.get_world_size()), sys.argv, dict(os.environ)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # asked for, and not used
     makers = dist.init_process_group, dist.destroy_process_group
@@ -38,6 +38,8 @@ def as_launched(*arguments: str) -> Iterator[None]:
         yield
     finally:
         sys.argv = argv
+        os.environ.clear()
+        os.environ.update(before)
         dist.init_process_group, dist.destroy_process_group = makers
         if "accelerate" in sys.modules:
             from accelerate.state import AcceleratorState, GradientState, PartialState

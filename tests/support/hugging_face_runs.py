@@ -1,7 +1,8 @@
 """Small runs of Hugging Face's Trainer and of maingrad's, on the ranks of ``run_ranks`` or alone."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,27 @@ def arguments(folder: Path, **changed: Any) -> Any:
     return TrainingArguments(output_dir=str(folder), **{**options, **changed})
 
 
-def as_launched() -> None:
-    """Environment and state as torchrun would leave them for this rank, with no Accelerator made before."""
+@contextmanager
+def as_launched() -> Iterator[None]:
+    """Environment and state as torchrun leaves them for this rank, with no Accelerator before or after."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._shared_state.clear()
+    before = dict(os.environ)
     if dist.is_initialized():
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # asked for, and not used: the group exists
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
 
 
 def build(kind: str, folder: Path, options: Mapping[str, Any], model: Any, *, rows: int = 44, **ours: Any) -> Any:
-    """A Trainer on this rank; kind: "plain", "ddp", "zero1" or "fsdp"."""
-    as_launched()
+    """A Trainer on this rank, within ``as_launched()``; kind: "plain", "ddp", "zero1" or "fsdp"."""
     import transformers
 
     from maingrad.launch.training.hugging_face import Trainer
@@ -118,7 +125,8 @@ def train(
     **ours: Any,
 ) -> dict[str, list[float]]:
     """Train, and return what was logged in each step: losses, norms of gradients, learning rates, validation losses."""
-    trainer = build(kind, folder, options, llama(**(model or {})), **ours)
-    trainer.train(resume_from_checkpoint=resume)
+    with as_launched():
+        trainer = build(kind, folder, options, llama(**(model or {})), **ours)
+        trainer.train(resume_from_checkpoint=resume)
     keys = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")
     return {key: [float(each[key]) for each in trainer.state.log_history if key in each] for key in keys}

@@ -95,13 +95,12 @@ class Trainer(transformers.Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Wrap the model, and make its optimizer with transformers' class, options and groups of weight decay."""
         self._wrap_for_training()
+        if self.optimizer is None and self.parallel == "fsdp":
+            return super().create_optimizer(self.model)  # over the shards
         if self.optimizer is None:
-            if self.parallel == "fsdp":
-                super().create_optimizer(self.model)
-            else:
-                cls, options = self._optimizer_class()
-                decayed = self.get_decay_parameter_names(self.model)
-                self.optimizer = group_weight_decay(self.model_wrapped, cls, options, decayed, self.args.weight_decay)
+            cls, options = self._optimizer_class()
+            decayed = self.get_decay_parameter_names(self.model)
+            self.optimizer = group_weight_decay(self.model_wrapped, cls, options, decayed, self.args.weight_decay)
         made: torch.optim.Optimizer = self.optimizer
         return made
 

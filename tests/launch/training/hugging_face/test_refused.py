@@ -1,5 +1,6 @@
 """What does not fit is refused when the Trainer is built, by its name and with a remedy."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ OURS = [
 
 
 @pytest.fixture(autouse=True)
-def launched() -> None:
-    as_launched()
+def launched() -> Iterator[None]:
+    with as_launched():
+        yield
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS, ids=lambda value: next(iter(value), "") if value else "")

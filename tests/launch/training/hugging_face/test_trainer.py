@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import hugging_face_runs
 import pytest
 import torch
 from gloo import run_ranks
-from hugging_face_runs import Sentences, build, llama, train
+from hugging_face_runs import Sentences, as_launched, build, llama, train
 
 FORMS = ("ddp", "zero1", "fsdp")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -15,7 +14,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no clipping": {"max_grad_norm": 0.0},
     "tokens of each rank": {"average_tokens_across_devices": False},
     "smoothed labels": {"label_smoothing_factor": 0.1},
-    "recompute": {"activation_checkpointing": True},
+    "recompute": {"gradient_checkpointing": True},
     "noise on embeddings": {"neftune_noise_alpha": 0.5},
     "sgd": {"optim": "sgd", "learning_rate": 0.3, "lr_scheduler_type": "linear", "weight_decay": 0.0},
     "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-3},
@@ -66,6 +65,8 @@ def test_bf16_follows_fp32(form: str, tmp_path: Path) -> None:
         for options, model in (({}, {}), ({"bf16": True}, {}), ({}, {"dtype": torch.bfloat16}))
     )
     assert mixed["loss"] != fp32["loss"]
+    if form != "fsdp":
+        assert_alike(mixed, run_ranks(train, 2, "plain", tmp_path, {"bf16": True})[0], tolerance=2e-3)
     assert_alike(mixed, fp32, tolerance=2e-2)
     assert_alike(half, fp32, tolerance=2e-2)
 
@@ -98,9 +99,10 @@ def test_resumes_in_another_form(out_of: str, into: str, tmp_path: Path) -> None
 
 
 def final_weights(form: str, folder: Path, model: dict[str, Any]) -> dict[str, torch.Tensor]:
-    trainer = build(form, folder, {"max_steps": 3}, llama(**model))
-    trainer.train()
-    trainer.save_model()
+    with as_launched():
+        trainer = build(form, folder, {"max_steps": 3}, llama(**model))
+        trainer.train()
+        trainer.save_model()
     state = trainer.model.state_dict()
     return {name: getattr(value, "full_tensor", lambda value=value: value)().clone() for name, value in state.items()}
 
@@ -126,12 +128,13 @@ def test_saved_models_are_hugging_faces(form: str, model: str, tmp_path: Path) -
 
 def trained_twice(form: str, folder: Path) -> list[float]:
     """An evaluation first, then two trainings with one Trainer."""
-    trainer = build(form, folder, {"max_steps": 4}, llama())
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    between = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    return [before, between, trainer.evaluate()["eval_loss"]]
+    with as_launched():
+        trainer = build(form, folder, {"max_steps": 4}, llama())
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        between = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return [before, between, trainer.evaluate()["eval_loss"]]
 
 
 @pytest.mark.slow
@@ -159,8 +162,10 @@ class Doubled(torch.nn.Module):
 
 
 def of_ones_own(form: str, folder: Path, **ours: Any) -> list[float]:
-    trainer = build(form, folder, {"ddp_find_unused_parameters": None if form == "fsdp" else True}, Doubled(), **ours)
-    trainer.train()
+    options = {} if form == "fsdp" else {"ddp_find_unused_parameters": True}
+    with as_launched():
+        trainer = build(form, folder, options, Doubled(), **ours)
+        trainer.train()
     return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
 
@@ -172,11 +177,11 @@ def test_models_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_program_of_the_page_trains_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hugging_face_runs.as_launched()
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).resolve().parents[4] / "docs/hugging_face.md"
     names: dict[str, Any] = {}
-    exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
+    with as_launched():
+        exec(page.read_text().partition("```python\n")[2].partition("```")[0], names)
     logs = [each for each in names["trainer"].state.log_history if "loss" in each]
     assert len(logs) == 10 and all({"grad_norm", "learning_rate"} <= set(each) for each in logs)
     assert logs[-1]["loss"] < logs[0]["loss"]
@@ -185,7 +190,6 @@ def test_the_program_of_the_page_trains_as_printed(tmp_path: Path, monkeypatch: 
 
 def test_other_trainers_take_part_by_inheritance(tmp_path: Path) -> None:
     """``class SFT(maingrad's, another's)``: what is maingrad's comes first."""
-    hugging_face_runs.as_launched()
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     from maingrad.ddp import DistributedDataParallel
@@ -195,8 +199,9 @@ def test_other_trainers_take_part_by_inheritance(tmp_path: Path) -> None:
         pass
 
     args = Seq2SeqTrainingArguments(str(tmp_path), max_steps=2, report_to=[], disable_tqdm=True, use_cpu=True)
-    trainer = Both(llama(), args, train_dataset=Sentences(8), parallel="ddp")
-    trainer.train()
+    with as_launched():
+        trainer = Both(llama(), args, train_dataset=Sentences(8), parallel="ddp")
+        trainer.train()
     assert isinstance(trainer.model_wrapped, DistributedDataParallel)
     fused = {record.name for record in trainer.model_wrapped.records if record.num_fused_writes}
     assert "lm_head.weight" in fused and len(fused) == 15
