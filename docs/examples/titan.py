@@ -72,9 +72,8 @@ def microbatches(step):
 
 
 with torch.device("meta"):
-    model = nn.Sequential(
-        nn.Embedding(61, WIDTH), Block(), Block(), nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 61))
-    )
+    head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 61))
+    model = nn.Sequential(nn.Embedding(61, WIDTH), Block(), Block(), head)
 mesh = init_device_mesh(device.type, (args.replicas, ranks // args.replicas), mesh_dim_names=("replica", "shard"))
 parallelize(model, mesh, torch.bfloat16 if cuda else torch.float32)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
