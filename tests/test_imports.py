@@ -23,7 +23,17 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
 }
 LIBRARY_MAY_IMPORT = {"torch", "triton", "einops", *sys.stdlib_module_names}
-LAUNCH_ONLY = ("tyro", "cattrs", "rich", "matplotlib", "numpy", "tensorboard", "safetensors", "transformers")
+LAUNCH_ONLY = (
+    "tyro",
+    "cattrs",
+    "rich",
+    "matplotlib",
+    "numpy",
+    "tensorboard",
+    "safetensors",
+    "transformers",
+    "accelerate",
+)
 
 CONTRACT = {
     "main_grad",

@@ -10,7 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 VOCABULARY, LENGTH = 24, 12
 
@@ -37,7 +37,15 @@ class Sentences(Dataset):
         return {"input_ids": self.tokens[index], "attention_mask": (~padding).long(), "labels": labels}
 
 
-def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+class Stream(IterableDataset):
+    """Sentences without a length: an epoch ends in the middle of a step."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        sentences = Sentences(42)
+        return (sentences[index] for index in range(len(sentences)))
+
+
+def llama(*, tied: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -49,6 +57,7 @@ def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
         num_attention_heads=2,
         max_position_embeddings=LENGTH,
         tie_word_embeddings=tied,
+        attention_dropout=dropout,
         use_cache=False,
     )
     return LlamaForCausalLM(config).to(dtype)

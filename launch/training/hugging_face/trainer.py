@@ -76,6 +76,7 @@ class Trainer(transformers.Trainer):
         if model is not None:
             check_model(model)
         super().__init__(model, args, *others, **options)
+        check_model(self.model)  # also where model_init has made it
         self._check_optimizer()
         if parallel == "fsdp":
             unit_names(self.model, fsdp_units)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_ranks
-from hugging_face_runs import Sentences, as_launched, build, llama, train
+from hugging_face_runs import Sentences, Stream, as_launched, build, llama, train
 
 FORMS = ("ddp", "zero1", "fsdp")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -89,6 +89,17 @@ def test_resumes_on_another_number_of_ranks(form: str, tmp_path: Path) -> None:
     assert_alike(seen, whole)
 
 
+def resumed_with_dropout(folder: Path, checkpoint: str | None) -> dict[str, list[float]]:
+    return train("zero1", folder, SAVING, {"dropout": 0.2}, resume=checkpoint)
+
+
+@pytest.mark.slow
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    whole, *_ = run_ranks(resumed_with_dropout, 2, tmp_path / "whole", None)
+    seen, *_ = run_ranks(resumed_with_dropout, 2, tmp_path / "2", str(tmp_path / "whole/checkpoint-10"))
+    assert seen == whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("into", FORMS)
 @pytest.mark.parametrize("out_of", FORMS)
@@ -143,6 +154,38 @@ def test_evaluates_before_training_and_trains_again(form: str, tmp_path: Path) -
     losses, others = run_ranks(trained_twice, 2, form, tmp_path)
     assert losses == others
     assert losses[0] > losses[1] > losses[2]
+
+
+def made_by_a_function(form: str, folder: Path) -> list[float]:
+    with as_launched():
+        trainer = build(form, folder, {"max_steps": 4}, None, model_init=lambda: llama())
+        losses = [trainer.train().training_loss for _ in range(2)]
+        assert trainer.state.global_step == 4
+        return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_a_function_makes_is_wrapped_each_time(form: str, tmp_path: Path) -> None:
+    for first, second in run_ranks(made_by_a_function, 2, form, tmp_path):
+        assert first == second
+
+
+def of_a_stream(form: str, folder: Path) -> list[float]:
+    with as_launched():
+        trainer = build(form, folder, {}, llama())
+        trainer.train_dataset = Stream()
+        trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_an_epoch_may_end_in_the_middle_of_a_step(form: str, tmp_path: Path) -> None:
+    """What a step without its last microbatch has accumulated counts in the next one, as in the plain Trainer."""
+    plain, *_ = run_ranks(of_a_stream, 2, "plain", tmp_path)
+    assert len(plain) == 20
+    assert run_ranks(of_a_stream, 2, form, tmp_path)[0] == pytest.approx(plain, abs=1e-5)
 
 
 class Doubled(torch.nn.Module):
