@@ -38,7 +38,7 @@ def assert_alike(seen: dict[str, list[float]], expected: dict[str, list[float]],
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_every_form_logs_what_the_plain_trainer_logs(options: str, model: str, tmp_path: Path) -> None:
     """44 rows leave 2 of 3 microbatches to the last step of an epoch, with fewer tokens on one rank."""
     plain, *_ = run_ranks(train, 2, "plain", tmp_path / "plain", OPTIONS[options], MODELS[model])
