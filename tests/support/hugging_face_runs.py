@@ -45,22 +45,28 @@ class Stream(IterableDataset):
         return (sentences[index] for index in range(len(sentences)))
 
 
-def llama(*, tied: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def language_model(
+    *, tied: bool = False, experts: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A Llama, or a Mixtral: a Llama with experts."""
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=tied,
-        attention_dropout=dropout,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": tied,
+        "attention_dropout": dropout,
+        "use_cache": False,
+    }
+    if experts:
+        return MixtralForCausalLM(MixtralConfig(**options, num_local_experts=4)).to(dtype)
+    return LlamaForCausalLM(LlamaConfig(**options)).to(dtype)
 
 
 def arguments(folder: Path, **changed: Any) -> Any:
@@ -135,7 +141,7 @@ def train(
 ) -> dict[str, list[float]]:
     """Train, and return what was logged in each step: losses, norms of gradients, learning rates, validation losses."""
     with as_launched():
-        trainer = build(kind, folder, options, llama(**(model or {})), **ours)
+        trainer = build(kind, folder, options, language_model(**(model or {})), **ours)
         trainer.train(resume_from_checkpoint=resume)
     keys = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "total_flos")
     return {key: [float(each[key]) for each in trainer.state.log_history if key in each] for key in keys}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_runs import Sentences, arguments, as_launched, build, llama
+from hugging_face_runs import Sentences, arguments, as_launched, build, language_model
 
 from maingrad.ddp import DistributedDataParallelConfig
 from maingrad.launch.training.hugging_face import Trainer
@@ -45,7 +45,7 @@ def launched() -> Iterator[None]:
 @pytest.mark.sampled(len(OPTIONS))
 def test_training_arguments(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        build("zero1", tmp_path, options, llama())
+        build("zero1", tmp_path, options, language_model())
     name = next(iter(options))
     assert name in str(raised.value)
 
@@ -54,25 +54,25 @@ def test_training_arguments(options: dict[str, Any], message: str, tmp_path: Pat
 @pytest.mark.sampled(len(OURS))
 def test_own_options(ours: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        Trainer(llama(), arguments(tmp_path), train_dataset=Sentences(4), **ours)
+        Trainer(language_model(), arguments(tmp_path), train_dataset=Sentences(4), **ours)
 
 
 def test_options_of_torchs_wrapper_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='ddp_bucket_cap_mb has no effect with parallel="fsdp"'):
-        build("fsdp", tmp_path, {"ddp_bucket_cap_mb": 1}, llama())
+        build("fsdp", tmp_path, {"ddp_bucket_cap_mb": 1}, language_model())
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
     with pytest.raises(ValueError, match="ddp_find_unused_parameters is a field of ddp_config"):
-        build("zero1", tmp_path, {"ddp_find_unused_parameters": True}, llama(), ddp_config=config)
+        build("zero1", tmp_path, {"ddp_find_unused_parameters": True}, language_model(), ddp_config=config)
 
 
 def test_optimizers_of_before(tmp_path: Path) -> None:
-    model = llama()
+    model = language_model()
     with pytest.raises(ValueError, match="give optimizer_cls_and_kwargs"):
         build("ddp", tmp_path, {}, model, optimizers=(torch.optim.AdamW(model.parameters()), None))
 
 
 def test_models_that_something_else_distributes(tmp_path: Path) -> None:
-    spread, quantised, sharded = llama(), llama(), llama()
+    spread, quantised, sharded = language_model(), language_model(), language_model()
     spread.hf_device_map = {"model": 0, "lm_head": 1}
     quantised.is_quantized = True
     sharded.__class__ = type("Sharded", (type(sharded),), {"is_distributed_loading_by_transformers": True})
@@ -87,8 +87,8 @@ def test_a_model_without_named_blocks(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_trainer(tmp_path: Path) -> None:
-    plain = build("plain", tmp_path, {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}, llama())
+    plain = build("plain", tmp_path, {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}, language_model())
     plain.train()
-    ours = build("zero1", tmp_path, {"max_steps": 2}, llama())
+    ours = build("zero1", tmp_path, {"max_steps": 2}, language_model())
     with pytest.raises(ValueError, match="from_pretrained"):
         ours.train(resume_from_checkpoint=True)
