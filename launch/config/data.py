@@ -116,3 +116,8 @@ class DataConfig:
     def knows_documents(self) -> bool:
         """Whether borders of documents are known."""
         return self.end_of_document is not None or self.source in ("text", "megatron", "hugging_face")
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return self.source == "stdlib" or (self.source == "text" and self.tokenizer is None)

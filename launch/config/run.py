@@ -185,7 +185,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(
-            self.train.sequence_length <= self.model.context_length,
+            self.model.hugging_face is not None or self.train.sequence_length <= self.model.context_length,
             "train.sequence_length",
             self.train.sequence_length,
             f"must be at most model.context_length = {self.model.context_length}",
@@ -197,7 +197,9 @@ class Config:
             f"must be less than train.steps = {self.train.steps}",
         )
         require(
-            self.data.source == "tokens" or self.model.vocab_size >= 256,
+            self.data.source not in ("stdlib", "text")
+            or self.data.tokenizer is not None
+            or self.model.vocab_size >= 256,
             "model.vocab_size",
             self.model.vocab_size,
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
@@ -226,6 +228,12 @@ class Config:
             "train.cuda_graph",
             True,
             "does not go with ddp.check_for_nan_in_grad, which reads each step's result on the host",
+        )
+        require(
+            not (self.train.cuda_graph and self.data.documents != "join"),
+            "train.cuda_graph",
+            True,
+            'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step',
         )
         # Raise for values that contradict ``parallel``.
         self.fsdp.check(self.parallel)

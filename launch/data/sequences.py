@@ -15,7 +15,7 @@ from torch import Tensor
 from .order import Blend, permuted
 from .tokens import DataError, Tokens, part_of
 
-__all__ = ["IGNORED", "Batch", "Body", "Documents", "Sampler", "SequenceSet", "stack_rows"]
+__all__ = ["IGNORED", "Batch", "Body", "Documents", "Sampler", "SequenceSet", "concatenated", "stack_rows"]
 
 IGNORED = -100
 """Target where no loss is counted: the ``ignore_index`` of torch and of Hugging Face."""
@@ -47,6 +47,14 @@ class Batch(NamedTuple):
     def largest(self) -> int:
         """The largest token id of inputs and targets."""
         return max(int(self.inputs.max()), int(self.targets.max()))
+
+    def rows(self, rows: slice) -> "Batch":
+        """Some rows."""
+        return Batch(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on ``device``."""
+        return Batch(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
 
 
 class Body(NamedTuple):
@@ -198,3 +206,10 @@ def stack_rows(rows: Sequence[Row], documents: Documents) -> Batch:
     """One batch of all rows; with positions under ``mask`` alone."""
     inputs, targets, positions = (torch.from_numpy(np.stack(parts)) for parts in zip(*rows, strict=True))
     return Batch(inputs, targets, positions if documents == "mask" else None)
+
+
+def concatenated(batches: Sequence[Batch]) -> Batch:
+    """All rows of batches of one kind, in order."""
+    return Batch(
+        *(None if parts[0] is None else torch.cat(parts) for parts in zip(*batches, strict=True))  # type: ignore[arg-type]
+    )

@@ -239,7 +239,7 @@ def test_every_place_can_be_drawn():
 
 
 def test_validation_windows_are_spread_and_do_not_overlap():
-    inputs, targets = validation_windows(ALPHABET, count=4, sequence_length=10)
+    inputs, targets, _ = validation_windows(ALPHABET, count=4, sequence_length=10)
     assert inputs[0, 0] == 0
     assert targets[-1, -1] == 999
     assert inputs.shape == (4, 10)
