@@ -13,14 +13,14 @@ class DataConfig:
     """Where tokens come from, how they become sequences, and which are used for validation only."""
 
     source: Literal["stdlib", "text", "tokens", "megatron", "hugging_face"] = "stdlib"
-    """``stdlib``: source files of the running Python's standard library, as bytes. ``text``: any files, as bytes or, with
-    ``tokenizer``, as tokens. ``tokens``: files of token ids. ``megatron``: pairs ``PATH.bin`` and ``PATH.idx``.
+    """``stdlib``: source files of the running Python's standard library, as bytes. ``text``: any files, as bytes, or
+    with ``tokenizer`` as tokens. ``tokens``: files of token ids. ``megatron``: pairs ``PATH.bin`` and ``PATH.idx``.
     ``hugging_face``: folders that ``datasets.Dataset.save_to_disk`` has written."""
     paths: tuple[str, ...] = ()
     """Files, prefixes (``megatron``) or folders (``hugging_face``), in order. Relative to the working directory."""
     weights: tuple[float, ...] = ()
-    """Share of each path in the training sequences, in any unit. Needs ``order = "epochs"``. Empty: the paths follow each
-    other as one body of tokens."""
+    """Share of each path in the training sequences, in any unit. Needs ``order = "epochs"``. Empty: the paths follow
+    each other as one body of tokens."""
     validation_paths: tuple[str, ...] = ()
     """Validation files. Without them, the end of the training data (of each path, with ``weights``) is used."""
     tokenizer: str | None = None
@@ -35,12 +35,12 @@ class DataConfig:
     """Token id that ends each document. Needed by ``documents``, where the source does not know its documents itself
     (``stdlib``, ``tokens``)."""
     documents: Literal["join", "mask", "pad"] = "join"
-    """``join``: a sequence is a row of tokens, whatever documents they belong to. ``mask``: the same rows; attention does
-    not cross documents, and the first token of a document is no target. ``pad``: a sequence is one document, or a piece
+    """``join``: a sequence is a row of tokens, whatever documents they belong to. ``mask``: the same rows; attention
+    does not cross documents, and the first token of a document is no target. ``pad``: a sequence is one document, or a piece
     of one, padded; padding counts nowhere."""
     order: Literal["random", "epochs"] = "random"
-    """``random``: sequences begin at random places of the data. ``epochs``: each sequence once in each epoch, in an order
-    that follows from ``train.seed`` and the epoch."""
+    """``random``: sequences begin at random places of the data. ``epochs``: each sequence once in each epoch, in an
+    order that follows from ``train.seed`` and the epoch."""
     validation_fraction: float = 0.05
     """Fraction of the data for validation: of the files (``stdlib``), or of the tokens."""
     max_tokens: int | None = None

@@ -44,7 +44,7 @@ class IndexedTokens(NamedTuple):
 
 
 def read_indexed(prefix: str | os.PathLike[str]) -> IndexedTokens:
-    """Open ``PREFIX.bin`` and ``PREFIX.idx``. Raises ``DataError`` for files that are missing, damaged, or not a pair."""
+    """Open ``PREFIX.bin`` and ``PREFIX.idx``. Raises ``DataError`` for missing or damaged files, and for no pair."""
     stem = os.fspath(prefix).removesuffix(".bin").removesuffix(".idx")
     path = Path(f"{stem}.idx")
     try:

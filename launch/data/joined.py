@@ -47,8 +47,8 @@ class JoinedTokens:
 class ArrowTokens:
     """A column of a ``datasets.Dataset`` with a list of integers in each row, as tokens one after the other.
 
-    Rows stay in their memory-mapped file until they are read. ``starts`` [rows + 1] int64: the place of each row's first
-    token, and the number of tokens.
+    Rows stay in their memory-mapped file until they are read. ``starts`` [rows + 1] int64: the place of each row's
+    first token, and the number of tokens.
     """
 
     dtype = np.dtype(np.uint32)

@@ -175,7 +175,7 @@ class Sampler:
         return stack_rows(self._rows(step, rows), self._documents)
 
     def counted(self, step: int) -> int:
-        """Targets in the global batch of ``step`` that are not ``IGNORED``. Reads the batch; every rank gets the same."""
+        """Targets in the global batch of ``step`` that are not ``IGNORED``: the same on every rank. Reads the batch."""
         return sum(int((row.targets != IGNORED).sum()) for row in self._rows(step, slice(0, self._size)))
 
     def epoch(self, step: int) -> float:

@@ -74,7 +74,7 @@ LanguageModel = GPT | HuggingFaceModel
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The longest ``nn.ModuleList`` that lies in no other one, in its order. Raises ``ConfigError`` if there is none."""
+    """The longest ``nn.ModuleList`` that lies in no other one. Raises ``ConfigError`` if there is none."""
     found: list[nn.ModuleList] = []
 
     def collect(module: nn.Module) -> None:
@@ -91,7 +91,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def build_language_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> LanguageModel:
-    """The model of ``config`` on ``device``: the same on every rank. On meta nothing is allocated or read but its shape.
+    """The model of ``config`` on ``device``: the same on every rank. On meta nothing is allocated.
 
     Raises ``ConfigError`` for a folder that cannot be read, and if ``transformers`` is missing.
     """

@@ -14,7 +14,7 @@ __all__ = ["load_model", "make_sampler", "validation_batch"]
 
 
 def load_model(config: Config, device: torch.device) -> LanguageModel:
-    """The model on ``device``, not yet compiled, wrapped or sharded. Raises ``ConfigError`` if it does not fit the run."""
+    """The model on ``device``, not yet compiled or wrapped. Raises ``ConfigError`` if it does not fit the run."""
     source = config.model.hugging_face
     target = Path(config.train.out_dir) / "hugging_face"
     require(

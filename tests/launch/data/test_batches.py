@@ -205,7 +205,7 @@ def test_no_standard_library_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_targets_are_the_next_tokens():
-    inputs, targets = batch()
+    inputs, targets, _ = batch()
     assert inputs.shape == targets.shape == (24, 10)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert torch.equal(targets, inputs + 1)

@@ -269,5 +269,5 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
     whole = train(megatron_config(tmp_path, "whole", data=data))
     train(megatron_config(tmp_path, "cut", data=data, train={"save_every": 3}))
     resumed = {"resume": str(tmp_path / "cut" / "checkpoints" / "step-00000003"), "num_microbatches": 4}
-    rest, _ = simulate(train, 3, megatron_config(tmp_path, "rest", data=data, train=resumed))
+    rest, *_ = simulate(train, 3, megatron_config(tmp_path, "rest", data=data, train=resumed))
     assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-4)

@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     ),
-    "gpt2": ("GPT2Config", {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "gpt2": ("GPT2Config", {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)),
 }
 
 
