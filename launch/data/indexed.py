@@ -30,7 +30,14 @@ __all__ = ["IndexedTokens", "IndexedWriter", "read_indexed", "write_indexed"]
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION = 1
-_DTYPES: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint8, 3: np.uint16, 4: np.uint32, 5: np.uint64, 8: np.uint16}
+_DTYPES: dict[int, type[np.unsignedinteger]] = {
+    1: np.uint8,
+    2: np.uint8,
+    3: np.uint16,
+    4: np.uint32,
+    5: np.uint64,
+    8: np.uint16,
+}
 """Token ids are not negative: signed types are read as the unsigned ones of their size."""
 _CODES = {"uint8": 1, "int32": 4, "uint16": 8}
 

@@ -54,7 +54,7 @@ class ArrowTokens:
     dtype = np.dtype(np.uint32)
 
     def __init__(self, dataset: Any, column: str) -> None:
-        self._rows, self._column = dataset.select_columns([column]).with_format("arrow"), column
+        self._rows, self._column = dataset.with_format("arrow", columns=[column]), column
         lengths = [self._values(first, first + 4096)[1] for first in range(0, len(dataset), 4096)]
         self.starts = np.concatenate([[0], np.cumsum(np.concatenate(lengths, dtype=np.int64))]).astype(np.int64)
 

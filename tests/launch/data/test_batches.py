@@ -66,8 +66,8 @@ def test_text_is_bytes_and_its_tail_is_held_back(tmp_path: Path):
     (tmp_path / "b").write_bytes(bytes(range(100, 200)))
     config = DataConfig(source="text", paths=(str(tmp_path / "a"), str(tmp_path / "b")), validation_fraction=0.25)
     corpus = load_corpus(config, sequence_length=8)
-    assert corpus.train.tolist() == list(range(150))
-    assert corpus.validation.tolist() == list(range(150, 200))
+    assert corpus.train[:].tolist() == list(range(150))
+    assert corpus.validation[:].tolist() == list(range(150, 200))
 
 
 def test_validation_files_of_their_own_and_max_tokens(tmp_path: Path):

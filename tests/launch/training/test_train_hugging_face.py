@@ -33,7 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
     ),
-    "gpt2": ("GPT2Config", {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    ),
 }
 
 
@@ -45,8 +49,9 @@ def folder_of(name: str, path: Path) -> Path:
 
 
 def config_for(tmp_path: Path, source: Path, *, model: dict[str, Any] | None = None, **sections: Any) -> Config:
-    from maingrad.launch.config.file import structure
     from tiny_run import tiny_document
+
+    from maingrad.launch.config.file import structure
 
     document = tiny_document(tmp_path, **sections)
     document["model"] = {"hugging_face": str(source), "pretrained": False} | (model or {})
