@@ -36,8 +36,8 @@ class DataConfig:
     (``stdlib``, ``tokens``)."""
     documents: Literal["join", "mask", "pad"] = "join"
     """``join``: a sequence is a row of tokens, whatever documents they belong to. ``mask``: the same rows; attention
-    does not cross documents, and the first token of a document is no target. ``pad``: a sequence is one document, or a piece
-    of one, padded; padding counts nowhere."""
+    does not cross documents, and the first token of a document is no target. ``pad``: a sequence is one document, or
+    a piece of one, padded; padding counts nowhere."""
     order: Literal["random", "epochs"] = "random"
     """``random``: sequences begin at random places of the data. ``epochs``: each sequence once in each epoch, in an
     order that follows from ``train.seed`` and the epoch."""

@@ -87,7 +87,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     collect(model)
     if not found:
         raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
-    return list(max(found, key=len))
+    return list(max(found, key=lambda layers: len(layers)))
 
 
 def build_language_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> LanguageModel:
@@ -102,7 +102,7 @@ def build_language_model(config: ModelConfig, *, seed: int, device: torch.device
     folder = config.hugging_face
     try:
         settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        arguments = {"dtype": config.torch_dtype}
+        arguments: dict[str, Any] = {"dtype": config.torch_dtype}
         if config.attention is not None:
             arguments["attn_implementation"] = config.attention
         if config.pretrained and device.type != "meta":
