@@ -75,19 +75,19 @@ LanguageModel = GPT | HuggingFaceModel
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The longest ``nn.ModuleList`` that lies in no other one. Raises ``ConfigError`` if there is none."""
-    found: list[nn.ModuleList] = []
+    found: list[list[nn.Module]] = []
 
     def collect(module: nn.Module) -> None:
         for child in module.children():
             if isinstance(child, nn.ModuleList):
-                found.append(child)
+                found.append(list(child))
             else:
                 collect(child)
 
     collect(model)
     if not found:
         raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
-    return list(max(found, key=lambda layers: len(layers)))
+    return max(found, key=len)
 
 
 def build_language_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> LanguageModel:
