@@ -85,7 +85,8 @@ class UnitsPlan(NamedTuple):
         """
         blocks: dict[str, int] = {}  # bytes of each block, nested units included
         for unit in self.units[1:]:
-            block = ".".join(unit.name.split(".")[:2])
+            outside = (each.name for each in self.units[1:] if unit.name.startswith(f"{each.name}."))
+            block = next(outside, unit.name)
             blocks[block] = blocks.get(block, 0) + unit.param_nbytes
         keeps = self.placements.inner.parameter is Placement.WHOLE or self.fsdp.reshard_after_forward is False
         inside = list(blocks.values())

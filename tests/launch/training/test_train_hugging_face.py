@@ -11,7 +11,7 @@ from tiny_run import tiny_config
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
-from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model, decoder_layers
+from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
 from maingrad.launch.plan.plan import plan_run, plan_units
 from maingrad.launch.training.loading import make_sampler
 from maingrad.launch.training.train import train
@@ -41,9 +41,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def folder_of(name: str, path: Path) -> Path:
+def folder_of(name: str, path: Path, *, layers: int = 2) -> Path:
     """A folder with ``config.json`` alone."""
     kind, sizes = MODELS[name]
+    sizes = sizes | {"n_layer" if "n_layer" in sizes else "num_hidden_layers": layers}
     getattr(transformers, kind)(**sizes, architectures=[kind.replace("Config", "ForCausalLM")]).save_pretrained(path)
     return path
 
@@ -112,11 +113,14 @@ def test_plan_on_meta(tmp_path: Path, name: str):
     source = folder_of(name, tmp_path / "source")
     config = config_for(tmp_path, source)
     real = build_language_model(config.model, seed=0)
-    assert plan_run(config, 4).num_parameters == sum(parameter.numel() for parameter in real.parameters())
-    units = plan_units(config_for(tmp_path, source, parallel="fsdp"), 4).units
     assert isinstance(real, HuggingFaceModel)
+    assert plan_run(config, 4).num_parameters == sum(parameter.numel() for parameter in real.parameters())
+    deep = config_for(tmp_path, folder_of(name, tmp_path / "deep", layers=4), parallel="fsdp")
+    plan = plan_units(deep, 4)
+    real = build_language_model(deep.model, seed=0)
     names = {id(module): path for path, module in real.named_modules()}
-    assert [unit.name for unit in units] == ["", *(names[id(layer)] for layer in decoder_layers(real.model))]
+    assert [unit.name for unit in plan.units] == ["", *(names[id(layer)] for layer in real.blocks)]
+    assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes, "the root and two layers"
 
 
 def test_documents_of_a_packed_row_equal_documents_alone(tmp_path: Path):
