@@ -40,7 +40,7 @@ class _Command(Protocol):
 
 @dataclass(frozen=True)
 class Train:
-    """train a GPT as a TOML file says; also under torchrun
+    """train a language model as a TOML file says; also under torchrun
 
     Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
     """
@@ -211,6 +211,34 @@ class Export:
 
 
 @dataclass(frozen=True)
+class Tokenize:
+    """text as token files of Megatron: PREFIX.bin and PREFIX.idx
+
+    A file is a document; in a .jsonl file each line is one.
+    """
+
+    prefix: Annotated[Positional[Path], arg(metavar="PREFIX")]
+    """where the two files go"""
+    files: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE ...")]
+    """UTF-8 text"""
+    tokenizer: Path | None = None
+    """tokenizer.json of Hugging Face; otherwise tokens are bytes"""
+    end_of_document: int | None = None
+    """token id after each document"""
+    key: str = "text"
+    """of the text in a line of a .jsonl file"""
+
+    def run(self, rest: list[str], stop: StopRequest) -> int:
+        if rest or not self.files:
+            raise ConfigError(f"tokenize takes a prefix and files; got {' '.join(rest) or 'no files'}")
+        from .data.tokenizing import tokenize_files
+
+        count = tokenize_files(self.prefix, self.files, self.tokenizer, self.end_of_document, self.key)
+        print(f"{self.prefix}.bin, {self.prefix}.idx: {count.documents} documents, {count.tokens} tokens")
+        return 0
+
+
+@dataclass(frozen=True)
 class Bench:
     """measure on this machine
 
@@ -269,7 +297,7 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
     else:
         rest = []
     parsed, unknown = tyro.cli(
-        Train | Plan | Simulate | Verify | Report | Export | Bench,
+        Train | Plan | Simulate | Verify | Report | Export | Tokenize | Bench,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",

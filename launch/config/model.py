@@ -13,8 +13,17 @@ __all__ = ["ModelConfig"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of the GPT in ``launch/model/gpt.py``."""
+    """Shape of the GPT in ``launch/model/gpt.py``, or a model of Hugging Face."""
 
+    hugging_face: str | None = None
+    """Folder with the ``config.json`` of a causal language model of Hugging Face; it gives the shape, and ``[model]``
+    may only have the next three keys, ``param_dtype`` and ``fuse_wgrad_accumulation`` beside it. None: the GPT."""
+    pretrained: bool = True
+    """Load the weights in the folder ``hugging_face`` (safetensors). False: draw new ones."""
+    attention: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
+    """Implementation of attention in ``hugging_face``. None: what transformers chooses."""
+    save_hugging_face: bool = True
+    """After the last step, write the model to ``train.out_dir``/hugging_face, a folder that transformers loads."""
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
     dim: int = 256
@@ -70,6 +79,7 @@ class ModelConfig:
     """True: one packed weight [experts, out, in] per product. False: one weight per expert."""
 
     def __post_init__(self) -> None:
+        self._check_hugging_face()
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "context_length"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
         require(
@@ -136,6 +146,16 @@ class ModelConfig:
             f'must be "float32" or model.param_dtype = "{self.param_dtype}"',
         )
 
+    def _check_hugging_face(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if self.hugging_face is None and entry.name in ("pretrained", "attention", "save_hugging_face"):
+                remedy = "has no effect without model.hugging_face; leave it out"
+                require(value == entry.default, f"model.{entry.name}", value, remedy)
+            if self.hugging_face is not None and entry.name not in _BESIDE_HUGGING_FACE:
+                remedy = "has no effect beside model.hugging_face, whose config.json has the shape; leave it out"
+                require(value == entry.default, f"model.{entry.name}", value, remedy)
+
     def has_experts(self, block: int) -> bool:
         """Whether ``block``, counted from 0, is a mixture of experts."""
         return self.num_experts > 0 and block % self.moe_layer_freq == 0
@@ -174,3 +194,7 @@ _EXPERT_KEYS = {
     )
 }
 """Keys that describe experts, with their values for a model without experts."""
+
+_BESIDE_HUGGING_FACE = frozenset(
+    {"hugging_face", "pretrained", "attention", "save_hugging_face", "param_dtype", "fuse_wgrad_accumulation"}
+)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...ddp import DistributedDataParallelConfig
+from .data import DataConfig
 from .ddp import DdpConfig, Parallel
 from .error import ConfigError, require
 from .fsdp import FsdpConfig, is_fully_sharded
@@ -28,47 +29,6 @@ __all__ = [
     "Parallel",
     "TrainConfig",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Where tokens come from, and which tokens are used for validation only."""
-
-    source: Literal["stdlib", "text", "tokens"] = "stdlib"
-    """``stdlib``: source files of the running Python's standard library, as bytes. ``text``: any files, as bytes.
-    ``tokens``: a file of token ids."""
-    paths: tuple[str, ...] = ()
-    """Files of a ``text`` source, in order, or the single file of a ``tokens`` source. Relative to the working
-    directory."""
-    validation_paths: tuple[str, ...] = ()
-    """Validation files. Without them, ``text`` and ``tokens`` use the end of the training data for validation."""
-    token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Type of the little-endian integers in a ``tokens`` file."""
-    validation_fraction: float = 0.05
-    """Fraction of the data for validation: of the files (``stdlib``), or of the tokens."""
-    max_tokens: int | None = None
-    """Use only the first ``max_tokens`` tokens of the training data. None: all."""
-
-    def __post_init__(self) -> None:
-        if self.source == "stdlib":
-            require(not self.paths, "data.paths", self.paths, 'source = "stdlib" finds its files itself; set "text"')
-            require(
-                not self.validation_paths,
-                "data.validation_paths",
-                self.validation_paths,
-                'need source = "text"/"tokens"',
-            )
-        else:
-            require(bool(self.paths), "data.paths", self.paths, f'source = "{self.source}" needs at least one file')
-        require(
-            0.0 < self.validation_fraction < 1.0,
-            "data.validation_fraction",
-            self.validation_fraction,
-            "must lie between 0 and 1: the validation loss needs data of its own",
-        )
-        require(
-            self.max_tokens is None or self.max_tokens >= 1, "data.max_tokens", self.max_tokens, "must be at least 1"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +185,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require(
-            self.train.sequence_length <= self.model.context_length,
+            self.model.hugging_face is not None or self.train.sequence_length <= self.model.context_length,
             "train.sequence_length",
             self.train.sequence_length,
             f"must be at most model.context_length = {self.model.context_length}",
@@ -237,7 +197,9 @@ class Config:
             f"must be less than train.steps = {self.train.steps}",
         )
         require(
-            self.data.source == "tokens" or self.model.vocab_size >= 256,
+            self.data.source not in ("stdlib", "text")
+            or self.data.tokenizer is not None
+            or self.model.vocab_size >= 256,
             "model.vocab_size",
             self.model.vocab_size,
             f'must be at least 256 for bytes (data.source = "{self.data.source}")',
@@ -266,6 +228,12 @@ class Config:
             "train.cuda_graph",
             True,
             "does not go with ddp.check_for_nan_in_grad, which reads each step's result on the host",
+        )
+        require(
+            not (self.train.cuda_graph and self.data.documents != "join"),
+            "train.cuda_graph",
+            True,
+            'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step',
         )
         # Raise for values that contradict ``parallel``.
         self.fsdp.check(self.parallel)

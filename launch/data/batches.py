@@ -6,17 +6,16 @@ that microbatch on that rank. So N ranks together read exactly what one process 
 
 import hashlib
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ..config.run import DataConfig
-from .tokens import DataError, Digest, FileTokens, Tokens, digest_of, part_of
+from ..config.data import DataConfig
+from .sequences import Batch, Body, Documents, SequenceSet, stack_rows
+from .sources import joined, open_body
+from .tokens import DataError, Digest, Tokens, digest_of
 
 __all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch", "stdlib_files", "validation_windows"]
 
@@ -30,43 +29,43 @@ class Corpus(NamedTuple):
     train: Tokens
     validation: Tokens
     description: str
+    bodies: tuple[Body, ...] = ()
+    """The training tokens with their documents: one for each path where paths have weights, else one."""
+    validation_bodies: tuple[Body, ...] = ()
 
     def digests(self) -> dict[str, Digest]:
         """A digest of the training tokens and one of the validation tokens, by name."""
         return {"training": digest_of(self.train), "validation": digest_of(self.validation)}
 
 
-class Batch(NamedTuple):
-    """``inputs`` and ``targets`` [B, T] int64; each target is the token that follows its input."""
-
-    inputs: Tensor
-    targets: Tensor
-
-    @property
-    def largest(self) -> int:
-        """The largest token id of inputs and targets."""
-        return max(int(self.inputs.max()), int(self.targets.max()))
-
-
-def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
+def load_corpus(config: DataConfig, *, sequence_length: int, cache_dir: Path | None = None) -> Corpus:
     """Open the data of ``config``.
+
+    cache_dir  folder for the tokens of ``config.tokenizer``; None: ``config.cache_dir`` must be set
 
     Raises ``DataError`` for a missing or empty file, for a file whose size is no multiple of the token size, and for
     data that is shorter than one sequence of ``sequence_length`` tokens and its targets.
     """
     if config.source == "stdlib":
         train, validation, description = _load_stdlib(config.validation_fraction)
+        bodies, kept = [Body(train, None, config.end_of_document)], [Body(validation, None, config.end_of_document)]
     else:
-        train = _load_files(config, config.paths)
+        cache = Path(config.cache_dir) if config.cache_dir is not None else cache_dir
+        opened = [open_body(config, path, cache) for path in config.paths]
+        bodies = opened if config.weights else [joined(opened)]
         description = ", ".join(config.paths)
         if config.validation_paths:
-            validation = _load_files(config, config.validation_paths)
+            kept = [joined([open_body(config, path, cache) for path in config.validation_paths])]
         else:
-            held_back = round(len(train) * config.validation_fraction)
-            whole, kept = train, len(train) - held_back
-            train, validation = part_of(whole, 0, kept), part_of(whole, kept, len(whole))
+            kept = []
+            for index, body in enumerate(bodies):
+                whole = len(body.tokens)
+                border = whole - round(whole * config.validation_fraction)
+                kept.append(body.part(border, whole))
+                bodies[index] = body.part(0, border)
     if config.max_tokens is not None:
-        train = part_of(train, 0, config.max_tokens)
+        bodies = [body.part(0, config.max_tokens) for body in bodies]
+    train, validation = joined(bodies).tokens, joined(kept).tokens
     for part, tokens in (("training", train), ("validation", validation)):
         if len(tokens) < sequence_length + 1:
             raise DataError(
@@ -74,7 +73,7 @@ def load_corpus(config: DataConfig, *, sequence_length: int) -> Corpus:
                 f"and its target; lower train.sequence_length below {max(len(tokens), 1)}, or give more data"
                 + (" (data.validation_fraction says how much is held back)" if part == "validation" else "")
             )
-    return Corpus(train, validation, description)
+    return Corpus(train, validation, description, tuple(bodies), tuple(kept))
 
 
 def stdlib_files() -> list[Path]:
@@ -108,20 +107,27 @@ def sample_batch(
     return _windows(tokens, starts[first : first + rows], sequence_length)
 
 
-def validation_windows(tokens: Tokens, *, count: int, sequence_length: int) -> Batch:
+def validation_windows(
+    tokens: Tokens | Body, *, count: int, sequence_length: int, documents: Documents = "join"
+) -> Batch:
     """The fixed validation set: ``count`` sequences at evenly spaced places, first and last included.
 
-    Sequences do not overlap: there are fewer where ``tokens`` are too short for ``count`` of them.
+    Sequences do not overlap: there are fewer where ``tokens`` are too short for ``count`` of them. Under ``documents =
+    "pad"`` they are evenly spaced among the documents.
     """
-    count = min(count, (len(tokens) - 1) // sequence_length)
-    starts = np.linspace(0, len(tokens) - sequence_length - 1, num=count).astype(np.int64)
-    return _windows(tokens, starts, sequence_length)
+    body = tokens if isinstance(tokens, Body) else Body(tokens)
+    sequences = SequenceSet(body, sequence_length, documents)
+    if documents == "pad":
+        chosen = np.linspace(0, len(sequences) - 1, num=min(count, len(sequences))).astype(np.int64)
+        return stack_rows([sequences.row(index) for index in chosen.tolist()], documents)
+    count = min(count, len(sequences))
+    starts = np.linspace(0, len(body.tokens) - sequence_length - 1, num=count).astype(np.int64)
+    return stack_rows([sequences.row_at(start) for start in starts.tolist()], documents)
 
 
 def _windows(tokens: Tokens, starts: NDArray[np.int64], sequence_length: int) -> Batch:
-    rows = [tokens[start : start + sequence_length + 1] for start in starts.tolist()]
-    window = torch.from_numpy(np.stack(rows).astype(np.int64))
-    return Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())
+    sequences = SequenceSet(Body(tokens), sequence_length, "join")
+    return stack_rows([sequences.row_at(start) for start in starts.tolist()], "join")
 
 
 def _load_stdlib(validation_fraction: float) -> tuple[Tokens, Tokens, str]:
@@ -140,14 +146,3 @@ def _load_stdlib(validation_fraction: float) -> tuple[Tokens, Tokens, str]:
         )
     train, validation = (np.frombuffer(b"".join(parts[side]), dtype=np.uint8) for side in (False, True))
     return train, validation, f"standard library source ({len(files)} files under {root})"
-
-
-def _load_files(config: DataConfig, paths: Sequence[str]) -> Tokens:
-    dtype = np.dtype(np.uint8) if config.source == "text" else np.dtype(config.token_dtype).newbyteorder("<")
-    parts = [FileTokens(Path(path), dtype) for path in paths]
-    if len(parts) == 1:
-        return parts[0]
-    whole = np.concatenate([part[:] for part in parts])
-    for part in parts:
-        part.close()
-    return whole

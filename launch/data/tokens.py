@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .joined import ArrowTokens, JoinedTokens
+
 __all__ = ["DataError", "Digest", "FileTokens", "Tokens", "digest_of", "part_of"]
 
 _DIGEST_BLOCK = 2**18
@@ -98,7 +100,7 @@ class FileTokens:
         self._file.close()
 
 
-Tokens = NDArray[np.unsignedinteger] | FileTokens
+Tokens = NDArray[np.unsignedinteger] | FileTokens | JoinedTokens | ArrowTokens
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -107,7 +109,7 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
     """Tokens [start, stop) of ``tokens``. Reads nothing from files."""
-    return tokens.part(start, stop) if isinstance(tokens, FileTokens) else tokens[start:stop]
+    return tokens[start:stop] if isinstance(tokens, np.ndarray) else tokens.part(start, stop)
 
 
 class Digest(NamedTuple):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ...te_integration import autocast
 from ..config.run import ModelConfig
 from .feed_forward import FeedForward, make_linear
+from .loss import mean_loss
 from .moe import MixtureOfExperts, RouterLoss
 
 __all__ = [
@@ -81,8 +82,8 @@ class Attention(nn.Module):
         self.qkv = make_linear(config, config.dim, sum(self.split), device, delay_wgrad)
         self.out = make_linear(config, config.dim, config.dim, device, delay_wgrad)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``x`` [B, T, D] -> [B, T, D]; ``cos`` and ``sin`` [T, C / 2]; ``mask`` [B, 1, T, T] bool, None: causal."""
         q, k, v = self.qkv(x).split(self.split, dim=-1)
         q = rotate(rearrange(q, "b t (h c) -> b h t c", h=self.num_heads), cos, sin)
         k = rotate(rearrange(k, "b t (k c) -> b k t c", k=self.num_kv_heads), cos, sin)
@@ -93,7 +94,8 @@ class Attention(nn.Module):
             q.to(dtype),
             k.to(dtype),
             v.to(dtype),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=self.dropout if self.training else 0.0,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
@@ -120,9 +122,11 @@ class Block(nn.Module):
         self.has_experts = has_experts
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, RouterLoss | None]:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, RouterLoss | None]:
         """``x`` [B, T, D] -> [B, T, D], and in training the router's losses of a block with experts."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
         normed = self.ffn_norm(x)
         y, router_loss = self.ffn(normed) if self.has_experts else (self.ffn(normed), None)
         return x + self.dropout(y), router_loss
@@ -211,8 +215,16 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compile(fullgraph=True, backend=backend)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.config.vocab_size
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean cross-entropy in nats, fp32.
+
+        Negative targets do not count. With ``positions`` [B, T] int64, which begin at 0 with each document, attention
+        stays within documents; rotary positions are relative, so those of the sequence serve all documents.
 
         In training, the returned loss includes the losses of all routers; ``loss_parts`` holds the parts.
         Raises ``ValueError`` for sequences longer than ``context_length``.
@@ -223,21 +235,29 @@ class GPT(nn.Module):
                 f"a sequence of {length} tokens is longer than model.context_length = {self.config.context_length}"
             )
         cos, sin = self.rotary_cos[:length], self.rotary_sin[:length]
+        mask = None if positions is None else _within_documents(positions)
         x = self.dropout(self.embedding(tokens))
         router_losses = []
         for block in self.blocks:
-            x, router_loss = block(x, cos, sin)
+            x, router_loss = block(x, cos, sin) if mask is None else block(x, cos, sin, mask)
             if router_loss is not None:
                 router_losses.append(router_loss)
         with autocast(enabled=False):  # recipes leave the head as it is: its errors are the loss's
             logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
-        loss = F.cross_entropy(rearrange(logits, "b t v -> (b t) v").float(), rearrange(targets, "b t -> (b t)"))
+        loss = mean_loss(logits, targets)
         if router_losses:
             self.loss_parts = LossParts.of(loss, router_losses)
             loss = loss + torch.stack([each.weighted for each in router_losses]).sum()
         return loss
+
+
+def _within_documents(positions: Tensor) -> Tensor:
+    """``positions`` [B, T] -> which keys each query sees, bool [B, 1, T, T]."""
+    document = (positions == 0).cumsum(1)
+    same = document[:, :, None] == document[:, None, :]
+    return same.tril()[:, None]
 
 
 def build_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> GPT:

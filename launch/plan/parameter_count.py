@@ -6,6 +6,7 @@ import torch
 
 from ..config.run import ModelConfig
 from ..model.gpt import GPT
+from ..model.hugging_face import HuggingFaceModel, LanguageModel
 
 __all__ = ["ParameterCount", "count_of", "count_parameters"]
 
@@ -27,8 +28,11 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     return count_of(GPT(config, torch.device("meta")))
 
 
-def count_of(model: GPT) -> ParameterCount:
-    """Count the parameters of an existing model, on any device."""
+def count_of(model: LanguageModel) -> ParameterCount:
+    """Count the parameters of an existing model, on any device. Those of Hugging Face's experts count as active."""
+    if isinstance(model, HuggingFaceModel):
+        total = sum(parameter.numel() for parameter in model.parameters())
+        return ParameterCount(total, 0, 0, 0, total)
 
     def below(path: str) -> int:
         return sum(parameter.numel() for name, parameter in model.named_parameters() if path in name)

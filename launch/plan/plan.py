@@ -11,7 +11,7 @@ from ...ddp.plan.layout import BucketLayout, GradPlan
 from ...ddp.plan.model_plan import plan_model
 from ...ddp.plan.owned_params import find_owned_params
 from ..config.run import Config, ModelConfig, Parallel
-from ..model.gpt import GPT
+from ..model.hugging_face import LanguageModel, build_language_model
 from .grad_peak import peak_of_grads
 from .parameter_count import ParameterCount, count_of
 from .rank_bytes import BucketTraffic, RankBytes, bucket_traffic, rank_bytes
@@ -82,7 +82,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
     Raises ``ConfigError`` if the global batch or the ranks do not divide evenly.
     """
     config.check_ranks(ranks)
-    model = GPT(config.model, torch.device("meta"))
+    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     wrapper = config.wrapper_config
     return RunPlan(
         _lay_out(model, wrapper, ranks),
@@ -98,7 +98,7 @@ def plan_run(config: Config, ranks: int) -> RunPlan:
 def plan_units(config: Config, ranks: int) -> UnitsPlan:
     """The plan for ``parallel = "fsdp"`` and ``"hsdp"``: lays out the units."""
     config.check_ranks(ranks)
-    model = GPT(config.model, torch.device("meta"))
+    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     units = place_units(config, ranks, config.parallel, config.fsdp)
     num_microbatches = config.train.num_microbatches
     return UnitsPlan(
@@ -120,12 +120,12 @@ def plan_units(config: Config, ranks: int) -> UnitsPlan:
     )
 
 
-def _lay_out(model: GPT, wrapper: DistributedDataParallelConfig, ranks: int) -> GradPlan:
+def _lay_out(model: LanguageModel, wrapper: DistributedDataParallelConfig, ranks: int) -> GradPlan:
     degree = ranks // wrapper.num_distributed_optimizer_instances if wrapper.use_distributed_optimizer else 1
     return plan_model(find_owned_params(model), wrapper, shard_degree=degree)
 
 
-def _alternatives(config: Config, model: GPT, ranks: int) -> dict[Parallel, RankBytes]:
+def _alternatives(config: Config, model: LanguageModel, ranks: int) -> dict[Parallel, RankBytes]:
     """Bytes at rest under each kind of parallelism that so many ranks allow."""
     found = {
         parallel: rank_bytes(_lay_out(model, wrapper, ranks), keep_params_whole=wrapper.keep_params_whole)

@@ -8,7 +8,7 @@ from ...ddp.collectives.placements import PLACEMENTS, Placement, Placements
 from ...ddp.plan.owned_params import find_owned_params
 from ...fsdp.unit.plan import plan_unit, shard_degree
 from ..config.run import Config, FsdpConfig, ModelConfig, Parallel
-from ..model.gpt import GPT
+from ..model.hugging_face import build_language_model
 from ..training.units import units_of
 from .parameter_count import ParameterCount
 from .rank_bytes import RankBytes
@@ -85,7 +85,8 @@ class UnitsPlan(NamedTuple):
         """
         blocks: dict[str, int] = {}  # bytes of each block, nested units included
         for unit in self.units[1:]:
-            block = ".".join(unit.name.split(".")[:2])
+            outside = (each.name for each in self.units[1:] if unit.name.startswith(f"{each.name}."))
+            block = next(outside, unit.name)
             blocks[block] = blocks.get(block, 0) + unit.param_nbytes
         keeps = self.placements.inner.parameter is Placement.WHOLE or self.fsdp.reshard_after_forward is False
         inside = list(blocks.values())
@@ -100,7 +101,9 @@ class UnitsPlan(NamedTuple):
 
 def place_units(config: Config, ranks: int, parallel: Parallel, fsdp: FsdpConfig) -> tuple[PlacedUnit, ...]:
     """The units of the configured model over ``ranks`` ranks: the outermost first, the others in forward order."""
-    model = GPT(config.model, torch.device("meta")).float()  # parameters are fp32 at rest
+    model = build_language_model(
+        config.model, seed=0, device=torch.device("meta")
+    ).float()  # parameters are fp32 at rest
     names = {id(module): name for name, module in model.named_modules()}
     outer_size, row = fsdp.instances(parallel), fsdp.row
     inner_size = ranks // outer_size

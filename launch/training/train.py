@@ -19,9 +19,10 @@ from ...te_integration.recipes import autocast, recipe_named
 from ...te_integration.wgrad_queue import drain_modules
 from ..config.file import config_to_dict
 from ..config.run import Config
-from ..data.batches import Batch, load_corpus, sample_batch, validation_windows
+from ..data.batches import Batch, load_corpus
 from ..data.bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
-from ..model.gpt import build_model
+from ..model.hugging_face import save_hugging_face
+from .loading import load_model, make_sampler, validation_batch
 from .metrics import MetricsWriter
 from .pace import Pace, cosine_with_warmup
 from .progress import Display, Status, format_rate, make_display
@@ -92,19 +93,20 @@ class _Trainer:
         self.rows = settings.sequences_per_microbatch(runtime.world_size)
 
         # Data: the same validation set on every rank.
-        self.corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
-        self.windows = validation_windows(
-            self.corpus.validation, count=settings.eval_sequences, sequence_length=settings.sequence_length
+        self.corpus = load_corpus(
+            config.data, sequence_length=settings.sequence_length, cache_dir=Path(settings.out_dir) / "tokens"
         )
-        check_tokens(self.windows.largest, config.model.vocab_size)
+        self.sampler = make_sampler(config, self.corpus)
+        self.windows = validation_batch(config, self.corpus)
         keeps = settings.save_every is not None or settings.resume is not None
         self.digests = self.corpus.digests() if keeps else {}
         """Digests of the data at the start of the run."""
-        self.unit = "token" if config.data.source == "tokens" else "byte"
+        self.unit = "byte" if config.data.is_bytes else "token"
 
         # Model: weights from the seed alone.
         resume_from = where_to_resume(config)
-        self.module = build_model(config.model, seed=settings.seed, device=runtime.device)
+        self.module = load_model(config, runtime.device)
+        check_tokens(self.windows.largest, self.module.vocab_size)
         if settings.compile:
             self.module.compile_blocks(settings.compile_backend)
         self.wrapped = wrap(self.module, config, runtime.device)
@@ -198,40 +200,65 @@ class _Trainer:
         entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         batches = [self._batch(step, microbatch) for microbatch in range(settings.num_microbatches)]
-        inputs, targets = (torch.stack(parts) for parts in zip(*batches, strict=True))
+        inputs, targets = (
+            torch.stack([each.inputs for each in batches]),
+            torch.stack([each.targets for each in batches]),
+        )
         iteration = self.graphed
         if iteration is None or recorder.is_recording:
             iteration = self._iteration
-        loss = iteration(inputs, targets)
+        loss = iteration(inputs, targets, *self._document_arguments(step, batches))
         recorder.step_ended()
         return loss
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _document_arguments(self, step: int, batches: list[Batch]) -> list[Tensor]:
+        """Of ``_iteration``: nothing where all targets count, else weights, and under ``documents = "mask"`` positions.
+
+        A microbatch's mean counts by its share of the targets of all ranks, which every rank knows from the data alone.
+        Gradients are averaged over ranks, so the share is multiplied by their number.
+        """
+        if self.config.data.documents == "join":
+            return []
+        shares = torch.stack([(each.targets >= 0).sum() for each in batches]).double()
+        weights = shares * (self.runtime.world_size / max(1, self.sampler.counted(step)))
+        positions = [each.positions for each in batches if each.positions is not None]
+        return [weights, torch.stack(positions)] if positions else [weights]
+
+    def _loss(self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
         """The model's loss of inputs and targets [B, T]."""
         with autocast(self.recipe is not None, recipe=self.recipe):
-            loss: Tensor = self.model(inputs, targets)
+            loss: Tensor = self.model(inputs, targets) if positions is None else self.model(inputs, targets, positions)
         return loss
 
-    def _iteration(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The work of a step on the device: inputs and targets [M, B, T] of all microbatches; returns the mean loss."""
+    def _iteration(
+        self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """The work of a step on the device; returns the mean loss.
+
+        Inputs, targets and positions are those of all microbatches, [M, B, T]. ``weights`` [M] fp64 are those of the
+        microbatches' means; None: 1 / M each.
+        """
         wrapped, recorder = self.wrapped, self.recorder
         num_microbatches = len(inputs)
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for microbatch in range(num_microbatches):
             is_last = microbatch == num_microbatches - 1
             with nullcontext() if is_last else wrapped.no_sync():
-                loss = self._loss(inputs[microbatch], targets[microbatch])
+                loss = self._loss(
+                    inputs[microbatch], targets[microbatch], None if positions is None else positions[microbatch]
+                )
                 recorder.forward_ended()
-                (loss / num_microbatches).backward()
+                (loss / num_microbatches if weights is None else loss * weights[microbatch].to(loss.dtype)).backward()
                 if self.config.model.delay_wgrad_layers:
                     with recorder.phase(WGRAD_PHASE):
                         drain_modules(self.module)
-            total += self._own_loss(loss.detach())
+            own = self._own_loss(loss.detach())
+            total += own if weights is None else own * weights[microbatch]
         wrapped.finish_grad_sync()
         with recorder.phase(OPTIMIZER_PHASE):
             wrapped.step()
         wrapped.clear_grads()
-        return total / num_microbatches
+        return total / num_microbatches if weights is None else total
 
     def _is_validated_here(self) -> bool:
         """Whether a validation is due after the current step."""
@@ -258,21 +285,10 @@ class _Trainer:
         return [float(value) for value in means.tolist()]
 
     def _batch(self, step: int, microbatch: int) -> Batch:
-        settings = self.config.train
-        batch = sample_batch(
-            self.corpus.train,
-            seed=settings.seed,
-            step=step,
-            microbatch=microbatch,
-            num_microbatches=settings.num_microbatches,
-            rank=self.runtime.rank,
-            world_size=self.runtime.world_size,
-            global_batch_size=settings.global_batch_size,
-            sequence_length=settings.sequence_length,
-        )
-        check_tokens(batch.largest, self.config.model.vocab_size)
-        device = self.runtime.device
-        return Batch(batch.inputs.to(device), batch.targets.to(device))
+        first = (microbatch * self.runtime.world_size + self.runtime.rank) * self.rows
+        batch = self.sampler.batch(step, slice(first, first + self.rows))
+        check_tokens(batch.largest, self.module.vocab_size)
+        return batch.to(self.runtime.device)
 
     @torch.no_grad()
     def _validate(self) -> float:
@@ -280,15 +296,19 @@ class _Trainer:
         began = time.monotonic()
         self.model.eval()
         mine = slice(self.runtime.rank, None, self.runtime.world_size)
-        inputs, targets = (part[mine].to(self.runtime.device) for part in self.windows)
-        total = 0.0
-        for first in range(0, len(inputs), self.rows):
-            rows = slice(first, first + self.rows)
-            total += float(self._loss(inputs[rows], targets[rows])) * len(inputs[rows])
+        batch = self.windows.rows(mine).to(self.runtime.device)
+        total = counted = 0.0
+        for first in range(0, len(batch.inputs), self.rows):
+            part = batch.rows(slice(first, first + self.rows))
+            # Where all targets count, sequences are counted: each has the same number of targets.
+            joined = self.config.data.documents == "join"
+            weight = float(len(part.inputs) if joined else (part.targets >= 0).sum())
+            total += float(self._loss(*part)) * weight
+            counted += weight
             self.recorder.forward_ended()
         self.model.train()
         with self.wrapped.failures.watch("the sum of validation losses"):
-            loss_sum, count = self.runtime.all_reduce_sum([total, float(len(inputs))])
+            loss_sum, count = self.runtime.all_reduce_sum([total, counted])
         loss = loss_sum / count
         self.validated = True
         self.metrics.write("validation", step=self.pace.step, loss=loss, seconds=time.monotonic() - began)
@@ -334,9 +354,10 @@ class _Trainer:
         )
 
     def _bigram_loss(self) -> float | None:
-        if self.runtime.rank != 0 or self.config.model.vocab_size > MAX_VOCAB_SIZE:
+        vocab_size, joined = self.module.vocab_size, self.config.data.documents == "join"
+        if self.runtime.rank != 0 or vocab_size > MAX_VOCAB_SIZE or not joined:
             return None
-        loss = fit_bigram(self.corpus.train, self.config.model.vocab_size).loss(self.windows)
+        loss = fit_bigram(self.corpus.train, vocab_size).loss(self.windows)
         self.display.message(f"{self.unit}-bigram model on the same data: {loss:.4f} nats per {self.unit}")
         return loss
 
@@ -346,6 +367,12 @@ class _Trainer:
             self.metrics.write("interrupted", **common, signal=self.stop.signal_name or "another rank's")
             self.display.message(f"interrupted after step {self.pace.step}; records are in {self.config.train.out_dir}")
             return
+        source = self.config.model.hugging_face
+        if source is not None and self.config.model.save_hugging_face:
+            weights, target = self.wrapped.whole_weights(wanted=self.runtime.rank == 0), self.config.train.out_dir
+            if self.runtime.rank == 0:
+                save_hugging_face(weights, source, Path(target) / "hugging_face")
+                self.display.message(f"the model is in '{target}/hugging_face'")
         below = None if loss is None or bigram is None else bigram - loss
         digest = self.wrapped.digest(wanted=self.runtime.rank == 0)
         self.metrics.write(

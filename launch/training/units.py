@@ -1,4 +1,4 @@
-"""The units of a GPT under ``parallel = "fsdp"``: one per block, and one for the rest of the model."""
+"""The units of a language model under ``parallel = "fsdp"``: one per block, and one for the rest of the model."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from torch import nn
 
 from ...fsdp import MixedPrecisionPolicy
 from ..config.run import FsdpConfig, ModelConfig
-from ..model.gpt import GPT
+from ..model.hugging_face import LanguageModel
 from ..model.moe import MixtureOfExperts
 
 __all__ = ["PlannedUnit", "units_of"]
@@ -20,7 +20,7 @@ class PlannedUnit(NamedTuple):
     policy: MixedPrecisionPolicy
 
 
-def units_of(model: GPT, settings: ModelConfig, fsdp: FsdpConfig) -> Iterator[PlannedUnit]:
+def units_of(model: LanguageModel, settings: ModelConfig, fsdp: FsdpConfig) -> Iterator[PlannedUnit]:
     """The units, inner units first, the model last.
 
     Parameters are stored in fp32 and used in ``model.param_dtype``. Inputs are not cast: activations have the dtype of

@@ -28,7 +28,7 @@ from ...fsdp import FSDPModule, fully_shard
 from ...fsdp.module import root_of, unit_of
 from ..config.error import require
 from ..config.run import Config
-from ..model.gpt import GPT
+from ..model.hugging_face import LanguageModel
 from .units import units_of
 
 __all__ = ["HeldParameter", "Wrapped", "wrap"]
@@ -103,6 +103,13 @@ class Wrapped(abc.ABC):
         """Every trainable parameter."""
 
     @abc.abstractmethod
+    def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
+        """Copies of all parameters and buffers on the CPU, by the names of the state dict; empty unless ``wanted``.
+
+        Collective.
+        """
+
+    @abc.abstractmethod
     def digest(self, *, wanted: bool) -> str | None:
         """SHA-256 of all weights, to compare runs bit for bit; None unless ``wanted``.
 
@@ -110,7 +117,7 @@ class Wrapped(abc.ABC):
         """
 
 
-def wrap(module: GPT, config: Config, device: torch.device) -> Wrapped:
+def wrap(module: LanguageModel, config: Config, device: torch.device) -> Wrapped:
     """Wrap or shard the model and create its optimizer, as ``config.parallel`` says. Collective over all ranks.
 
     module  on ``device``, in ``config.model.param_dtype``
@@ -124,7 +131,7 @@ class _InWrapper(Wrapped):
     model: DistributedDataParallel
     optimizer: DistributedOptimizer
 
-    def __init__(self, module: GPT, config: Config) -> None:
+    def __init__(self, module: LanguageModel, config: Config) -> None:
         self._module = module
         self.model = DistributedDataParallel(module, config.wrapper_config)
         settings = config.optimizer
@@ -169,6 +176,11 @@ class _InWrapper(Wrapped):
             for w in self.model.wired
         ]
 
+    def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
+        if not wanted:
+            return {}
+        return {name: value.detach().to("cpu", copy=True) for name, value in self._module.state_dict().items()}
+
     def digest(self, *, wanted: bool) -> str | None:
         if not wanted:
             return None
@@ -178,7 +190,7 @@ class _InWrapper(Wrapped):
 class _FullySharded(Wrapped):
     model: FSDPModule
 
-    def __init__(self, module: GPT, config: Config, device: torch.device) -> None:
+    def __init__(self, module: LanguageModel, config: Config, device: torch.device) -> None:
         self._names = [name for name, _ in module.named_parameters()]
         require(
             not config.fsdp.offload_to_cpu or device.type == "cuda",
@@ -277,6 +289,18 @@ class _FullySharded(Wrapped):
             for pair in unit.pairs
             if pair.whole.requires_grad
         ]
+
+    @torch.no_grad()
+    def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
+        """One unit after the other is whole."""
+        found: dict[str, Tensor] = {}
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+                for pair in unit_of(module).pairs if wanted else ():
+                    found[pair.sharded.shard.name] = pair.whole.detach().to("cpu", copy=True)
+                module.reshard()
+        return found | {name: value.cpu() for name, value in self.model.named_buffers() if wanted}
 
     @torch.no_grad()
     def digest(self, *, wanted: bool) -> str | None:

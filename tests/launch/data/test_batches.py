@@ -66,8 +66,8 @@ def test_text_is_bytes_and_its_tail_is_held_back(tmp_path: Path):
     (tmp_path / "b").write_bytes(bytes(range(100, 200)))
     config = DataConfig(source="text", paths=(str(tmp_path / "a"), str(tmp_path / "b")), validation_fraction=0.25)
     corpus = load_corpus(config, sequence_length=8)
-    assert corpus.train.tolist() == list(range(150))
-    assert corpus.validation.tolist() == list(range(150, 200))
+    assert corpus.train[:].tolist() == list(range(150))
+    assert corpus.validation[:].tolist() == list(range(150, 200))
 
 
 def test_validation_files_of_their_own_and_max_tokens(tmp_path: Path):
@@ -205,7 +205,7 @@ def test_no_standard_library_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_targets_are_the_next_tokens():
-    inputs, targets = batch()
+    inputs, targets, _ = batch()
     assert inputs.shape == targets.shape == (24, 10)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert torch.equal(targets, inputs + 1)
@@ -239,7 +239,7 @@ def test_every_place_can_be_drawn():
 
 
 def test_validation_windows_are_spread_and_do_not_overlap():
-    inputs, targets = validation_windows(ALPHABET, count=4, sequence_length=10)
+    inputs, targets, _ = validation_windows(ALPHABET, count=4, sequence_length=10)
     assert inputs[0, 0] == 0
     assert targets[-1, -1] == 999
     assert inputs.shape == (4, 10)

@@ -1,0 +1,178 @@
+"""A causal language model of Hugging Face for ``maingrad train``, from a folder with ``config.json``.
+
+No architecture is named here. The decoder layers are the longest ``nn.ModuleList`` that lies in no other one.
+"""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...te_integration import convert_linears
+from ..config.error import ConfigError
+from ..config.model import ModelConfig
+from .gpt import GPT, build_model
+from .loss import mean_loss
+
+__all__ = ["HuggingFaceModel", "LanguageModel", "build_language_model", "check_documents", "save_hugging_face"]
+
+_KEY = "model.hugging_face"
+
+
+class HuggingFaceModel(nn.Module):
+    """Gives a model of ``transformers`` the interface of ``GPT``.
+
+    model  any ``AutoModelForCausalLM``; its parameters keep their names, after ``model.``
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_parts = None
+        self.blocks = decoder_layers(model)
+        """The decoder layers, a list that registers nothing."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest sequence; None: ``config.json`` says none."""
+        found = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if found is None else int(found)
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Compile every decoder layer in place; call this before the model is wrapped or sharded."""
+        for block in self.blocks:
+            block.compile(backend=backend)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """``tokens`` [B, T] int64 -> logits [B, T, V], or with ``targets`` [B, T] the mean loss over those that count.
+
+        positions  [B, T] int64, beginning at 0 with each document: attention stays within documents
+
+        In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits.
+        """
+        outputs = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
+        if targets is None:
+            logits: Tensor = outputs.logits
+            return logits
+        loss = mean_loss(outputs.logits, targets)
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if self.training and isinstance(auxiliary, Tensor):
+            loss = loss + getattr(self.model.config, "router_aux_loss_coef", 0.0) * auxiliary
+        return loss
+
+
+LanguageModel = GPT | HuggingFaceModel
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The longest ``nn.ModuleList`` that lies in no other one. Raises ``ConfigError`` if there is none."""
+    found: list[list[nn.Module]] = []
+
+    def collect(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.append(list(child))
+            else:
+                collect(child)
+
+    collect(model)
+    if not found:
+        raise ConfigError(f"{_KEY}: {type(model).__name__} has no nn.ModuleList of decoder layers to make units of")
+    return max(found, key=len)
+
+
+def build_language_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> LanguageModel:
+    """The model of ``config`` on ``device``: the same on every rank. On meta nothing is allocated.
+
+    Raises ``ConfigError`` for a folder that cannot be read, and if ``transformers`` is missing.
+    """
+    if config.hugging_face is None:
+        return build_model(config, seed=seed, device=device)
+    transformers = _transformers()
+    device = torch.device("cpu") if device is None else device
+    folder = config.hugging_face
+    try:
+        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        arguments: dict[str, Any] = {"dtype": config.torch_dtype}
+        if config.attention is not None:
+            arguments["attn_implementation"] = config.attention
+        if config.pretrained and device.type != "meta":
+            # Loads tensor by tensor: the host never holds a second copy of the weights.
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, config=settings, local_files_only=True, use_safetensors=True, **arguments
+            ).to(device)
+        else:
+            devices = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), device:
+                torch.manual_seed(seed)
+                model = transformers.AutoModelForCausalLM.from_config(settings, **arguments)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
+        raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
+    if config.fuse_wgrad_accumulation:
+        convert_linears(model)
+    return HuggingFaceModel(model.train())
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"{_KEY}: the package is missing; pip install 'transformers>=5.0'") from None
+    return transformers
+
+
+@torch.no_grad()
+def check_documents(model: HuggingFaceModel, device: torch.device) -> None:
+    """Raise ``ConfigError`` if the model's attention crosses documents although positions begin anew.
+
+    Runs the model on two rows of two documents that differ in the first document alone.
+    """
+    was_training = model.training
+    model.eval()
+    tokens = torch.arange(8, device=device).repeat(2, 1) % model.vocab_size
+    tokens[1, :4] = tokens[1, :4].flip(0)
+    positions = torch.arange(4, device=device).repeat(2, 2)
+    first, second = model(tokens, positions=positions)[:, 4:].float()
+    model.train(was_training)
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max())):
+        raise ConfigError(
+            'data.documents = "mask": the attention of this model does not see from positions where documents begin; '
+            'set model.attention = "sdpa", or data.documents = "join" or "pad"'
+        )
+
+
+def save_hugging_face(weights: Mapping[str, Tensor], source: str, target: str | os.PathLike[str]) -> None:
+    """Write a folder that ``transformers`` loads: ``config.json``, weights as safetensors, and the tokenizer's files.
+
+    weights  every tensor of ``HuggingFaceModel.state_dict()``, on the CPU
+    source   ``model.hugging_face`` of the run
+    """
+    transformers = _transformers()
+    settings = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    stored = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    dtype = next(tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    model.load_state_dict(stored, strict=False, assign=True)
+    model.tie_weights()
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise ValueError(f"no weights of '{left[0]}' are there to write to '{target}'")
+    model.save_pretrained(target)
+    for path in Path(source).glob("*"):
+        is_of_tokenizer = path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES
+        if is_of_tokenizer and path.is_file() and Path(target).resolve() != Path(source).resolve():
+            shutil.copy2(path, Path(target) / path.name)
+
+
+_TOKENIZER_FILES = ("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja", "added_tokens.json")

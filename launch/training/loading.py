@@ -1,0 +1,64 @@
+"""What a run trains, and on what: the model, the sampler of sequences, the validation set."""
+
+from pathlib import Path
+
+import torch
+
+from ..config.error import require
+from ..config.run import Config
+from ..data.batches import Batch, Corpus, validation_windows
+from ..data.sequences import Sampler, concatenated
+from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model, check_documents
+
+__all__ = ["load_model", "make_sampler", "validation_batch"]
+
+
+def load_model(config: Config, device: torch.device) -> LanguageModel:
+    """The model on ``device``, not yet compiled or wrapped. Raises ``ConfigError`` if it does not fit the run."""
+    source = config.model.hugging_face
+    target = Path(config.train.out_dir) / "hugging_face"
+    require(
+        source is None or not config.model.save_hugging_face or Path(source).resolve() != target.resolve(),
+        "model.hugging_face",
+        source,
+        "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false",
+    )
+    model = build_language_model(config.model, seed=config.train.seed, device=device)
+    if isinstance(model, HuggingFaceModel):
+        longest = model.context_length
+        require(
+            longest is None or config.train.sequence_length <= longest,
+            "train.sequence_length",
+            config.train.sequence_length,
+            f"must be at most max_position_embeddings = {longest} of '{config.model.hugging_face}'",
+        )
+        if config.data.documents == "mask":
+            check_documents(model, device)
+    return model
+
+
+def make_sampler(config: Config, corpus: Corpus) -> Sampler:
+    """The training sequences of the run."""
+    return Sampler(
+        corpus.bodies,
+        config.data.weights,
+        order=config.data.order,
+        documents=config.data.documents,
+        seed=config.train.seed,
+        sequence_length=config.train.sequence_length,
+        global_batch_size=config.train.global_batch_size,
+    )
+
+
+def validation_batch(config: Config, corpus: Corpus) -> Batch:
+    """The validation set: with weights, each path has its share of the sequences, and one at least."""
+    weights = config.data.weights if len(corpus.validation_bodies) > 1 else (1.0,)
+    counts = [max(1, round(config.train.eval_sequences * weight / sum(weights))) for weight in weights]
+    return concatenated(
+        [
+            validation_windows(
+                body, count=count, sequence_length=config.train.sequence_length, documents=config.data.documents
+            )
+            for body, count in zip(corpus.validation_bodies, counts, strict=True)
+        ]
+    )

@@ -1,0 +1,275 @@
+"""Token files of every format, documents, blends and the order of an epoch."""
+
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.__main__ import main
+from maingrad.launch.config.data import DataConfig
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.data.batches import load_corpus
+from maingrad.launch.data.indexed import read_indexed, write_indexed
+from maingrad.launch.data.order import Blend, permuted
+from maingrad.launch.data.sequences import IGNORED, Batch, Body, Sampler, SequenceSet, concatenated
+from maingrad.launch.data.tokens import DataError
+from maingrad.launch.training.train import train
+
+DOCUMENTS = [list(range(start, start + length)) for start, length in ((10, 7), (30, 1), (40, 13), (70, 4), (80, 30))]
+TOKENS = [token for document in DOCUMENTS for token in document]
+
+
+def body() -> Body:
+    starts = np.cumsum([0, *map(len, DOCUMENTS[:-1])])
+    return Body(np.concatenate(DOCUMENTS).astype(np.uint16), starts)
+
+
+def sampler(bodies: list[Body], weights: tuple[float, ...] = (), **changes: object) -> Sampler:
+    settings = {"order": "epochs", "documents": "join", "seed": 3, "sequence_length": 4, "global_batch_size": 6}
+    return Sampler(bodies, weights, **settings | changes)  # type: ignore[arg-type]
+
+
+def run_of(each: Sampler, steps: int, size: int) -> Batch:
+    return concatenated([each.batch(step, slice(0, size)) for step in range(steps)])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_indexed_files_come_back(tmp_path: Path, dtype: str):
+    write_indexed(tmp_path / "set", DOCUMENTS, dtype=dtype)
+    tokens, starts = read_indexed(tmp_path / "set")
+    assert starts.tolist() == [0, 7, 8, 21, 25]
+    assert tokens[:].tolist() == TOKENS
+
+
+def test_an_index_written_by_hand(tmp_path: Path):
+    """Two documents, the second of two sequences, as the format's description says byte for byte."""
+    (tmp_path / "set.bin").write_bytes(struct.pack("<6i", 5, 6, 7, 70000, 9, 10))
+    (tmp_path / "set.idx").write_bytes(
+        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 3, 3) + struct.pack("<3i3q3q", 2, 3, 1, 0, 8, 20, 0, 1, 3)
+    )
+    tokens, starts = read_indexed(tmp_path / "set")
+    assert (tokens[:].tolist(), starts.tolist()) == ([5, 6, 7, 70000, 9, 10], [0, 2])
+    write_indexed(tmp_path / "again", [[5, 6], [7, 70000, 9, 10]], dtype="int32")
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "set.bin").read_bytes()
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, 2, 3) + struct.pack("<2i2q3q", 2, 4, 0, 8, 0, 1, 2)
+    assert (tmp_path / "again.idx").read_bytes() == index
+
+
+def test_damaged_index_files_are_named(tmp_path: Path):
+    with pytest.raises(DataError, match=r"set\.idx' cannot be read .*data\.paths names the prefix"):
+        read_indexed(tmp_path / "set")
+    write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
+    index, tokens = tmp_path / "set.idx", tmp_path / "set.bin"
+    whole = index.read_bytes()
+    for damaged, message in (
+        (b"x" + whole[1:], "does not begin with MMIDIDX"),
+        (whole[:17] + b"\x07" + whole[18:], "dtype code 7"),
+        (whole[:-30], "is cut off"),
+    ):
+        index.write_bytes(damaged)
+        with pytest.raises(DataError, match=message):
+            read_indexed(tmp_path / "set")
+    index.write_bytes(whole)
+    tokens.write_bytes(tokens.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"54 tokens and .* declares 55: they are not of one pair"):
+        read_indexed(tmp_path / "set")
+    with pytest.raises(DataError, match="do not fit uint8"):
+        write_indexed(tmp_path / "small", [[300]], dtype="uint8")
+    assert not list(tmp_path.glob("small*"))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 17, 256, 1000])
+def test_an_epoch_has_each_sequence_once(size: int):
+    found = permuted(np.arange(size), size, "key")
+    assert sorted(found.tolist()) == list(range(size))
+    if size > 16:
+        assert found.tolist() != permuted(np.arange(size), size, "other").tolist() != list(range(size))
+
+
+def test_blends_keep_their_shares_everywhere():
+    blend = Blend.of([0.7, 0.2, 0.1])
+    sets, earlier = blend.locate(np.arange(20_000))
+    shares = np.cumsum(np.eye(3)[sets], axis=0) / np.arange(1, 20_001)[:, None]
+    assert np.abs(shares[1000:] - [0.7, 0.2, 0.1]).max() < 2e-3
+    for number in range(3):
+        assert np.array_equal(earlier[sets == number], np.arange((sets == number).sum()))
+
+
+def test_epochs_are_complete_and_differ_and_go_on_at_any_step():
+    each = sampler([body()])
+    assert len(SequenceSet(body(), 4, "join")) == 13
+    begins = run_of(each, 13, 6).inputs[:, 0].tolist()
+    epochs = [begins[start : start + 13] for start in range(0, 78, 13)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert torch.equal(sampler([body()]).batch(9, slice(0, 6)).inputs, run_of(each, 10, 6).inputs[54:])
+    assert each.epoch(13) == 6.0
+
+
+@pytest.mark.parametrize("documents", ["join", "mask", "pad"])
+def test_ranks_and_microbatches_divide_one_order(documents: str):
+    """Two sets, one of them three times as often."""
+    other = Body(np.arange(200, 240, dtype=np.uint16), np.zeros(1, np.int64))
+    each = sampler([body(), other], (3.0, 1.0), documents=documents)
+    whole = each.batch(5, slice(0, 6))
+    for size in (1, 2, 3):
+        parts = concatenated([each.batch(5, slice(first, first + size)) for first in range(0, 6, size)])
+        assert all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True) if a is not None)
+    assert each.counted(5) == int((whole.targets != IGNORED).sum())
+    begins = run_of(each, 20, 6).inputs[:, 0]
+    assert int((begins >= 200).sum()) == 30
+
+
+def test_masked_rows_show_documents():
+    inputs, targets, positions = SequenceSet(body(), 12, "mask").row_at(0)
+    assert inputs.tolist() == [10, 11, 12, 13, 14, 15, 16, 30, 40, 41, 42, 43]
+    assert targets.tolist() == [11, 12, 13, 14, 15, 16, IGNORED, IGNORED, 41, 42, 43, 44]
+    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 0, 1, 2, 3]
+    # The same borders from a token that ends documents: it is a target of the document that it ends.
+    ended = Body(np.array([5, 6, 1, 7, 1, 8, 9], np.uint16), None, 1)
+    inputs, targets, positions = SequenceSet(ended, 6, "mask").row_at(0)
+    assert targets.tolist() == [6, 1, IGNORED, 1, IGNORED, 9]
+    assert positions.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+def test_padded_rows_are_documents_or_pieces_of_them():
+    found = SequenceSet(body(), 12, "pad")
+    rows = [found.row(index) for index in range(len(found))]
+    counted = [row.targets[row.targets != IGNORED].tolist() for row in rows]
+    assert counted == [
+        list(range(11, 17)),
+        list(range(41, 53)),
+        list(range(71, 74)),
+        *(list(range(81, 93)), list(range(93, 105)), list(range(105, 110))),
+    ], "the document of one token has no target"
+    assert all((row.inputs[row.targets != IGNORED] + 1 == row.targets[row.targets != IGNORED]).all() for row in rows)
+
+
+def tokenizer_file(path: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["def f(x):\n    return x * 2\n"] * 20, trainer)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_text_with_a_tokenizer_is_encoded_once(tmp_path: Path):
+    path, text = tokenizer_file(tmp_path / "tokenizer.json"), tmp_path / "text.py"
+    config = tiny_config(tmp_path, data={"tokenizer": str(path)}, model={"vocab_size": 300})
+    train(config)
+    cache = tmp_path / "run" / "tokens"
+    files = {each.name: each.stat().st_mtime_ns for each in cache.iterdir()}
+    corpus = load_corpus(config.data, sequence_length=24, cache_dir=cache)
+    tokenizers = pytest.importorskip("tokenizers")
+    ids = tokenizers.Tokenizer.from_file(str(path)).encode(text.read_text()).ids
+    assert [*corpus.train[:].tolist(), *corpus.validation[:].tolist()] == ids
+    assert {each.name: each.stat().st_mtime_ns for each in cache.iterdir()} == files and len(files) == 2
+    text.write_text(text.read_text() + "# more\n")
+    load_corpus(config.data, sequence_length=24, cache_dir=cache)
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_the_command_tokenize_writes_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    files = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    assert main(["tokenize", str(tmp_path / "set"), *files, "--end-of-document", "0"]) == 0
+    assert "3 documents, 14 tokens" in capsys.readouterr().out
+    tokens, starts = read_indexed(tmp_path / "set")
+    assert bytes(tokens[:].tolist()) == b"hello\0one\0two\0" and starts.tolist() == [0, 6, 10]
+    tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
+    assert main(["tokenize", str(tmp_path / "other"), *files, "--tokenizer", tokenizer]) == 0
+    assert len(read_indexed(tmp_path / "other").starts) == 3
+    (tmp_path / "b.jsonl").write_text('{"txt": "one"}\n')
+    assert main(["tokenize", str(tmp_path / "set"), *files]) == 2
+    assert "b.jsonl' line 1 has no string under 'text'" in capsys.readouterr().err
+
+
+def test_rows_of_a_dataset_on_disk(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    table = pytest.importorskip("pyarrow").table({"ids": DOCUMENTS, "other": ["x"] * 5})
+    datasets.Dataset(table, fingerprint="some").save_to_disk(str(tmp_path / "set"))
+    config = DataConfig(source="hugging_face", paths=(str(tmp_path / "set"),), column="ids", documents="mask")
+    corpus = load_corpus(config, sequence_length=2)
+    (found,) = corpus.bodies
+    assert found.tokens[:].tolist() == TOKENS[:52]
+    assert found.tokens[5:22].tolist() == TOKENS[5:22]
+    assert found.starts is not None and found.starts.tolist() == [0, 7, 8, 21, 25]
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="pip install datasets"):
+        load_corpus(DataConfig(source="hugging_face", paths=("x",)), sequence_length=2)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "text").write_text("x")
+    with pytest.raises(ConfigError, match="pip install tokenizers"):
+        load_corpus(DataConfig(source="text", paths=("x",), tokenizer="y"), sequence_length=2)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"weights": (1.0,)}, r"data\.weights = .*one number for each of the 2"),
+        ({"weights": (1.0, 0.0), "order": "epochs"}, "must be positive"),
+        ({"weights": (1.0, 2.0)}, r'set data\.order = "epochs"'),
+        ({"documents": "pad"}, r'no random places: set data\.order = "epochs"'),
+        ({"source": "tokens", "documents": "mask"}, r"set data\.end_of_document"),
+        ({"source": "tokens", "tokenizer": "x"}, r"data\.tokenizer = 'x': reads text"),
+    ],
+)
+def test_contradictions_name_key_and_remedy(values: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(**{"source": "megatron", "paths": ("a", "b")} | values)  # type: ignore[arg-type]
+
+
+def megatron_config(folder: Path, name: str, **sections: object) -> Config:
+    generator = np.random.default_rng(0)
+    for part in ("a", "b"):
+        if not (folder / f"{part}.idx").exists():
+            lengths = generator.integers(1, 40, size=60)
+            write_indexed(folder / part, [generator.integers(0, 256, size=n) for n in lengths], dtype="uint16")
+    data = {"source": "megatron", "paths": [str(folder / "a"), str(folder / "b")], "weights": [2.0, 1.0]}
+    data |= {"order": "epochs", **sections.pop("data", {})}  # type: ignore[dict-item]
+    changes = {"train": {"out_dir": str(folder / name), **sections.pop("train", {})}}  # type: ignore[dict-item]
+    return tiny_config(folder, data=data, **changes, **sections)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("documents", ["mask", "pad"])
+def test_the_mean_is_over_all_counted_tokens(tmp_path: Path, documents: str):
+    """One process with one microbatch, two ranks with three microbatches each: other parts, the same means."""
+    data, whole = {"documents": documents}, {"num_microbatches": 1}
+    one = train(megatron_config(tmp_path, "one", data=data, train=whole))
+    parts = {"num_microbatches": 3}
+    two, _ = simulate(train, 2, megatron_config(tmp_path, "two", data=data, train=parts))
+    shards, _ = simulate(train, 2, megatron_config(tmp_path, "fsdp", data=data, train=parts, parallel="fsdp"))
+    for other in (two, shards):
+        assert other.losses == pytest.approx(one.losses, rel=1e-4)
+        assert other.validation_loss == pytest.approx(one.validation_loss, rel=1e-4)
+    # The first loss is that of all counted targets of the batch.
+    config = megatron_config(tmp_path, "one", data=data)
+    from maingrad.launch.model.gpt import build_model
+    from maingrad.launch.training.loading import make_sampler
+
+    batch = make_sampler(config, load_corpus(config.data, sequence_length=24)).batch(0, slice(0, 24))
+    logits = build_model(config.model, seed=0)(batch.inputs, positions=batch.positions)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+    assert one.losses[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path):
+    data = {"documents": "mask"}
+    whole = train(megatron_config(tmp_path, "whole", data=data))
+    train(megatron_config(tmp_path, "cut", data=data, train={"save_every": 3}))
+    resumed = {"resume": str(tmp_path / "cut" / "checkpoints" / "step-00000003"), "num_microbatches": 4}
+    rest, *_ = simulate(train, 3, megatron_config(tmp_path, "rest", data=data, train=resumed))
+    assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-4)

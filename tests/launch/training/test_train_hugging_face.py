@@ -1,0 +1,148 @@
+"""Models of Hugging Face in ``maingrad train``: trained from ``config.json``, saved, loaded again, continued."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.data.batches import load_corpus
+from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
+from maingrad.launch.plan.plan import plan_run, plan_units
+from maingrad.launch.training.loading import make_sampler
+from maingrad.launch.training.train import train
+
+transformers = pytest.importorskip("transformers")
+
+_COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _COMMON),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        _COMMON | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    ),
+}
+
+
+def folder_of(name: str, path: Path, *, layers: int = 2) -> Path:
+    """A folder with ``config.json`` alone."""
+    kind, sizes = MODELS[name]
+    sizes = sizes | {"n_layer" if "n_layer" in sizes else "num_hidden_layers": layers}
+    getattr(transformers, kind)(**sizes, architectures=[kind.replace("Config", "ForCausalLM")]).save_pretrained(path)
+    return path
+
+
+def config_for(tmp_path: Path, source: Path, *, model: dict[str, Any] | None = None, **sections: Any) -> Config:
+    from tiny_run import tiny_document
+
+    from maingrad.launch.config.file import structure
+
+    document = tiny_document(tmp_path, **sections)
+    document["model"] = {"hugging_face": str(source), "pretrained": False} | (model or {})
+    return structure(document)
+
+
+def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize(("name", "parallel"), [("llama", "zero1"), ("qwen3-moe", "fsdp"), ("gpt2", "fsdp")])
+def test_trains_on_two_ranks_and_is_saved_for_transformers(tmp_path: Path, name: str, parallel: str):
+    config = config_for(tmp_path, folder_of(name, tmp_path / "source"), parallel=parallel)
+    result, _ = simulate(train, 2, config)
+    assert result.losses[-1] < result.losses[0] - 0.1
+    tokens = torch.arange(24).view(1, 24) + 60
+    saved = tmp_path / "run" / "hugging_face"
+    assert {path.suffix for path in saved.iterdir()} >= {".json", ".safetensors"}
+    # One process with whole parameters trains the same model.
+    alone = train(config_for(tmp_path, tmp_path / "source", train={"out_dir": str(tmp_path / "alone")}))
+    alone.model.eval()
+    with torch.no_grad():
+        expected = alone.model.model(tokens).logits
+    torch.testing.assert_close(logits_of(tmp_path / "alone" / "hugging_face", tokens), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(saved, tokens), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
+    source = folder_of("llama", tmp_path / "source")
+    train(config_for(tmp_path, source))
+    trained = tmp_path / "run" / "hugging_face"
+    (tmp_path / "run" / "hugging_face").rename(tmp_path / "trained")
+    trained = tmp_path / "trained"
+    config = config_for(tmp_path, trained, model={"pretrained": True})
+    corpus = load_corpus(config.data, sequence_length=24)
+    batch = make_sampler(config, corpus).batch(0, slice(0, 24))
+    expected = F.cross_entropy(logits_of(trained, batch.inputs).flatten(0, 1), batch.targets.flatten())
+    assert train(config).losses[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_bf16_parameters_and_tied_embeddings(tmp_path: Path):
+    source = tmp_path / "source"
+    transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True).save_pretrained(source)
+    config = config_for(tmp_path, source, model={"param_dtype": "bfloat16", "attention": "eager"})
+    result = train(config)
+    tied = result.model.model
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert tied.config._attn_implementation == "eager"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hugging_face")
+    assert model.dtype is torch.bfloat16 and model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, tied.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_on_meta(tmp_path: Path, name: str):
+    source = folder_of(name, tmp_path / "source")
+    config = config_for(tmp_path, source)
+    real = build_language_model(config.model, seed=0)
+    assert isinstance(real, HuggingFaceModel)
+    assert plan_run(config, 4).num_parameters == sum(parameter.numel() for parameter in real.parameters())
+    deep = config_for(tmp_path, folder_of(name, tmp_path / "deep", layers=4), parallel="fsdp")
+    plan = plan_units(deep, 4)
+    real = build_language_model(deep.model, seed=0)
+    names = {id(module): path for path, module in real.named_modules()}
+    assert [unit.name for unit in plan.units] == ["", *(names[id(layer)] for layer in real.blocks)]
+    assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes, "the root and two layers"
+
+
+def test_documents_of_a_packed_row_equal_documents_alone(tmp_path: Path):
+    """A row of two documents has the logits of each, for Hugging Face's models and for the GPT."""
+    tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).repeat(2, 1)
+    sources = [config_for(tmp_path, folder_of(name, tmp_path / name)).model for name in MODELS]
+    for settings in (*sources, tiny_config(tmp_path).model):
+        model = build_language_model(settings, seed=0).eval()
+        with torch.no_grad():
+            packed = model(tokens, positions=positions)
+            alone = torch.cat([model(tokens[:, :10]), model(tokens[:, 10:])], dim=1)
+        torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_mistakes(tmp_path: Path):
+    source = folder_of("llama", tmp_path / "source")
+    with pytest.raises(ConfigError, match=r"model\.dim = 64: has no effect beside model\.hugging_face"):
+        config_for(tmp_path, source, model={"dim": 64})
+    with pytest.raises(ConfigError, match=r"model\.attention = 'eager': has no effect without model\.hugging_face"):
+        tiny_config(tmp_path, model={"attention": "eager"})
+    with pytest.raises(ConfigError, match=r"model\.hugging_face = .*model\.pretrained = false draws"):
+        train(config_for(tmp_path, source, model={"pretrained": True}))
+    with pytest.raises(ConfigError, match=r"train\.sequence_length = 65: must be at most max_position_embeddings = 64"):
+        train(config_for(tmp_path, source, train={"sequence_length": 65}))
