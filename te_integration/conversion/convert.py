@@ -16,7 +16,7 @@ from ..dense.linear import Linear
 from ..dense.linear_module import LinearModule
 from ..experts.grouped_linear import GroupedLinear
 from ..experts.grouped_mlp import GroupedMLP
-from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class
+from ..experts.hugging_face_experts import FusedExperts, fused_experts_class, is_experts_class, why_not_experts
 from .report import Conversion, linear_weights
 
 __all__ = ["Conversion", "convert_linears", "unconvert"]
@@ -31,7 +31,8 @@ def convert_linears(model: nn.Module) -> Conversion:
 
     Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
     unfused, and Hugging Face's ``Conv1D`` and experts (the classes whose implementation a model's
-    ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; from then on ours runs). A
+    ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; from then on ours runs in place
+    of transformers' own implementations). A
     subclass may compute something else, so it is skipped and listed by name; its gradients reach ``main_grad`` through
     the wrapper's hook, like those of every other parameter. The result also names parameters that nothing known
     multiplies, such as routers, and says which share of the FLOPs of weight gradients is fused.
@@ -78,7 +79,7 @@ def convert_linears(model: nn.Module) -> Conversion:
 def unconvert(model: nn.Module) -> tuple[str, ...]:
     """Let autograd deliver every weight gradient of ``model`` again, so that no provider of ``main_grad`` is needed.
 
-    Converted ``nn.Linear`` and ``Conv1D`` modules get their class back. maingrad modules keep their class, get
+    Converted ``nn.Linear`` and ``Conv1D`` modules and experts get their class back. maingrad modules keep their class, get
     ``fuse_wgrad_accumulation=False``, and still delay weight gradients if they did. Module objects keep their
     parameters, hooks, names and attributes. ``convert_linears`` may be called again later.
 
@@ -167,9 +168,8 @@ def _why_not(module: nn.Module) -> str | None:
         return f"{cls.__module__}.{cls.__qualname__} is a subclass of {parent} and may use its weight in another way"
     if "forward" in module.__dict__:
         return f"{cls.__name__}'s forward was replaced on this instance"
-    if getattr(module, "_is_expert_parallel", False):
-        return f"{cls.__name__} is split over ranks by transformers (expert parallelism)"
-    return next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
+    reason = why_not_experts(module) if is_experts_class(cls) else None
+    return reason or next(filter(None, (_why_not_weight(cls.__name__, weight) for weight in weights)), None)
 
 
 def _why_not_weight(module: str, weight: nn.Parameter | None) -> str | None:

@@ -14,6 +14,7 @@ from ..experts.hugging_face_experts import is_experts_class, weight_names_of
 __all__ = ["Conversion", "linear_weights"]
 
 _ATTENTION_MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -31,8 +32,8 @@ class Conversion:
     wrapper's hook. Lookup tables are not among them."""
     fused_share: float
     """Of the FLOPs that the model's weight gradients take, the share that fused modules write: from 0 to 1. A token
-    counts once for each element of a weight. Of packed experts it counts for those that the token goes to, by
-    ``config.num_experts_per_tok``, and else for one. Parameters of ``left_out`` count like weights; lookups and frozen
+    counts once for each element of a weight. Of packed experts it counts for those that the token goes to, by the
+    experts' ``config`` (``num_experts_per_tok``, ``moe_topk`` or ``top_k_experts``), and else for one. Parameters of ``left_out`` count like weights; lookups and frozen
     parameters take none. 1 for a model without trained weights."""
 
     @classmethod
@@ -74,9 +75,15 @@ def _share_of_tokens(module: Any) -> float:
     if not isinstance(module, GroupedModule) and not any(map(is_experts_class, type(module).__mro__)):
         return 1.0
     experts: int = module.num_gemms if isinstance(module, GroupedModule) else module.num_experts
-    chosen = getattr(getattr(module, "config", None), "num_experts_per_tok", None) or 1
+    chosen = _experts_per_token(getattr(module, "config", None))
     is_packed = any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
     return float(min(chosen, experts) / experts) if is_packed else 1 / experts
+
+
+def _experts_per_token(config: Any) -> float:
+    """By the names that configs give to it; the mean of a list, which has a number for each layer."""
+    found = next((value for name in _EXPERTS_PER_TOKEN if (value := getattr(config, name, None))), 1)
+    return sum(found) / len(found) if isinstance(found, list | tuple) else found
 
 
 def _other_parameters(model: nn.Module, known: set[int]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:

@@ -1,12 +1,12 @@
 """Fused weight gradients for the experts of Hugging Face models, whose weights are packed 3-D parameters.
 
-transformers is never imported. Classes that its decorator ``use_experts_implementation`` has made say how they store
+transformers is never imported. Classes that its decorator ``use_experts_implementation`` has changed say how they store
 their weights; the fused class is a subclass of such a class. Legend: T tokens, k experts for each token, E experts,
 H features of a token, F features between the two products.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +18,52 @@ from .moe_permutation import moe_permute_with_probs, moe_unpermute
 from .row_splits import row_offsets
 from .scaled_activations import glu_options, scaled_activation
 
-__all__ = ["FusedExperts", "fused_experts_class", "is_experts_class", "weight_names_of"]
+__all__ = ["FusedExperts", "fused_experts_class", "is_experts_class", "weight_names_of", "why_not_experts"]
+
+_DECORATOR = "transformers.integrations.moe"
 
 
 def is_experts_class(cls: type) -> bool:
-    """Whether ``cls`` is a class of transformers whose forward ``use_experts_implementation`` chooses."""
+    """Whether ``use_experts_implementation`` of transformers has made the forward of ``cls``, with its own registry."""
+    return _registry_of(cls) is not None
+
+
+def _registry_of(cls: type) -> Mapping[str, Callable[..., Tensor]] | None:
+    """The implementations among which the decorated forward of ``cls`` chooses, by name; None for other classes."""
     forward = cls.__dict__.get("forward")
     code = getattr(forward, "__code__", None)
-    return (
-        cls.__module__.partition(".")[0] == "transformers"
-        and code is not None
-        and "experts_interface" in code.co_freevars
-    )
+    if code is None or "experts_interface" not in code.co_freevars or forward.__globals__["__name__"] != _DECORATOR:
+        return None
+    registry: Any = forward.__closure__[code.co_freevars.index("experts_interface")].cell_contents
+    return registry if registry is forward.__globals__["ALL_EXPERTS_FUNCTIONS"] else None
+
+
+def _known_implementations(cls: type) -> frozenset[str | None]:
+    """Names of the implementations that compute what ``FusedExperts`` computes.
+
+    They are those of transformers, and the eager forward of a class of transformers. A function that a program has
+    registered may compute something else, and so may the eager forward of a class from elsewhere.
+    """
+    registry = _registry_of(cls) or {}
+    names: set[str | None] = {name for name, each in registry.items() if _is_of_transformers(each)}
+    return frozenset(names | {"eager", None} if _is_of_transformers(cls) else names)
+
+
+def _is_of_transformers(what: Any) -> bool:
+    return str(getattr(what, "__module__", "")).partition(".")[0] == "transformers"
+
+
+def why_not_experts(experts: Any) -> str | None:
+    """Why this module, whose class ``is_experts_class`` accepts, computes what cannot be replaced; or None."""
+    cls = type(experts)
+    if getattr(experts, "_is_expert_parallel", False):
+        return f"{cls.__name__} is split over ranks by transformers (expert parallelism)"
+    if "_apply_gate" in vars(experts):
+        return f"{cls.__name__}'s _apply_gate was replaced on this instance"
+    chosen = experts.config._experts_implementation
+    if chosen not in _known_implementations(cls):
+        return f"{cls.__name__} runs experts_implementation={chosen!r}, which is not transformers' own"
+    return None
 
 
 def weight_names_of(experts: nn.Module) -> tuple[str, str]:
@@ -43,12 +77,15 @@ class _Form(NamedTuple):
     weight_names: tuple[str, str]
     has_bias: bool
     transposed: bool
+    implementations: frozenset[str | None]
+    """Values of ``config._experts_implementation`` that ``FusedExperts`` stands in for."""
 
 
 def fused_experts_class(experts: Any) -> type[nn.Module]:
     """The fused class for a module of transformers."""
     base: type = type(experts)
-    return _fused_class(base, _Form(weight_names_of(experts), experts.has_bias, experts.is_transposed))
+    known = _known_implementations(base)
+    return _fused_class(base, _Form(weight_names_of(experts), experts.has_bias, experts.is_transposed, known))
 
 
 @functools.cache
@@ -83,13 +120,15 @@ class FusedExperts(GroupedModule):
     ==================  ==============  =====================================================================
 
     Weights are the class's own parameters; some classes store the transpose of each expert's matrix. The host reads no
-    split sizes. p scales what enters the second product, in place of what leaves it: results differ by rounding. The
-    choice of ``config.experts_implementation`` has no effect. This class is a mixin; ``fused_experts_class`` combines
-    it with a class of transformers.
+    split sizes. p scales what enters the second product, in place of what leaves it: results differ by rounding. A
+    later choice among transformers' own implementations has no effect; one that a program has registered itself runs,
+    and autograd delivers the gradients. This class is a mixin; ``fused_experts_class`` combines it with a class that
+    ``is_experts_class`` accepts.
     """
 
     _unfused: type
     _form: _Form
+    config: Any
     _apply_gate: Callable[[Tensor], Tensor]
     act_fn: nn.Module
     post_expert_norm: nn.Module
@@ -101,8 +140,23 @@ class FusedExperts(GroupedModule):
         """E."""
         return self.num_experts
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+        *,
+        router_indices: Tensor | None = None,
+        routing_weights: Tensor | None = None,
+    ) -> Tensor:
+        """[..., H] -> [..., H]. ``router_indices`` and ``routing_weights`` are other names for the same arguments."""
+        top_k_index = router_indices if top_k_index is None else top_k_index
+        top_k_weights = routing_weights if top_k_weights is None else top_k_weights
+        if top_k_index is None or top_k_weights is None:
+            raise TypeError(f"{self.describe()} takes hidden_states, top_k_index and top_k_weights")
+        if self.config._experts_implementation not in self._form.implementations:
+            chosen: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return chosen
         if torch.compiler.is_compiling() and not self.runs_in_graph(top_k_index):
             output: Tensor = run_outside_graph(FusedExperts._forward, self, hidden_states, top_k_index, top_k_weights)
             return output
@@ -110,7 +164,7 @@ class FusedExperts(GroupedModule):
 
     def _forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        index = top_k_index.reshape(len(tokens), -1)
+        index = top_k_index.reshape(-1, top_k_index.shape[-1])
         probs = top_k_weights.reshape(index.shape)
         rows, row_probs, sorting = moe_permute_with_probs(tokens, probs, index, self.num_experts)
         offsets = row_offsets(sorting.splits, self.num_experts, rows.shape[0], rows.device, self.describe())
