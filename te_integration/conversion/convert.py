@@ -31,11 +31,11 @@ def convert_linears(model: nn.Module) -> Conversion:
 
     Four kinds of modules are converted: those whose type is exactly ``nn.Linear``, maingrad modules that were built
     unfused, and Hugging Face's ``Conv1D`` and experts (the classes whose implementation a model's
-    ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; from then on ours runs in place
-    of transformers' own implementations). A
-    subclass may compute something else, so it is skipped and listed by name; its gradients reach ``main_grad`` through
-    the wrapper's hook, like those of every other parameter. The result also names parameters that nothing known
-    multiplies, such as routers, and says which share of the FLOPs of weight gradients is fused.
+    ``experts_implementation`` chooses, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-OSS; from then on ours runs in
+    place of transformers' own). A subclass may compute something else, so it is skipped and listed by name; its
+    gradients reach ``main_grad`` through the wrapper's hook, like those of every other parameter. The result also names
+    parameters that nothing known multiplies, such as routers, and says which share of the FLOPs of weight gradients is
+    fused.
 
     Only the class of a module changes. The module object keeps its parameters, hooks, buffers, mode and attributes.
     References to it, tied weights, state-dict keys and ``isinstance(module, nn.Linear)`` therefore stay valid. Models
@@ -79,8 +79,8 @@ def convert_linears(model: nn.Module) -> Conversion:
 def unconvert(model: nn.Module) -> tuple[str, ...]:
     """Let autograd deliver every weight gradient of ``model`` again, so that no provider of ``main_grad`` is needed.
 
-    Converted ``nn.Linear`` and ``Conv1D`` modules and experts get their class back. maingrad modules keep their class, get
-    ``fuse_wgrad_accumulation=False``, and still delay weight gradients if they did. Module objects keep their
+    Converted ``nn.Linear`` and ``Conv1D`` modules and experts get their class back. maingrad modules keep their class,
+    get ``fuse_wgrad_accumulation=False``, and still delay weight gradients if they did. Module objects keep their
     parameters, hooks, names and attributes. ``convert_linears`` may be called again later.
 
     Returns the names of the modules that were fused, in ``named_modules`` order. Raises ``TypeError`` if ``model`` is

@@ -30,7 +30,7 @@ def is_experts_class(cls: type) -> bool:
 
 def _registry_of(cls: type) -> Mapping[str, Callable[..., Tensor]] | None:
     """The implementations among which the decorated forward of ``cls`` chooses, by name; None for other classes."""
-    forward = cls.__dict__.get("forward")
+    forward: Any = cls.__dict__.get("forward")
     code = getattr(forward, "__code__", None)
     if code is None or "experts_interface" not in code.co_freevars or forward.__globals__["__name__"] != _DECORATOR:
         return None

@@ -3,13 +3,17 @@
 import copy
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from expert_models import EXPERT_MODELS, published, tiny
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 import maingrad.fsdp as fsdp
 from maingrad.ddp import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -192,6 +196,162 @@ def test_the_user_chooses_an_implementation_afterwards() -> None:
     loss_of(plain, tokens_of(0)).backward()
     assert_same_gradients(model, plain)
     assert all(record.num_fused_writes == 1 for record in wrapped.records if ".experts." in record.name)
+
+
+@pytest.mark.parametrize("registered", ["before", "afterwards"])
+def test_an_implementation_of_the_programs_own_runs(registered: str, own_implementation: str) -> None:
+    """Before the conversion, such experts are skipped by name; afterwards, they run and autograd delivers."""
+    plain, model = tiny("mixtral"), tiny("mixtral")
+    plain.set_experts_implementation(own_implementation)
+    if registered == "before":
+        model.set_experts_implementation(own_implementation)
+    conversion = convert_linears(model)
+    assert all((name in conversion.converted) == (registered == "afterwards") for name in experts_in(model))
+    if registered == "before":
+        assert "'thrice', which is not transformers' own" in conversion.skipped["model.layers.0.mlp.experts"]
+    wrapped = DistributedDataParallel(model)
+    model.set_experts_implementation(own_implementation)
+    expected, loss = loss_of(plain, tokens_of(0)), loss_of(wrapped, tokens_of(0))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert loss.item() != pytest.approx(loss_of(tiny("mixtral"), tokens_of(0)).item(), rel=1e-3)
+    expected.backward()
+    loss.backward()
+    wrapped.finish_grad_sync()
+    assert_same_gradients(model, plain)
+    assert not any(record.num_fused_writes for record in wrapped.records if ".experts." in record.name)
+
+
+@pytest.fixture
+def own_implementation() -> Iterator[str]:
+    """Registers an implementation that differs from transformers'."""
+
+    def thrice(experts: Any, *arguments: Tensor) -> Tensor:
+        result: Tensor = 3 * ALL_EXPERTS_FUNCTIONS["batched_mm"](experts, *arguments)
+        return result
+
+    ALL_EXPERTS_FUNCTIONS.register("thrice", thrice)
+    yield "thrice"
+    del type(ALL_EXPERTS_FUNCTIONS)._global_mapping["thrice"]
+
+
+def test_classes_from_elsewhere_that_transformers_decorator_has_changed() -> None:
+    """As in a model's own code on the Hub: what runs there is known unless it is the class's eager forward."""
+
+    class Elsewhere(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = config.num_local_experts
+            self.gate_up_proj = nn.Parameter(torch.randn(4, 96, 32))
+            self.down_proj = nn.Parameter(torch.randn(4, 32, 48))
+            self.act_fn = nn.SiLU()
+
+        def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    use_experts_implementation(Elsewhere)
+    model = tiny("mixtral", layers=1)
+    model.model.layers[0].mlp.experts = experts = Elsewhere(model.config)
+    model.set_experts_implementation("eager")
+    (reason,) = convert_linears(model).skipped.values()
+    assert "Elsewhere runs experts_implementation='eager'" in reason
+    model.set_experts_implementation("grouped_mm")
+    plain = copy.deepcopy(experts)
+    assert convert_linears(model).converted == ("model.layers.0.mlp.experts",)
+    wrapped = DistributedDataParallel(model)
+    x, index, probs = torch.randn(6, 32), torch.arange(12).remainder(4).view(6, 2), torch.rand(6, 2)
+    for each in (experts, plain):
+        each(x, index, probs).square().sum().backward()
+    wrapped.finish_grad_sync()
+    assert_same_gradients(experts, plain)
+
+
+def test_experts_called_by_themselves() -> None:
+    """By the argument names of either eager forward, with dropped choices, and without tokens."""
+    model = tiny("gpt_oss", layers=1)
+    model.set_experts_implementation("eager")
+    plain = copy.deepcopy(model.model.layers[0].mlp.experts)
+    convert_linears(model)
+    wrapped = DistributedDataParallel(model)
+    experts = model.model.layers[0].mlp.experts
+    x, index, probs = torch.randn(5, 32), torch.tensor([[0, 1], [1, 3], [3, 0], [1, 0], [3, 1]]), torch.rand(5, 2)
+    expected = plain(x, router_indices=index, routing_weights=probs)
+    assert torch.allclose(experts(x, router_indices=index, routing_weights=probs), expected, atol=1e-5)
+    assert torch.allclose(experts(x, top_k_index=index, top_k_weights=probs), expected, atol=1e-5)
+    dropped = index.clone()
+    dropped[2] = experts.num_experts
+    assert not experts(x, dropped, probs)[2].count_nonzero()
+    assert torch.allclose(experts(x, dropped, probs)[3:], expected[3:], atol=1e-5)
+    nothing = experts(x[:0].requires_grad_(), index[:0], probs[:0])
+    assert nothing.shape == (0, 32)
+    nothing.sum().backward()
+    wrapped.finish_grad_sync()
+    assert not experts.gate_up_proj.main_grad.count_nonzero()
+    with pytest.raises(TypeError, match="takes hidden_states, top_k_index and top_k_weights"):
+        experts(x)
+
+
+@pytest.mark.parametrize("choice", [{"moe_topk": [1, 3]}, {"top_k_experts": 2}])
+def test_how_many_experts_a_token_goes_to(choice: dict[str, Any]) -> None:
+    """Configs give the number other names, and some a number for each layer."""
+    model = tiny("qwen3_moe")
+    model.lm_head.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.requires_grad_(False)
+        layer.mlp.experts.down_proj.requires_grad_(False)
+        layer.mlp.experts.config = SimpleNamespace(_experts_implementation="eager", **choice)
+    share = convert_linears(model).fused_share
+    experts, router = 8 * 48 * 32 * 2 / 8, 8 * 32
+    assert share == pytest.approx(experts / (experts + router))
+
+
+@pytest.mark.parametrize("adapter", ["module", "parametrization"])
+def test_adapters_on_frozen_experts(adapter: str) -> None:
+    """A module in the experts' place, and low ranks added to the packed weights: only the adapter is trained."""
+    found = []
+    for converts in (False, True):
+        model = tiny("gpt_oss", layers=1).requires_grad_(False)
+        torch.manual_seed(1)
+        mlp = model.model.layers[0].mlp
+        if converts and adapter == "parametrization":
+            convert_linears(model)
+        if adapter == "module":
+            mlp.experts = _Beside(mlp.experts)
+        else:
+            for name in ("gate_up_proj", "down_proj"):
+                register_parametrization(mlp.experts, name, _LowRank(getattr(mlp.experts, name)))
+        if converts and adapter == "module":
+            convert_linears(model)
+        wrapped = DistributedDataParallel(model) if converts else model
+        loss_of(wrapped, tokens_of(0)).backward()
+        if converts:
+            wrapped.finish_grad_sync()
+        trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        assert len(trained) == (2 if adapter == "module" else 4)
+        found.append({name: each.main_grad if converts else each.grad for name, each in trained})
+    plain, ours = found
+    for name, gradient in plain.items():
+        assert (ours[name] - gradient).norm() <= BOUND * gradient.norm(), name
+
+
+class _Beside(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts, self.down, self.up = experts, nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        result: Tensor = self.experts(hidden_states, *routing) + self.up(self.down(hidden_states))
+        return result
+
+
+class _LowRank(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        experts, rows, columns = weight.shape
+        self.left = nn.Parameter(0.1 * torch.randn(experts, rows, 2))
+        self.right = nn.Parameter(0.1 * torch.randn(experts, 2, columns))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.left @ self.right
 
 
 @pytest.mark.parametrize("how", ["recompute", "copied", "pickled", "frozen", "delayed", "autocast"])
