@@ -360,7 +360,9 @@ class _LowRank(nn.Module):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.sampled(8)
 def test_programs_around_experts(name: str, how: str, tmp_path: Path) -> None:
-    plain, model = tiny(name), tiny(name)
+    # One layer in bf16: behind experts, another rounding would choose other experts.
+    layers = 1 if how == "autocast" else 2
+    plain, model = tiny(name, layers=layers), tiny(name, layers=layers)
     convert_linears(model)
     if how == "recompute":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -392,7 +394,7 @@ def test_programs_around_experts(name: str, how: str, tmp_path: Path) -> None:
     expected = dict(plain.named_parameters())
     for parameter_name, parameter in model.named_parameters():
         if parameter_name in trained:
-            bound = 4e-2 if how == "autocast" else BOUND
+            bound = 2e-2 if how == "autocast" else BOUND
             want = expected[parameter_name].grad
             assert want is not None, parameter_name
             assert (parameter.main_grad - want).norm() <= bound * want.norm() + 1e-9, parameter_name
