@@ -9,7 +9,6 @@ The constructors raise ``ConfigError`` for impossible values, with the key and a
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ...ddp import DistributedDataParallelConfig
 from .data import DataConfig
@@ -17,6 +16,8 @@ from .ddp import DdpConfig, Parallel
 from .error import ConfigError, require
 from .fsdp import FsdpConfig, is_fully_sharded
 from .model import ModelConfig
+from .optimizer import OptimizerConfig
+from .train import TrainConfig
 
 __all__ = [
     "Config",
@@ -29,137 +30,6 @@ __all__ = [
     "Parallel",
     "TrainConfig",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerConfig:
-    """AdamW on fp32 masters, with a cosine schedule."""
-
-    lr: float = 1e-3
-    """Learning rate after the warmup."""
-    min_lr_ratio: float = 0.1
-    """The cosine ends at this fraction of ``lr``."""
-    warmup_steps: int = 20
-    """Steps over which the learning rate grows linearly from ``lr / warmup_steps``."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and the second moment."""
-    eps: float = 1e-8
-    """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay."""
-    decay_vectors: bool = True
-    """True: decay also parameters with fewer than two dims (norms, biases, scalars). False: matrices only."""
-    max_grad_norm: float | None = 1.0
-    """Clip the global gradient norm to this value. None: no clipping."""
-
-    def __post_init__(self) -> None:
-        require(self.lr > 0.0, "optimizer.lr", self.lr, "must be positive")
-        require(0.0 <= self.min_lr_ratio <= 1.0, "optimizer.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "must not be negative")
-        require(all(0.0 <= beta < 1.0 for beta in self.betas), "optimizer.betas", self.betas, "must lie in [0, 1)")
-        require(self.eps > 0.0, "optimizer.eps", self.eps, "must be positive")
-        require(self.weight_decay >= 0.0, "optimizer.weight_decay", self.weight_decay, "must not be negative")
-        require(
-            self.max_grad_norm is None or self.max_grad_norm > 0.0,
-            "optimizer.max_grad_norm",
-            self.max_grad_norm,
-            "must be positive; --optimizer.max-grad-norm None turns clipping off",
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """Length, batch and bookkeeping of a run."""
-
-    steps: int = 100
-    """Optimizer steps."""
-    max_seconds: float | None = None
-    """End training after this many seconds. The cosine schedule then ends at this time: a slower machine takes fewer
-    steps of the same schedule. None: only ``steps`` ends the run."""
-    global_batch_size: int = 16
-    """Sequences per optimizer step, over all microbatches and ranks."""
-    num_microbatches: int = 1
-    """Forward and backward passes per optimizer step; all but the last run under ``no_sync``."""
-    sequence_length: int = 256
-    """Tokens per sequence; at most ``model.context_length``."""
-    eval_every: int = 100
-    """Steps between validations. There is one more after the last step."""
-    eval_sequences: int = 64
-    """Sequences in the fixed validation set, evenly spread over the validation data."""
-    log_every: int = 1
-    """Steps between records in ``metrics.jsonl``. Ranks react to Ctrl-C only at these steps."""
-    save_every: int | None = None
-    """Steps between checkpoints in ``out_dir``, a multiple of ``log_every``. There is one more after the last step, or
-    after Ctrl-C. None: no checkpoints."""
-    resume: str | None = None
-    """Folder of a checkpoint to resume from, with any number of ranks and any ``parallel``. ``auto``: the newest
-    checkpoint in ``out_dir``, if any. None: start a new run."""
-    resume_with_other_data: bool = False
-    """Allow ``resume`` although ``data`` or the contents of its files have changed since the checkpoint."""
-    seed: int = 0
-    """Seed of weights, data order and dropout."""
-    compile: bool = False
-    """Compile each block of the model with ``torch.compile``. A dense block compiles whole; a block with experts may
-    have graph breaks. Losses change by rounding, and with ``model.dropout`` by other random masks."""
-    compile_backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """Backend of ``compile``. ``inductor`` makes fast code, and needs Triton on a GPU and a C++ compiler on a CPU. The
-    other two are for tests and for the search of errors."""
-    recipe: Literal["none", "float8_current", "float8_delayed", "float8_block", "mxfp8", "nvfp4"] = "none"
-    """How the operands of linear layers are quantised (``docs/recipes.md``). Needs ``model.param_dtype = "bfloat16"``,
-    and does not go with ``compile``. A router in fp32 stays in fp32, and a warning says so."""
-    emulate_recipe: bool = False
-    """On a GPU, where no recipe has kernels yet: quantise, and multiply in fp32."""
-    cuda_graph: bool = False
-    """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with
-    ``fsdp.offload_to_cpu``, ``fsdp.copy_engine_gather`` and ``ddp.check_for_nan_in_grad``. On a CPU recorded operations
-    stand in for the graph, for tests."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``: CUDA if there is a GPU."""
-    out_dir: str = "runs/default"
-    """Folder for metrics, resolved configuration, pictures and checkpoints. A new run replaces the files of an earlier
-    run in it, except checkpoints."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "global_batch_size",
-            "num_microbatches",
-            "sequence_length",
-            "eval_every",
-            "eval_sequences",
-            "log_every",
-        ):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
-        require(
-            self.max_seconds is None or self.max_seconds > 0.0,
-            "train.max_seconds",
-            self.max_seconds,
-            "must be positive",
-        )
-        require(
-            self.save_every is None or (self.save_every >= 1 and self.save_every % self.log_every == 0),
-            "train.save_every",
-            self.save_every,
-            f"must be a multiple of train.log_every = {self.log_every}, so that a resumed run logs the same steps",
-        )
-        require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
-        require(
-            self.global_batch_size % self.num_microbatches == 0,
-            "train.global_batch_size",
-            self.global_batch_size,
-            f"must be a multiple of train.num_microbatches = {self.num_microbatches}",
-        )
-
-    def sequences_per_microbatch(self, world_size: int) -> int:
-        """Sequences per microbatch and rank. Raises ``ConfigError`` if the batch does not divide evenly."""
-        parts = self.num_microbatches * world_size
-        require(
-            self.global_batch_size % parts == 0,
-            "train.global_batch_size",
-            self.global_batch_size,
-            f"must be a multiple of train.num_microbatches * ranks = {self.num_microbatches} * {world_size} = {parts}",
-        )
-        return self.global_batch_size // parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
