@@ -1,5 +1,6 @@
 """Data parallelism over contiguous gradient buckets, and the main_grad contract that everything here meets at."""
 
+from .checkpoint.background import PendingSave as PendingSave
 from .checkpoint.checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint.checkpoint import save_checkpoint as save_checkpoint
 from .collectives.failure_report import CollectiveError as CollectiveError
@@ -21,6 +22,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradScaler",
     "GraphedTrainingStep",
+    "PendingSave",
     "add_grad",
     "clip_grad_norm",
     "load_checkpoint",

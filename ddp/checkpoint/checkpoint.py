@@ -13,7 +13,8 @@ checks all it can before it changes the model, and then each rank reads its slic
 
 import json
 import os
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
+from .background import PendingSave, defer, finish_pending, start_pending
 from .files.boxes import TensorSlice
 from .files.folder import Staging
 from .files.index import Index
@@ -36,10 +38,48 @@ from .wrapper_source import check_saved_once, source_of
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    background: Literal[False] = False,
+) -> None: ...
+
+
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    background: Literal[True],
+) -> PendingSave: ...
+
+
+@overload
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    background: bool,
+) -> PendingSave | None: ...
+
+
 @torch.no_grad()
 def save_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, *, extra: Any = None
-) -> None:
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    background: bool = False,
+) -> PendingSave | None:
     """Write the model and its optimizer into the folder ``path``, on a file system that all ranks share.
 
     model      a ``DistributedDataParallel`` or ``fully_shard`` model: collective over all its ranks. Any other module:
@@ -48,21 +88,26 @@ def save_checkpoint(
                None: only the weights are saved
     extra      other values to save (steps, schedulers, random states): anything that JSON holds. The first rank's
                ``extra`` is written
+    background  True: copy to host memory what this rank writes, return a ``PendingSave``, and write in a thread while
+               training goes on. The model's next save or load waits for the thread first
 
     Call it between steps: gradients are not saved. The folder appears at ``path`` when it is complete, and replaces a
     checkpoint there. Raises ``FileExistsError`` where something else is at ``path``, and where another save to ``path``
     is running. All ranks raise the same error.
     """
-    from .files.writer import write_slices  # here: a torch without torch.distributed cannot import it
+    # Here: a torch without torch.distributed cannot import them.
+    from .files.deferred import DeferredWrite
+    from .files.writer import write_slices
 
     check_saved_once(model)
+    finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
     target, save_id, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "save_checkpoint")
     staging = Staging(target)
     names = StoredNames(*experts)
 
-    def prepare() -> tuple[list[TensorSlice], Notes, SavedOptimizer | None]:
+    def prepare() -> tuple[list[TensorSlice], Notes, SavedOptimizer | None, Any]:
         holding = source.hold(optimizer, saving=True)
         # Running statistics may differ between ranks: the first rank's are saved, as broadcast_params copies them.
         slices = slices_of_model(holding, names, buffers=ranks.leads)
@@ -71,19 +116,23 @@ def save_checkpoint(
             saved = describe_optimizer(holding.optimizer)
             slices += slices_of_optimizer(holding, names)
         notes = Notes.of(holding, names, describe_slices(holding))
+        copied = None
         if ranks.leads:
-            _check_json(extra)
+            copied = _as_json(extra)
             _begin(staging, alone=ranks.failures is None)
-        return slices, notes, saved
+        return slices, notes, saved, copied
 
-    def finish() -> None:
-        if ranks.leads:
-            check_files(staging.folder, index, save_id)  # another rank may have written elsewhere, or another job here
-            make_manifest(all_notes, names, saved, extra, save_id, index).write(staging.folder)
-            staging.complete()
+    def finish(all_notes: list[Notes], index: Index) -> None:
+        check_files(staging.folder, index, save_id)  # another rank may have written elsewhere, or another job here
+        make_manifest(all_notes, names, saved, written_extra, save_id, index).write(staging.folder)
+        staging.complete()
 
-    with staging:
-        slices, notes, saved = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+    with ExitStack() as stack:
+        stack.enter_context(staging)
+        slices, notes, saved, written_extra = ranks.alike(prepare, f"the preparation of checkpoint '{target}'")
+        if background:
+            write = defer(DeferredWrite(staging.folder, save_id), slices, notes, ranks, f"of checkpoint '{target}'")
+            return start_pending(model, PendingSave(target, ranks, write, stack.pop_all(), finish))
         all_notes, index = ranks.alike(
             lambda: (
                 write_slices(staging.folder, save_id, slices, notes, ranks.group)
@@ -92,7 +141,10 @@ def save_checkpoint(
             ),
             f"the writing of checkpoint '{target}'",
         )
-        ranks.alike(finish, f"the completion of checkpoint '{target}'")
+        ranks.alike(
+            lambda: finish(all_notes, index) if ranks.leads else None, f"the completion of checkpoint '{target}'"
+        )
+    return None
 
 
 @torch.no_grad()
@@ -109,6 +161,7 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     and another optimizer or none. Damaged bytes are found while reading: then the error says that the model is partly
     overwritten.
     """
+    finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
     target, _, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "load_checkpoint")
@@ -174,9 +227,10 @@ def _begin(staging: Staging, alone: bool) -> None:
         ) from error
 
 
-def _check_json(extra: Any) -> None:
+def _as_json(extra: Any) -> Any:
+    """A copy of what a load returns."""
     try:
-        json.loads(json.dumps(extra, indent=1))
+        return json.loads(json.dumps(extra, indent=1))
     except (TypeError, ValueError) as error:
         raise TypeError(f"extra must be something that JSON holds ({error})") from None
     except RecursionError:

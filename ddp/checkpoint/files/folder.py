@@ -27,10 +27,24 @@ from .manifest import MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["MARK_FILE", "Staging", "belongs_to_checkpoint", "describe_missing", "find", "incomplete", "replaced"]
+__all__ = [
+    "MARK_FILE",
+    "PLACED_SUFFIX",
+    "Staging",
+    "belongs_to_checkpoint",
+    "describe_missing",
+    "find",
+    "incomplete",
+    "is_leftover",
+    "remove",
+    "replaced",
+]
 
 MARK_FILE = "maingrad.saving"
-"""Marks a folder that a save has made beside the checkpoint's path."""
+"""Marks a folder that a save has made beside the checkpoint's path, and one that is being deleted."""
+PLACED_SUFFIX = ".placed"
+"""Ends the name of a rank's note of what lies where in its data file (``deferred.py``); deleted before the manifest is
+written."""
 
 
 def incomplete(path: Path) -> Path:
@@ -82,12 +96,12 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
             )
-        if not (_is_free(path) or (_is_complete(path) and _is_ours(path))):
+        if not (_is_free(path) or is_leftover(path) or (_is_complete(path) and _is_ours(path))):
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
         for folder in (incomplete(path), replaced(path)):
-            if not _is_leftover(folder):
+            if not is_leftover(folder):
                 raise FileExistsError(
                     f"'{folder}' is in the way and is not what a save has left there: move it, or save elsewhere"
                 )
@@ -218,12 +232,28 @@ def _is_ours(folder: Path) -> bool:
 def belongs_to_checkpoint(name: str) -> bool:
     """Whether a save writes files of this name."""
     ours = (MANIFEST_FILE, MANIFEST_STAGING, METADATA_FILE, f"{METADATA_FILE}.tmp", MARK_FILE)
-    return name in ours or name.endswith(".distcp")
+    return name in ours or name.endswith((".distcp", PLACED_SUFFIX, f"{PLACED_SUFFIX}.tmp"))
 
 
-def _is_leftover(folder: Path) -> bool:
-    """Whether there is nothing, or a folder that a save has made beside a checkpoint's path."""
+def is_leftover(folder: Path) -> bool:
+    """Whether there is nothing, or a folder that a save has made beside a checkpoint's path, or that ``remove`` has
+    begun to delete."""
     return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))
+
+
+def remove(path: Path) -> None:
+    """Delete a complete checkpoint, or what an earlier call has left. Whenever the process dies, ``path`` is a complete
+    checkpoint, or marked and without a manifest.
+
+    Raises ``FileExistsError`` where ``path`` holds anything else than a checkpoint.
+    """
+    if not path.exists():
+        return
+    if not (is_leftover(path) or (_is_complete(path) and _is_ours(path))):
+        raise FileExistsError(f"'{path}' is not just a checkpoint: delete it by hand")
+    (path / MARK_FILE).touch()
+    _sync_folder(path)
+    _remove(path)
 
 
 def _empty(folder: Path) -> None:

@@ -93,6 +93,27 @@ class SliceSavePlanner(SavePlanner):
         view = self._views[write_item.index].detach()
         return _in_a_storage_of_its_size(view.resolve_conj().resolve_neg().contiguous())
 
+    def copy_to_host(self, plan: SavePlan) -> None:
+        """Copy the boxes of ``plan`` to host memory, and refer to nothing else any more. The host waits for the device
+        once, after all copies have been queued."""
+        views, self._views, self._slices = self._views, {}, ()
+        devices = set()
+        for item in plan.items:
+            view = views[item.index].detach().resolve_conj().resolve_neg()
+            if view.is_cpu:
+                copy = view.clone(memory_format=torch.contiguous_format)
+            else:
+                copy = torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
+                copy.copy_(view, non_blocking=True)
+                devices.add(view.device)
+            self._views[item.index] = copy
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
+
+    def forget(self) -> None:
+        """Free the copies."""
+        self._views = {}
+
 
 def _in_a_storage_of_its_size(view: Tensor) -> Tensor:
     """The same memory under a storage of its own: DCP would copy a view of a larger storage before ``torch.save``."""

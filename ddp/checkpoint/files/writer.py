@@ -29,7 +29,7 @@ from .index import Chunk, Index, StoredTensor
 from .planner import SliceSavePlanner
 from .save_id import head_of
 
-__all__ = ["SliceWriter", "write_slices"]
+__all__ = ["PlacedResult", "SliceWriter", "write_slices"]
 
 
 def write_slices(
@@ -47,7 +47,7 @@ def write_slices(
 
 
 @dataclass(frozen=True)
-class _PlacedResult(WriteResult):
+class PlacedResult(WriteResult):
     """DCP's result for a chunk, and the position of the chunk's bytes."""
 
     chunk: Chunk
@@ -85,21 +85,21 @@ class SliceWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """All ranks have written: make the index, and write DCP's metadata."""
-        self.index = _index_of(metadata, (cast(_PlacedResult, result) for each in results for result in each))
+        self.index = _index_of(metadata, (cast(PlacedResult, result) for each in results for result in each))
         super().finish(metadata, results)
 
 
-def _placed(file: BinaryIO, name: str, result: WriteResult, item: WriteItem) -> _PlacedResult:
+def _placed(file: BinaryIO, name: str, result: WriteResult, item: WriteItem) -> PlacedResult:
     tensor, where = item.tensor_data, result.storage_data
     assert tensor is not None
     start, end = flat_range(tensor.size, tensor.chunk.offsets, tensor.chunk.sizes)
     nbytes = (end - start) * tensor.properties.dtype.itemsize
     position, checksum = place_in_archive(file, where.offset, where.length, nbytes)
     chunk = Chunk(start, end, name, position, checksum)
-    return _PlacedResult(result.index, result.size_in_bytes, where, chunk, os.fstat(file.fileno()).st_size)
+    return PlacedResult(result.index, result.size_in_bytes, where, chunk, os.fstat(file.fileno()).st_size)
 
 
-def _index_of(metadata: Metadata, results: Iterable[_PlacedResult]) -> Index:
+def _index_of(metadata: Metadata, results: Iterable[PlacedResult]) -> Index:
     files: dict[str, int] = {}
     chunks: dict[str, list[Chunk]] = {}
     for result in results:

@@ -1,0 +1,175 @@
+"""A save in the background: after ``save_checkpoint(..., background=True)`` a thread writes, and training goes on.
+
+The call itself decides which rank writes what, and copies it to host memory. Then a thread on each rank writes. It
+calls no collectives, so it cannot come between those of training; ``files/deferred.py`` tells how ranks exchange what
+they have written. The first rank's thread completes the checkpoint.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..collectives.failure_report import CollectiveError
+from .files.boxes import TensorSlice
+from .files.index import Index
+from .ranks import CheckpointRanks
+
+if TYPE_CHECKING:  # a torch without torch.distributed cannot import it
+    from .files.deferred import DeferredWrite
+
+__all__ = ["PendingSave", "defer", "finish_pending", "start_pending"]
+
+_GRACE = 30.0
+"""Seconds for which the first rank waits for the others' files, after its program has ended or given the save up."""
+
+_pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
+"""The save of each model that no rank has waited for yet. Alike on all ranks: saves and waits are collective."""
+
+
+class PendingSave:
+    """A checkpoint that is being written in the background.
+
+    The checkpoint is at its path when all ranks have written; whenever a process dies before, the previous one is. The
+    copies in host memory are freed when this rank has written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        ranks: CheckpointRanks,
+        write: "DeferredWrite | None",
+        staging: ExitStack,
+        complete: Callable[[list[Any], Index], None],
+    ) -> None:
+        self.path = path
+        self._ranks, self._write, self._staging, self._complete = ranks, write, staging, complete
+        self._written = threading.Event()
+        self._write_error: Exception | None = None
+        self._complete_error: Exception | None = None
+        self._result: BaseException | None = None
+        self._is_over = False
+        self._none_writes = False
+        """Whether no rank is writing any more: then files of a failed save can be deleted."""
+        self._until = float("inf")
+        self._program = threading.current_thread()
+        # No daemon: a program that ends without waiting still completes its checkpoint.
+        self._thread = threading.Thread(target=self._run, name=f"save of {path.name}", daemon=False)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether this rank has nothing left to do. On the first rank: whether the checkpoint is complete, or has
+        failed. Waits for nobody."""
+        return not self._thread.is_alive()
+
+    def failed(self) -> bool:
+        """Whether this rank could not write; ``wait`` raises the error. Waits for nobody."""
+        return self._write_error is not None or self._complete_error is not None
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete. Collective over the model's ranks.
+
+        Raises, on all ranks, the error of the rank that could not write: then the previous checkpoint stays. A second
+        call returns or raises the same at once.
+        """
+        if not self._is_over:
+            try:
+                self._ranks.alike(self._wait_for_own, f"the writing of checkpoint '{self.path}'")
+                self._ranks.alike(self._wait_for_all, f"the completion of checkpoint '{self.path}'")
+            except Exception as error:
+                self._result = error
+                self._none_writes = not isinstance(error, CollectiveError)
+                self.give_up(after=0.0)
+                self._thread.join()
+            self._is_over = True
+        if self._result is not None:
+            raise self._result
+
+    def give_up(self, *, after: float = _GRACE) -> None:
+        """Complete the checkpoint only if all ranks have written within ``after`` seconds. Waits for nobody.
+
+        For programs that end by an error and cannot call ``wait`` together with the other ranks.
+        """
+        self._until = min(self._until, time.monotonic() + after)
+
+    def _wait_for_own(self) -> None:
+        self._written.wait()
+        if self._write_error is not None:
+            raise self._write_error
+
+    def _wait_for_all(self) -> None:
+        self._thread.join()
+        if self._complete_error is not None:
+            raise self._complete_error
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        try:
+            if self._write is not None:
+                self._write.write()
+        except Exception as error:
+            self._write_error = error
+        self._written.set()
+        if not self._ranks.leads:
+            return
+        try:
+            with self._staging:
+                collected = None if self._write is None else self._write.collect(self._is_given_up)
+                if collected is None:
+                    kind = RuntimeError if self._none_writes else CollectiveError
+                    raise kind(f"the save to '{self.path}' was given up: not all ranks have written")
+                self._complete(*collected)
+        except Exception as error:
+            self._complete_error = error
+
+    def _is_given_up(self) -> bool:
+        if not self._program.is_alive():
+            self.give_up()
+        return time.monotonic() > self._until
+
+
+def defer(
+    write: "DeferredWrite", slices: Sequence[TensorSlice], notes: Any, ranks: CheckpointRanks, what: str
+) -> "DeferredWrite | None":
+    """Plan the writing, and copy this rank's part to host memory; None where this rank writes nothing.
+
+    what  ends the names of these actions, for errors
+
+    Collective over ``ranks``. Where one rank fails, all raise.
+    """
+
+    def propose() -> None:
+        if ranks.writes:
+            write.propose(slices, notes)
+
+    def agree() -> None:
+        if ranks.writes:
+            write.agree(ranks.group, ranks.failures)
+
+    def copy() -> None:
+        if ranks.writes:
+            write.copy_to_host()
+
+    ranks.alike(propose, f"the listing {what}")
+    ranks.alike(agree, f"the plan {what}")
+    ranks.alike(copy, f"the copying {what}")
+    return write if ranks.writes else None
+
+
+def start_pending(model: nn.Module, pending: PendingSave) -> PendingSave:
+    """Note the save, so that the model's next save or load waits for it."""
+    _pending[model] = pending
+    return pending
+
+
+def finish_pending(model: nn.Module) -> None:
+    """Wait for the model's save under way, if there is one; see ``PendingSave.wait``."""
+    pending = _pending.pop(model, None)
+    if pending is not None:
+        pending.wait()
