@@ -16,6 +16,7 @@ import cattrs
 import tyro
 from cattrs.errors import AttributeValidationNote, IterableValidationNote
 
+from .optimizer import OptionValue
 from .run import Config, ConfigError
 
 __all__ = ["config_to_dict", "flat", "load_config", "override", "structure"]
@@ -29,6 +30,10 @@ _ELSEWHERE = {
     "fsdp.parallel": _PARALLEL,
     "train.parallel": _PARALLEL,
     "optimizer.parallel": _PARALLEL,
+    "train.keep_last": "it is checkpoint.keep_last, in the table [checkpoint]",
+    "train.keep_every": "it is checkpoint.keep_every, in the table [checkpoint]",
+    "checkpoint.save_every": "it is train.save_every, in the table [train]",
+    "checkpoint.resume": "it is train.resume, in the table [train]",
     "ddp.calculate_per_token_loss": "maingrad train averages over sequences of one length; set it in your own loop",
 }
 """Keys that a user may try, and the remedy."""
@@ -95,6 +100,8 @@ def _check(cls: type, document: Mapping[str, Any], prefix: str) -> None:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{prefix}{key} = {value!r}: must be a table, [{prefix}{key}]")
             _check(typing.cast(type, hints[key]), value, f"{prefix}{key}.")
+        elif typing.get_origin(hints[key]) is dict and not isinstance(value, Mapping):
+            raise ConfigError(f"{prefix}{key} = {value!r}: must be a table, {{ key = value }}")
         elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
             raise ConfigError(f"{prefix}{key} = {value!r}: must be a list, [{value!r}]")
         elif (choices := _choices(hints[key])) and value not in choices:
@@ -122,7 +129,14 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook(typing.cast(type, str | None), _optional(_strict(str, (str,))))
     converter.register_structure_hook(typing.cast(type, int | None), _optional(_strict(int, (int,))))
     converter.register_structure_hook(typing.cast(type, float | None), _optional(_strict(float, (int, float))))
+    converter.register_structure_hook(typing.cast(type, OptionValue), _option)
     return converter
+
+
+def _option(value: object, _: type) -> Any:
+    if not isinstance(value, bool | int | float | str):
+        raise TypeError(f"must be a boolean, a number or a string, not {type(value).__name__}")
+    return value
 
 
 def _strict(cls: type, accepted: tuple[type, ...]) -> Callable[[object, type], Any]:

@@ -4,6 +4,8 @@
     [model]     -> ModelConfig       [optimizer] -> OptimizerConfig
     [data]      -> DataConfig        [ddp]       -> DdpConfig
     [train]     -> TrainConfig       [fsdp]      -> FsdpConfig
+    [logging]   -> LoggingConfig     [profile]   -> ProfileConfig
+    [checkpoint] -> CheckpointConfig
 
 The constructors raise ``ConfigError`` for impossible values, with the key and a remedy. ``file.py`` reads the file.
 """
@@ -17,17 +19,21 @@ from .error import ConfigError, require
 from .fsdp import FsdpConfig, is_fully_sharded
 from .model import ModelConfig
 from .optimizer import OptimizerConfig
+from .outputs import CheckpointConfig, LoggingConfig, ProfileConfig
 from .train import TrainConfig
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
     "ConfigError",
     "DataConfig",
     "DdpConfig",
     "FsdpConfig",
+    "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "Parallel",
+    "ProfileConfig",
     "TrainConfig",
 ]
 
@@ -47,7 +53,13 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length and batch."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """How checkpoints are written, and which ones stay."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """TensorBoard, and Weights & Biases."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Steps that are profiled."""
     ddp: DdpConfig = field(default_factory=DdpConfig)
     """Gradient buckets, their reduction and gathers."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)

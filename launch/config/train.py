@@ -15,8 +15,8 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps."""
     max_seconds: float | None = None
-    """End training after this many seconds. The cosine schedule then ends at this time: a slower machine takes fewer
-    steps of the same schedule. None: only ``steps`` ends the run."""
+    """End training after this many seconds. The schedule then ends at this time: a slower machine takes fewer steps of
+    the same schedule. None: only ``steps`` ends the run."""
     global_batch_size: int = 16
     """Sequences per optimizer step, over all microbatches and ranks."""
     num_microbatches: int = 1
@@ -50,6 +50,12 @@ class TrainConfig:
     and does not go with ``compile``. A router in fp32 stays in fp32, and a warning says so."""
     emulate_recipe: bool = False
     """On a GPU, where no recipe has kernels yet: quantise, and multiply in fp32."""
+    recompute: Literal["none", "blocks", "attention", "operators"] = "none"
+    """Which activations backward computes again instead of keeping them (``docs/training.md``). ``blocks``: all of a
+    block. ``attention``: the attention of a block. ``operators``: of a block all but the results of matrix products and
+    of attention."""
+    recompute_every: int = 1
+    """Recompute every so many-th block, beginning with the first; 1: each."""
     cuda_graph: bool = False
     """Capture each step as one CUDA graph (``GraphedTrainingStep``), after two eager steps. Not with
     ``fsdp.offload_to_cpu``, ``fsdp.copy_engine_gather`` and ``ddp.check_for_nan_in_grad``. On a CPU recorded operations
@@ -69,6 +75,7 @@ class TrainConfig:
             "eval_every",
             "eval_sequences",
             "log_every",
+            "recompute_every",
         ):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
         require(
@@ -82,6 +89,12 @@ class TrainConfig:
             "train.save_every",
             self.save_every,
             f"must be a multiple of train.log_every = {self.log_every}, so that a resumed run logs the same steps",
+        )
+        require(
+            self.recompute != "none" or self.recompute_every == 1,
+            "train.recompute_every",
+            self.recompute_every,
+            "has no effect without train.recompute",
         )
         require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
         require(

@@ -9,6 +9,7 @@ kind            when                    what
                                         model with experts also its routers' load_balancing_loss and router_z_loss (not
                                         in loss) and max_expert_load, the fullest expert's over an even share
 ``validation``  every eval_every steps  loss on the fixed validation set
+``checkpoint``  every save_every steps  step, and seconds for which training stood still
 ``final``       at the end              validation loss beside the bigram's, steps, seconds
 ``interrupted`` instead of ``final``    after Ctrl-C or SIGTERM
 """
@@ -16,12 +17,13 @@ kind            when                    what
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...ddp.collectives.timeline import BucketSpan, GatherSpan, Timeline
 from .runtime import Runtime, versions
+from .watching.trackers import Tracker
 from .wrapping import Wrapped
 
 __all__ = ["MetricsWriter", "observed_facts", "read_metrics", "timeline_record"]
@@ -32,6 +34,8 @@ class MetricsWriter:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self.trackers: Sequence[Tracker] = ()
+        """Who gets each record too."""
         self._file: TextIO | None = None
         self._resumed_at: int | None = None
 
@@ -55,6 +59,8 @@ class MetricsWriter:
             staging.replace(self._path)
         self._file.write(json.dumps({"kind": kind, **_finite(fields)}) + "\n")
         self._file.flush()
+        for tracker in self.trackers:
+            tracker.add(kind, fields)
 
     def _records_to_keep(self, path: Path) -> list[dict[str, Any]]:
         if self._resumed_at is None or not path.exists():
@@ -63,9 +69,11 @@ class MetricsWriter:
         return [r for r in read_metrics(path) if r["kind"] not in ends and r.get("step", 0) <= self._resumed_at]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and what the trackers write."""
         if self._file is not None:
             self._file.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

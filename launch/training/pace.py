@@ -5,7 +5,7 @@ import math
 
 from ..config.run import OptimizerConfig
 
-__all__ = ["Pace", "cosine_with_warmup"]
+__all__ = ["Pace", "lr_factor"]
 
 
 @dataclasses.dataclass
@@ -28,12 +28,25 @@ class Pace:
         return min(1.0, max(self.step / self.steps, by_time))
 
 
-def cosine_with_warmup(config: OptimizerConfig, step: int, fraction: float) -> float:
-    """Factor of the learning rate: linear during warmup, then a cosine from 1 to ``min_lr_ratio``.
+def lr_factor(config: OptimizerConfig, step: int, fraction: float) -> float:
+    """Factor of the learning rate: linear during warmup, then as ``config.schedule`` says.
 
     step      optimizer steps taken so far
-    fraction  part of the whole run that is over, in [0, 1]
+    fraction  part of the whole run that is over, in [0, 1]: of its steps or of its time
     """
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
-    return warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * cosine)
+    left = _part_left(config, min(fraction, 1.0))
+    return warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+
+
+def _part_left(config: OptimizerConfig, fraction: float) -> float:
+    """1 at ``lr``, 0 at ``min_lr_ratio * lr``."""
+    match config.schedule:
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * fraction))
+        case "linear":
+            return 1.0 - fraction
+        case "warmup_stable_decay":
+            return min(1.0, (1.0 - fraction) / config.decay_fraction)
+        case "constant":
+            return 1.0

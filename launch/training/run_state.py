@@ -4,21 +4,23 @@ A checkpoint of ``maingrad.ddp`` holds model and optimizer. It also holds the ot
 learning rate schedule and configuration. Data and dropout need no state: seed and step determine them.
 """
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...ddp.checkpoint.background import PendingSave
 from ...ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from ...ddp.checkpoint.files.folder import find
+from ...ddp.checkpoint.files.folder import find, is_being_deleted, remove
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
 from ..data.tokens import Digest
 from .pace import Pace
 from .wrapping import Wrapped
 
-__all__ = ["resume_run", "save_run", "where_to_resume"]
+__all__ = ["RunSaver", "resume_run", "where_to_resume"]
 
 _FOLDER = "checkpoints"
 _MAY_DIFFER = frozenset(
@@ -38,13 +40,16 @@ _MAY_DIFFER = frozenset(
         "train.compile_backend",
         "train.recipe",
         "train.emulate_recipe",
+        "train.recompute",
+        "train.recompute_every",
         "train.cuda_graph",
         "train.device",
         "train.out_dir",
     }
 )
-"""Keys that a resumed run may change, besides ``parallel``, ``[ddp]`` and ``[fsdp]``: they change neither the model nor
-the data."""
+"""Keys that a resumed run may change: they change neither the model nor the data."""
+_SECTIONS_MAY_DIFFER = ("ddp.", "fsdp.", "checkpoint.", "logging.", "profile.")
+"""Tables that may differ as a whole; and ``parallel`` may."""
 
 
 def _checkpoint_path(out_dir: Path, step: int) -> Path:
@@ -60,7 +65,7 @@ def where_to_resume(config: Config) -> Path | None:
     wanted = config.train.resume
     # A checkpoint that a killed save has not yet moved to its place counts too.
     places = {path.with_suffix("") for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*")}
-    found = sorted(path for path in places if find(path).is_dir())
+    found = sorted(path for path in places if find(path).is_dir() and not is_being_deleted(find(path)))
     if wanted is None:
         if found and config.train.save_every is not None:
             raise ConfigError(
@@ -75,31 +80,96 @@ def where_to_resume(config: Config) -> Path | None:
     return Path(wanted)
 
 
-def save_run(
-    config: Config,
-    pace: Pace,
-    wrapped: Wrapped,
-    schedule: LRScheduler,
-    data: Mapping[str, Digest],
-    *,
-    validated: bool,
-) -> Path:
-    """Write a checkpoint of the run between two steps. Collective over the ranks of the model.
+class RunSaver:
+    """Writes a run's checkpoints, in the background as ``[checkpoint]`` says, and deletes those that need not stay.
 
-    data       digests of the data
-    validated  whether the validation after this step is done; an interrupted run may lack it
+    say  called with a line for the screen
     """
-    path = _checkpoint_path(Path(config.train.out_dir), pace.step)
-    extra = {
-        "step": pace.step,
-        "seconds": pace.seconds,
-        "validated": validated,
-        "schedule": schedule.state_dict(),
-        "config": config_to_dict(config),
-        "data": {part: digest._asdict() for part, digest in data.items()},
-    }
-    save_checkpoint(path, wrapped.model, wrapped.optimizer, extra=extra)
-    return path
+
+    def __init__(self, config: Config, wrapped: Wrapped, *, is_main: bool, say: Callable[[str], None]) -> None:
+        self._config, self._wrapped, self._is_main, self._say = config, wrapped, is_main, say
+        self._folder = Path(config.train.out_dir) / _FOLDER
+        self._pending: PendingSave | None = None
+        self._step = 0
+        self._deletion: threading.Thread | None = None
+
+    def save(self, pace: Pace, schedule: LRScheduler, data: Mapping[str, Digest], *, validated: bool) -> None:
+        """Save the run between two steps; first wait for an earlier save. Collective over the ranks of the model.
+
+        data       digests of the data
+        validated  whether the validation after this step is done; an interrupted run may lack it
+
+        Raises the error of any rank that could not write, of this save or, in the background, of the earlier one.
+        """
+        self.finish()
+        self._step = pace.step
+        extra = {
+            "step": pace.step,
+            "seconds": pace.seconds,
+            "validated": validated,
+            "schedule": schedule.state_dict(),
+            "config": config_to_dict(self._config),
+            "data": {part: digest._asdict() for part, digest in data.items()},
+        }
+        path = _checkpoint_path(self._folder.parent, pace.step)
+        model, optimizer = self._wrapped.model, self._wrapped.optimizer
+        background = self._config.checkpoint.background
+        self._pending = save_checkpoint(path, model, optimizer, extra=extra, background=background)
+        if self._pending is None:
+            self._is_complete()
+
+    def failed(self) -> bool:
+        """Whether this rank could not write in the background: ``finish`` raises the error. Waits for nobody."""
+        return self._pending is not None and self._pending.failed()
+
+    def look(self) -> None:
+        """Say that the checkpoint is complete, and delete older ones, if it is. Waits for nobody."""
+        ended = self._pending is not None and self._pending.done() and not self._pending.failed()
+        if self._is_main and ended and self._deletion is None:
+            self._is_complete()
+
+    def finish(self) -> None:
+        """Wait for the save under way and for deletions. Collective over the ranks of the model."""
+        if self._pending is not None:
+            self._pending.wait()
+            self.look()
+            self._pending = None
+        if self._deletion is not None:
+            self._deletion.join()
+            self._deletion = None
+
+    def give_up(self) -> None:
+        """The run ends by an error: a save under way completes only if all ranks have written within seconds."""
+        if self._pending is not None:
+            self._pending.give_up(after=10.0)
+
+    def _is_complete(self) -> None:
+        if not self._is_main:
+            return
+        self._say(f"step {self._step:>5}  checkpoint in '{_checkpoint_path(self._folder.parent, self._step)}'")
+        # In a thread: deleting large files takes a file system longer than a step.
+        self._deletion = threading.Thread(target=self._delete, args=(self._step,), name="deletion of checkpoints")
+        self._deletion.start()
+
+    def _delete(self, newest: int) -> None:
+        keep = self._config.checkpoint
+        for path in sorted(self._folder.glob("step-*")):
+            number = path.name.removeprefix("step-")
+            if not number.isdecimal() or int(number) > newest:  # those after it are of a run that was resumed earlier
+                continue
+            older = [step for step in self._steps() if int(number) < step <= newest]
+            stays = keep.keep_last is None or len(older) < keep.keep_last
+            stays = stays or (keep.keep_every is not None and int(number) % keep.keep_every == 0)
+            if stays and not is_being_deleted(path):
+                continue
+            try:
+                remove(path)
+            except OSError as error:
+                self._say(f"'{path}' was not deleted: {error}")
+
+    def _steps(self) -> list[int]:
+        numbers = (path.name.removeprefix("step-") for path in self._folder.glob("step-*"))
+        return [int(number) for number in numbers if number.isdecimal()]
 
 
 def resume_run(
@@ -130,12 +200,13 @@ def resume_run(
 
 def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:
     before, now = flat(saved), flat(config_to_dict(config))
-    sections = ("ddp.", "fsdp.", *(("data.",) if config.train.resume_with_other_data else ()))
+    defaults = flat(config_to_dict(Config()))  # of keys that are newer than the checkpoint
+    sections = (*_SECTIONS_MAY_DIFFER, *(("data.",) if config.train.resume_with_other_data else ()))
     for key, value in now.items():
         if key in _MAY_DIFFER or key == "parallel" or key.startswith(sections):
             continue
         # A tuple comes back from JSON as a list.
-        was = before.get(key)
+        was = before.get(key, defaults.get(key))
         if (tuple(was) if isinstance(was, list) else was) != (tuple(value) if isinstance(value, list) else value):
             raise ConfigError(f"{key} = {value!r}: the run in '{path}' had {was!r}, and cannot go on with another")
 

@@ -24,12 +24,15 @@ from ..data.bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
 from ..model.hugging_face import save_hugging_face
 from .loading import load_model, make_sampler, validation_batch
 from .metrics import MetricsWriter
-from .pace import Pace, cosine_with_warmup
+from .pace import Pace, lr_factor
 from .progress import Display, Status, format_rate, make_display
+from .recompute import recompute_blocks
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
-from .run_state import resume_run, save_run, where_to_resume
+from .run_state import RunSaver, resume_run, where_to_resume
 from .runtime import Runtime, current_runtime, peak_nbytes, versions
 from .signals import StopRequest
+from .watching.profiling import StepProfiler
+from .watching.trackers import check_packages, trackers_of
 from .wrapping import wrap
 
 __all__ = ["TrainResult", "train"]
@@ -64,6 +67,7 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     Rank 0 writes ``metrics.jsonl`` and ``resolved_config.json`` to ``config.train.out_dir``. Raises ``ConfigError`` if
     the batch does not divide evenly over ranks, and ``DataError`` for unusable data.
     """
+    check_packages(config)
     runtime = current_runtime(config.train.device)
     is_main = runtime.rank == 0
     out_dir = Path(config.train.out_dir)
@@ -74,8 +78,10 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
         resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": runtime.world_size}
         (out_dir / "resolved_config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
     try:
-        return trainer.run()
+        with trainer.profiler:
+            return trainer.run()
     finally:
+        trainer.saver.give_up()
         trainer.recorder.close()
         trainer.display.close()
         metrics.close()
@@ -107,6 +113,7 @@ class _Trainer:
         resume_from = where_to_resume(config)
         self.module = load_model(config, runtime.device)
         check_tokens(self.windows.largest, self.module.vocab_size)
+        recompute_blocks(self.module.blocks, config)
         if settings.compile:
             self.module.compile_blocks(settings.compile_backend)
         self.wrapped = wrap(self.module, config, runtime.device)
@@ -117,9 +124,9 @@ class _Trainer:
             self.router_sums = torch.zeros(len(_ROUTER_FIELDS), dtype=torch.float64, device=runtime.device)
         self.recipe = recipe_named(settings.recipe, emulate=settings.emulate_recipe)
         self.pace = pace = Pace(settings.steps, settings.max_seconds)
-        self.scheduler = LambdaLR(
-            self.wrapped.optimizer, lambda step: cosine_with_warmup(config.optimizer, step, pace.fraction)
-        )
+        self.scheduler = LambdaLR(self.wrapped.optimizer, lambda step: lr_factor(config.optimizer, step, pace.fraction))
+        self.saver = RunSaver(config, self.wrapped, is_main=runtime.rank == 0, say=display.message)
+        self.profiler = StepProfiler(config, runtime)
         self.graphed = self.wrapped.graphed(self._iteration) if settings.cuda_graph else None
         self.validated = True
         """False if an interrupted run ended before the validation that was due."""
@@ -132,6 +139,8 @@ class _Trainer:
                     f"no step is left: train.steps = {settings.steps}, train.max_seconds = {settings.max_seconds}; "
                     f"raise them to train on"
                 )
+        if runtime.rank == 0:
+            metrics.trackers = trackers_of(config, None if resume_from is None else pace.step)
         self.recorder = StepRecorder(
             self.wrapped, runtime, metrics, first_step=pace.step, num_steps=settings.steps - pace.step, unit=self.unit
         )
@@ -151,22 +160,27 @@ class _Trainer:
         log_start = time.monotonic()
         while pace.fraction < 1.0 and not interrupted:
             lr = float(self.scheduler.get_last_lr()[0])
-            loss_sum += self._step(pace.step)
+            with self.profiler.step(pace.step):
+                loss_sum += self._step(pace.step)
             pace.step += 1
             self.validated = False
             since_log += 1
             if since_log == settings.log_every or pace.step == settings.steps:
                 # Only here the host waits for the device, and ranks wait for each other.
                 elapsed, stopping = time.monotonic() - start, float(self.stop.requested)
+                unsaved = float(self.saver.failed())
                 with self.wrapped.failures.watch("the sum of losses"):
                     sums = self.runtime.all_reduce_sum(
-                        [float(loss_sum) / since_log, stopping, elapsed, *self._router_means(since_log)]
+                        [float(loss_sum) / since_log, stopping, elapsed, unsaved, *self._router_means(since_log)]
                     )
                 means = [value / self.runtime.world_size for value in sums]
-                mean_loss, stops, pace.seconds = means[:3]
+                mean_loss, stops, pace.seconds, any_unsaved = means[:4]
+                if any_unsaved > 0.0:
+                    self.saver.finish()  # raises the error
+                self.saver.look()
                 interrupted = stops > 0.0
                 losses.append(mean_loss)
-                routers = dict(zip(_ROUTER_FIELDS, means[3:], strict=False))
+                routers = dict(zip(_ROUTER_FIELDS, means[4:], strict=False))
                 self._log(mean_loss, lr, since_log, time.monotonic() - log_start, routers)
                 since_log, log_start = 0, time.monotonic()
                 loss_sum.zero_()
@@ -179,6 +193,7 @@ class _Trainer:
                 self._save()
                 log_start = time.monotonic()
         seconds = time.monotonic() - start
+        self.saver.finish()
         self.recorder.close()
         self._conclude(validation_loss, bigram_loss, seconds, interrupted=interrupted)
         return TrainResult(
@@ -265,8 +280,9 @@ class _Trainer:
         return self.pace.fraction >= 1.0 or self.pace.step % self.config.train.eval_every == 0
 
     def _save(self) -> None:
-        path = save_run(self.config, self.pace, self.wrapped, self.scheduler, self.digests, validated=self.validated)
-        self.display.message(f"step {self.pace.step:>5}  checkpoint in '{path}'")
+        began = time.monotonic()
+        self.saver.save(self.pace, self.scheduler, self.digests, validated=self.validated)
+        self.metrics.write("checkpoint", step=self.pace.step, seconds=time.monotonic() - began)
 
     def _own_loss(self, loss: Tensor) -> Tensor:
         """The cross-entropy without router losses, so that records of dense and expert models are comparable."""

@@ -4,7 +4,7 @@
 ``parallel``           model                                           optimizer
 =====================  ==============================================  ================================================
 ddp, zero1, hybrid     ``DistributedDataParallel`` around the module   ``DistributedOptimizer``
-fsdp, hsdp             the module itself, after ``fully_shard``        ``torch.optim.AdamW`` over its parameters
+fsdp, hsdp             the module itself, after ``fully_shard``        the optimizer of torch, over its parameters
 =====================  ==============================================  ================================================
 """
 
@@ -24,10 +24,11 @@ from ...ddp import DistributedDataParallel, DistributedOptimizer, GraphedTrainin
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.timeline import Timeline
 from ...ddp.contract.record import GradRecord
+from ...ddp.optimizer.param_groups import is_fused
 from ...fsdp import FSDPModule, fully_shard
 from ...fsdp.module import root_of, unit_of
 from ..config.error import require
-from ..config.run import Config
+from ..config.run import Config, OptimizerConfig
 from ..model.hugging_face import LanguageModel
 from .units import units_of
 
@@ -138,11 +139,10 @@ class _InWrapper(Wrapped):
         self.optimizer = DistributedOptimizer(
             self.model,
             lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+            optimizer_class=settings.optimizer_class,
             max_grad_norm=settings.max_grad_norm,
-            param_groups=[] if settings.decay_vectors else [{"params": _is_vector, "weight_decay": 0.0}],
+            param_groups=[{"params": _is_vector, "weight_decay": 0.0}] if _has_two_groups(settings) else [],
+            **settings.class_options,
         )
 
     def step(self) -> None:
@@ -229,19 +229,13 @@ class _FullySharded(Wrapped):
         settings = config.optimizer
         named = list(module.named_parameters())
         groups: list[dict[str, Any]] = [{"params": [param for _, param in named]}]
-        if not settings.decay_vectors:
+        if _has_two_groups(settings):
             groups = [
                 {"params": [p for name, p in named if _is_vector(name, p)], "weight_decay": 0.0},
                 {"params": [p for name, p in named if not _is_vector(name, p)]},
             ]
-        self.optimizer = torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        options = settings.class_options | ({"fused": True} if is_fused(settings.optimizer_class) else {})
+        self.optimizer = settings.optimizer_class(groups, lr=settings.lr, **options)  # type: ignore[call-arg]
         self._max_grad_norm = settings.max_grad_norm
         self._grad_norm: Tensor | None = None
 
@@ -321,6 +315,11 @@ def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:
         return None
     shape = (config.num_instances, dist.get_world_size() // config.num_instances)
     return init_device_mesh(device.type, shape, mesh_dim_names=("outer", "inner"))
+
+
+def _has_two_groups(settings: OptimizerConfig) -> bool:
+    """Whether vectors are a group of their own, without weight decay."""
+    return not settings.decay_vectors and "weight_decay" in settings.class_options
 
 
 def _is_vector(name: str, parameter: Tensor) -> bool:

@@ -35,7 +35,7 @@ __all__ = [
     "describe_missing",
     "find",
     "incomplete",
-    "is_leftover",
+    "is_being_deleted",
     "remove",
     "replaced",
 ]
@@ -96,12 +96,12 @@ class Staging:
             raise FileExistsError(
                 f"'{path}' is the working directory, and a save replaces its folder: save to a folder in it"
             )
-        if not (_is_free(path) or is_leftover(path) or (_is_complete(path) and _is_ours(path))):
+        if not (_is_free(path) or _is_leftover(path) or (_is_complete(path) and _is_ours(path))):
             raise FileExistsError(
                 f"'{path}' is there and is not just a checkpoint: saving would delete all of it; save elsewhere"
             )
         for folder in (incomplete(path), replaced(path)):
-            if not is_leftover(folder):
+            if not _is_leftover(folder):
                 raise FileExistsError(
                     f"'{folder}' is in the way and is not what a save has left there: move it, or save elsewhere"
                 )
@@ -235,7 +235,7 @@ def belongs_to_checkpoint(name: str) -> bool:
     return name in ours or name.endswith((".distcp", PLACED_SUFFIX, f"{PLACED_SUFFIX}.tmp"))
 
 
-def is_leftover(folder: Path) -> bool:
+def _is_leftover(folder: Path) -> bool:
     """Whether there is nothing, or a folder that a save has made beside a checkpoint's path, or that ``remove`` has
     begun to delete."""
     return _is_free(folder) or (_is_marked(folder) and _is_ours(folder))
@@ -249,11 +249,16 @@ def remove(path: Path) -> None:
     """
     if not path.exists():
         return
-    if not (is_leftover(path) or (_is_complete(path) and _is_ours(path))):
+    if not (_is_leftover(path) or (_is_complete(path) and _is_ours(path))):
         raise FileExistsError(f"'{path}' is not just a checkpoint: delete it by hand")
     (path / MARK_FILE).touch()
     _sync_folder(path)
     _remove(path)
+
+
+def is_being_deleted(path: Path) -> bool:
+    """Whether a ``remove`` that did not end has left this: no checkpoint any more."""
+    return _is_marked(path) and not _is_complete(path)
 
 
 def _empty(folder: Path) -> None:

@@ -19,7 +19,7 @@ from maingrad.launch.config.file import load_config, structure
 from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
 from maingrad.launch.data.batches import DataError
 from maingrad.launch.training.metrics import read_metrics
-from maingrad.launch.training.pace import cosine_with_warmup
+from maingrad.launch.training.pace import lr_factor
 from maingrad.launch.training.runtime import Runtime, process_group_from_env
 from maingrad.launch.training.signals import StopRequest
 from maingrad.launch.training.train import TrainResult, train
@@ -103,17 +103,17 @@ def test_learning_rate_is_the_schedule(tmp_path: Path):
     config = tiny_config(tmp_path)
     train(config)
     rates = [record["lr"] for record in records(config, "step")]
-    wanted = [3e-3 * cosine_with_warmup(config.optimizer, step, step / 6) for step in range(6)]
+    wanted = [3e-3 * lr_factor(config.optimizer, step, step / 6) for step in range(6)]
     assert rates == pytest.approx(wanted)
 
 
 def test_cosine_with_warmup_ends_where_it_should():
     schedule = OptimizerConfig(warmup_steps=4, min_lr_ratio=0.1)
-    assert cosine_with_warmup(schedule, 0, 0.0) == 0.25
-    assert cosine_with_warmup(schedule, 3, 0.0) == 1.0
-    assert cosine_with_warmup(schedule, 50, 0.5) == pytest.approx(0.55)
-    assert cosine_with_warmup(schedule, 100, 1.0) == pytest.approx(0.1)
-    assert cosine_with_warmup(OptimizerConfig(warmup_steps=0), 0, 0.0) == 1.0
+    assert lr_factor(schedule, 0, 0.0) == 0.25
+    assert lr_factor(schedule, 3, 0.0) == 1.0
+    assert lr_factor(schedule, 50, 0.5) == pytest.approx(0.55)
+    assert lr_factor(schedule, 100, 1.0) == pytest.approx(0.1)
+    assert lr_factor(OptimizerConfig(warmup_steps=0), 0, 0.0) == 1.0
 
 
 def test_a_run_ends_on_time_with_the_schedule_at_its_end(tmp_path: Path):

@@ -1,0 +1,79 @@
+"""``train.recompute``: what backward computes again, instead of keeping it since the forward.
+
+Regions are non-reentrant ``torch.utils.checkpoint``s inside a block's or its attention's forward. A unit of
+``fully_shard`` is gathered around the whole block, so that recomputing gathers nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..config.error import require
+from ..config.run import Config
+
+__all__ = ["recompute_blocks"]
+
+_aten = torch.ops.aten
+_KEPT_OPERATORS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._grouped_mm.default,
+        _aten._scaled_mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Operators whose results ``operators`` keeps: they take most of a block's time."""
+
+
+def recompute_blocks(blocks: nn.ModuleList, config: Config) -> None:
+    """Recompute in every ``train.recompute_every``-th block as ``train.recompute`` says.
+
+    blocks  with ``attention`` modules for ``recompute = "attention"``; call this before they are compiled, wrapped or
+            sharded
+
+    Random numbers of the forward are drawn again alike.
+    """
+    settings = config.train
+    if settings.recompute == "none":
+        return
+    draws = config.model.dropout > 0.0
+    for block in list(blocks)[:: settings.recompute_every]:
+        region: nn.Module = block
+        if settings.recompute == "attention":
+            found = getattr(block, "attention", block)
+            require(
+                found is not block,
+                "train.recompute",
+                settings.recompute,
+                f'{type(block).__name__} has no module "attention"; use "blocks" or "operators"',
+            )
+            region = found
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+        if settings.recompute == "operators":
+            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        region.forward = _Recomputed(region.forward, how)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Recomputed:
+    """A forward in a checkpointed region, in training; as it is otherwise."""
+
+    def __init__(self, forward: Callable[..., Any], how: dict[str, Any]) -> None:
+        self._forward, self._how = forward, how
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, **self._how, **kwargs)
