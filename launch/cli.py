@@ -2,16 +2,19 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import tyro
 from tyro.conf import Positional, arg
 
 from .config.error import ConfigError
 from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["main"]
 
@@ -46,8 +49,19 @@ class Train:
     """
 
     config: _ConfigFile
+    dry_run: bool = False
+    """check everything, print what the run would hold and write, and end"""
+    ranks: int | None = None
+    """with --dry-run: number of ranks; 1 if not given"""
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None and not self.dry_run:
+            raise ValueError("--ranks goes with --dry-run; a run has as many ranks as torchrun starts")
+        _check_ranks(1 if self.ranks is None else self.ranks)
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
+        if self.dry_run:
+            return self._dry_run(rest)
         from .config.file import load_config
         from .training.runtime import process_group_from_env
         from .training.train import train
@@ -56,6 +70,14 @@ class Train:
         with process_group_from_env(config.train.device):
             result = train(config, stop=stop)
         return _finish(Path(config.train.out_dir), is_main=result.is_main, interrupted=result.interrupted)
+
+    def _dry_run(self, rest: list[str]) -> int:
+        from .config.file import load_config
+        from .plan.dry_run import dry_run, dry_run_tables
+
+        config = load_config(self.config, rest)
+        _print_tables(dry_run_tables(config, dry_run(config, self.ranks or 1)))
+        return 0
 
 
 @dataclass(frozen=True)
@@ -73,19 +95,13 @@ class Plan:
         _check_ranks(self.ranks)
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
-        from rich.console import Console
-
         from .config.file import load_config
         from .plan.plan import plan_run, plan_units
         from .plan.tables import plan_tables
 
         config = load_config(self.config, rest)
         plan = plan_units(config, self.ranks) if config.fully_sharded else plan_run(config, self.ranks)
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
-        for table in plan_tables(plan):
-            console.print(table)
+        _print_tables(plan_tables(plan))
         return 0
 
 
@@ -333,6 +349,16 @@ def _say(error: Exception, status: int) -> int:
 def _check_ranks(ranks: int) -> None:
     if ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")  # tyro answers it like any wrong argument
+
+
+def _print_tables(tables: "Iterable[Table]") -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
+    for table in tables:
+        console.print(table)
 
 
 def _finish(out_dir: Path, *, is_main: bool, interrupted: bool) -> int:

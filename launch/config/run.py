@@ -117,12 +117,28 @@ class Config:
             True,
             'does not go with data.documents = "mask" and "pad": numbers of targets differ from step to step',
         )
+        self._check_recompute()
         # Raise for values that contradict ``parallel``.
         self.fsdp.check(self.parallel)
         if self.fully_sharded:
             self.ddp.check_unused(self.parallel)
         else:
             self.ddp.wrapper_config(self.parallel)
+
+    def _check_recompute(self) -> None:
+        settings = self.train
+        require(
+            settings.recompute != "attention" or not settings.compile,
+            "train.recompute",
+            settings.recompute,
+            'does not go with train.compile, which would compile each block anew; use "blocks" or "operators"',
+        )
+        require(
+            settings.recompute == "none" or not settings.cuda_graph or self.model.dropout == 0.0,
+            "train.recompute",
+            settings.recompute,
+            "does not go with train.cuda_graph and model.dropout together: a captured graph cannot draw a mask again",
+        )
 
     @property
     def fully_sharded(self) -> bool:

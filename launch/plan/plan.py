@@ -127,8 +127,11 @@ def _lay_out(model: LanguageModel, wrapper: DistributedDataParallelConfig, ranks
 
 def _alternatives(config: Config, model: LanguageModel, ranks: int) -> dict[Parallel, RankBytes]:
     """Bytes at rest under each kind of parallelism that so many ranks allow."""
+    states = config.optimizer.state_per_element()
     found = {
-        parallel: rank_bytes(_lay_out(model, wrapper, ranks), keep_params_whole=wrapper.keep_params_whole)
+        parallel: rank_bytes(
+            _lay_out(model, wrapper, ranks), keep_params_whole=wrapper.keep_params_whole, states=states
+        )
         for parallel, wrapper in _wrappers(config, ranks).items()
     }
     return found | fsdp_alternatives(config, ranks)

@@ -3,7 +3,7 @@
 With N elements of a buffer (padding included) in shards of N/s, p and g bytes for an element of parameter and gradient:
 
     parameters  N p            masters   4 N/s  under bf16 and fp16 parameters; others are their own masters
-    gradients   N g            moments   8 N/s  AdamW's two, fp32
+    gradients   N g            moments   8 N/s  AdamW's two, fp32; other optimizers have other numbers of them
 
 and summed over the buffers of a plan. The degree s is 1 under plain data parallelism, the number of ranks under ZeRO-1,
 the ranks of an instance under hybrid; experts have their own.
@@ -28,7 +28,7 @@ class RankBytes(NamedTuple):
     masters: int
     """fp32 copies of half-precision parameters; 0 where parameters are fp32 themselves."""
     moments: int
-    """First and second moments of AdamW, fp32. Of the rank that has most, where parameters are kept whole."""
+    """Elementwise state of the optimizer: of AdamW the first and second moments, fp32. Of the rank that has most, where parameters are kept whole."""
 
     @property
     def total(self) -> int:
@@ -54,10 +54,11 @@ class BucketTraffic(NamedTuple):
         return self.reduce_inside + self.reduce_across + self.gather
 
 
-def rank_bytes(plan: GradPlan, *, keep_params_whole: bool = False) -> RankBytes:
+def rank_bytes(plan: GradPlan, *, keep_params_whole: bool = False, states: int = 2) -> RankBytes:
     """What every rank holds between steps. Shards are equal, so it is the same everywhere.
 
     keep_params_whole  moments exist for parameters only, not for padding
+    states             elements of optimizer state for each element of a parameter
     """
     parameters = gradients = masters = moments = 0
     for buffer in plan.buffers:
@@ -66,7 +67,7 @@ def rank_bytes(plan: GradPlan, *, keep_params_whole: bool = False) -> RankBytes:
         owned = sum(bucket.numel // bucket.shard_degree for bucket in buffer.buckets)
         masters += 4 * owned if buffer.param_dtype in _HALF else 0
         master_itemsize = 4 if buffer.param_dtype in _HALF else buffer.param_dtype.itemsize
-        moments += 2 * master_itemsize * (_most_of_parameters(buffer.buckets) if keep_params_whole else owned)
+        moments += states * master_itemsize * (_most_of_parameters(buffer.buckets) if keep_params_whole else owned)
     return RankBytes(parameters, gradients, masters, moments)
 
 

@@ -114,8 +114,11 @@ def unit_traffic(bucket: PlacedBucket, wire_dtype: torch.dtype | None) -> UnitTr
     )
 
 
-def sharded_rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
-    """What the fullest rank holds between steps. Ranks differ in the bytes of the moments alone."""
+def sharded_rank_bytes(buckets: Iterable[PlacedBucket], *, states: int = 2) -> RankBytes:
+    """What the fullest rank holds between steps. Ranks differ in the bytes of the moments alone.
+
+    states  elements of optimizer state for each element of a parameter
+    """
     parameters = gradients = shards = 0
     moments: list[int] = []
     for bucket in buckets:
@@ -125,7 +128,7 @@ def sharded_rank_bytes(buckets: Iterable[PlacedBucket]) -> RankBytes:
         moments += [0] * (bucket.layout.shard_degree - len(moments))
         if bucket.trainable:
             for rank, numel in enumerate(_held(bucket.layout)):
-                moments[rank] += 2 * bucket.rest_dtype.itemsize * numel
+                moments[rank] += states * bucket.rest_dtype.itemsize * numel
     return RankBytes(parameters, gradients, shards, max(moments, default=0))
 
 

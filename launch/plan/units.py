@@ -147,11 +147,12 @@ def _unit(
 def fsdp_alternatives(config: Config, ranks: int) -> dict[Parallel, RankBytes]:
     """Bytes at rest under ``fsdp`` and, where ``ranks`` ranks make several instances, under ``hsdp``."""
     found: dict[Parallel, RankBytes] = {}
+    states = config.optimizer.state_per_element()
     for parallel in ("fsdp", "hsdp"):
         settings = config.fsdp if config.parallel == parallel else _other_fsdp_config(config)
         if ranks % settings.instances(parallel) == 0:
             units = place_units(config, ranks, parallel, settings)
-            found[parallel] = sharded_rank_bytes(bucket for unit in units for bucket in unit.buckets)
+            found[parallel] = sharded_rank_bytes((bucket for unit in units for bucket in unit.buckets), states=states)
     return found
 
 

@@ -1,0 +1,115 @@
+"""``maingrad train --dry-run``: checks all that a run would check, and plans it for any number of ranks, alone.
+
+No process group, no parameter and no gradient is made. The data are opened, as a run does.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.table import Table
+
+from ..config.error import require
+from ..config.run import Config
+from ..data.batches import load_corpus
+from ..model.gpt import GPT
+from ..training.run_state import where_to_resume
+from ..training.watching.trackers import check_packages
+from .plan import RunPlan, UnitsPlan, plan_run, plan_units
+from .tables import format_bytes, plan_tables
+
+__all__ = ["DryRun", "dry_run", "dry_run_tables"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class DryRun(NamedTuple):
+    """A run, before it is begun."""
+
+    plan: RunPlan | UnitsPlan
+    train_tokens: int
+    """Tokens of the training data."""
+    tokens_per_step: int
+    checkpoint_bytes: int
+    """Bytes of all tensors of one checkpoint. The files are larger by about a kilobyte for each tensor and rank."""
+    resumes_from: Path | None
+    """The checkpoint from which the run would go on."""
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that take as many tokens as the training data have."""
+        return self.train_tokens / self.tokens_per_step
+
+
+def dry_run(config: Config, ranks: int) -> DryRun:
+    """Check and plan the run of ``config`` on ``ranks`` ranks.
+
+    Raises ``ConfigError`` and ``DataError``, as ``train`` does on so many ranks.
+    """
+    check_packages(config)
+    require(
+        max(config.profile.ranks) < ranks or config.profile.first_step is None,
+        "profile.ranks",
+        config.profile.ranks,
+        f"names ranks that a run on {ranks} does not have",
+    )
+    plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
+    settings = config.train
+    corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
+    return DryRun(
+        plan,
+        len(corpus.train),
+        settings.global_batch_size * settings.sequence_length,
+        _checkpoint_bytes(config),
+        where_to_resume(config),
+    )
+
+
+def _checkpoint_bytes(config: Config) -> int:
+    """Each parameter, its fp32 master where it is in half precision, and its optimizer state."""
+    states = config.optimizer.state_per_element()
+    found = 0
+    for parameter in GPT(config.model, torch.device("meta")).parameters():
+        half = parameter.dtype in _HALF
+        master = 4 if half else parameter.itemsize
+        found += parameter.numel() * (parameter.itemsize + (master if half else 0) + states * master)
+    return found
+
+
+def dry_run_tables(config: Config, run: DryRun) -> Iterator[Table]:
+    """The tables of ``maingrad plan``, and one about the run as a whole."""
+    yield from plan_tables(run.plan)
+    settings, ranks = config.train, run.plan.ranks
+    table = Table(title=f"the run: {settings.steps:,} steps on {ranks:,} rank(s)", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    rows = settings.sequences_per_microbatch(ranks)
+    table.add_row("parameters", f"{run.plan.parameters.total:,}")
+    table.add_row("bytes on each rank, at rest", format_bytes(run.plan.rank_bytes.total))
+    table.add_row("microbatches of a step", f"{settings.num_microbatches} of {rows} x {settings.sequence_length:,}")
+    table.add_row("tokens of a step", f"{run.tokens_per_step:,}")
+    table.add_row("tokens of the training data", f"{run.train_tokens:,}")
+    table.add_row("steps of an epoch", f"{run.steps_per_epoch:,.1f}")
+    table.add_row("epochs of the run", f"{settings.steps / run.steps_per_epoch:,.2f}")
+    table.add_row("bytes of a checkpoint", format_bytes(run.checkpoint_bytes))
+    if settings.save_every is not None:
+        writers = ranks // run.plan.outer_size
+        table.add_row("written by a rank", format_bytes(math.ceil(run.checkpoint_bytes / writers)))
+        table.add_row("checkpoints on disk, at most", _kept(config, run))
+    if run.resumes_from is not None:
+        table.add_row("goes on from", str(run.resumes_from))
+    yield table
+
+
+def _kept(config: Config, run: DryRun) -> str:
+    """While a new one is written, the older ones are there."""
+    settings, keep = config.train, config.checkpoint
+    assert settings.save_every is not None
+    written = math.ceil(settings.steps / settings.save_every)
+    count = written
+    if keep.keep_last is not None:
+        apart = math.lcm(settings.save_every, keep.keep_every) if keep.keep_every else settings.steps + 1
+        count = min(written, keep.keep_last + 1 + settings.steps // apart)
+    return f"{count:,}: {format_bytes(count * run.checkpoint_bytes)}"
