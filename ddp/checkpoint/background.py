@@ -54,7 +54,8 @@ class PendingSave:
         self._write_error: Exception | None = None
         self._complete_error: Exception | None = None
         self._result: BaseException | None = None
-        self._is_over = False
+        self.is_over = False
+        """Whether this rank has waited for the save and knows its end."""
         self._none_writes = False
         """Whether no rank is writing any more: then files of a failed save can be deleted."""
         self._until = float("inf")
@@ -78,7 +79,7 @@ class PendingSave:
         Raises, on all ranks, the error of the rank that could not write: then the previous checkpoint stays. A second
         call returns or raises the same at once.
         """
-        if not self._is_over:
+        if not self.is_over:
             try:
                 self._ranks.alike(self._wait_for_own, f"the writing of checkpoint '{self.path}'")
                 self._ranks.alike(self._wait_for_all, f"the completion of checkpoint '{self.path}'")
@@ -87,7 +88,7 @@ class PendingSave:
                 self._none_writes = not isinstance(error, CollectiveError)
                 self.give_up(after=0.0)
                 self._thread.join()
-            self._is_over = True
+            self.is_over = True
         if self._result is not None:
             raise self._result
 
@@ -169,7 +170,7 @@ def start_pending(model: nn.Module, pending: PendingSave) -> PendingSave:
 
 
 def finish_pending(model: nn.Module) -> None:
-    """Wait for the model's save under way, if there is one; see ``PendingSave.wait``."""
+    """Wait for the model's save under way, if there is one that the program has not waited for. Raises its error."""
     pending = _pending.pop(model, None)
-    if pending is not None:
+    if pending is not None and not pending.is_over:
         pending.wait()

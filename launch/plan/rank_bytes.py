@@ -28,7 +28,8 @@ class RankBytes(NamedTuple):
     masters: int
     """fp32 copies of half-precision parameters; 0 where parameters are fp32 themselves."""
     moments: int
-    """Elementwise state of the optimizer: of AdamW the first and second moments, fp32. Of the rank that has most, where parameters are kept whole."""
+    """Elementwise state of the optimizer: of AdamW the first and second moments, fp32. Of the rank that has most, where
+    parameters are kept whole."""
 
     @property
     def total(self) -> int:

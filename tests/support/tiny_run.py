@@ -36,6 +36,9 @@ def tiny_document(folder: Path, *, parallel: str = "zero1", **sections: dict[str
         "optimizer": _OPTIMIZER,
         "ddp": _DDP,
         "fsdp": {},
+        "checkpoint": {},
+        "logging": {},
+        "profile": {},
     }
     return {"parallel": parallel} | {name: values | sections.get(name, {}) for name, values in document.items()}
 

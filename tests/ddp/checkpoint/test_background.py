@@ -1,0 +1,192 @@
+"""``save_checkpoint(..., background=True)``: files are of the moment of the call, whatever training does next."""
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpointed import Everything, build, model_state, take_steps
+from ending_ranks import run_to_the_end
+from gloo import run_ranks
+from loops import assert_same
+from python_processes import run_python
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_leaves
+
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+Take = Callable[[int], None]
+
+
+def make(kind: str, rank: int) -> tuple[nn.Module, Any, Take]:
+    """A model under ``kind``, its optimizer, and a function that takes one step."""
+    if kind != "fsdp":
+        ddp, optimizer = build(torch.bfloat16, use_distributed_optimizer=kind == "zero1")
+        return ddp, optimizer, lambda step: take_steps(ddp, optimizer, [step], rank)
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
+    stock = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    def take(step: int) -> None:
+        model(torch.full((2, 7), float(step + rank))).sum().backward()
+        stock.step()
+        stock.zero_grad()
+
+    return model, stock, take
+
+
+def save_both_ways(folder: Path, kind: str) -> Any:
+    model, optimizer, take = make(kind, dist.get_rank())
+    take(0)
+    save_checkpoint(folder / "waited", model, optimizer, extra={"step": 1})
+    extra = {"step": 1}
+    pending = save_checkpoint(folder / "beside", model, optimizer, extra=extra, background=True)
+    extra["step"] = 2
+    for step in range(1, 4):
+        take(step)
+    pending.wait()
+    pending.wait()
+    assert pending.done() and not pending.failed()
+    again, others, _ = make(kind, dist.get_rank())
+    return load_checkpoint(folder / "beside", again, others)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "fsdp"])
+@pytest.mark.sampled(3)
+def test_both_ways_write_the_same(kind: str, tmp_path: Path) -> None:
+    assert run_ranks(save_both_ways, 2, tmp_path, kind) == [{"step": 1}] * 2
+    names = [sorted(path.name for path in (tmp_path / way).iterdir()) for way in ("waited", "beside")]
+    assert names[0] == names[1]
+    contents = []
+    for way in ("waited", "beside"):
+        dcp_to_torch_save(tmp_path / way, tmp_path / f"{way}.pt")
+        contents.append(tree_leaves(torch.load(tmp_path / f"{way}.pt")))
+    assert len(contents[0]) == len(contents[1]) > 8
+    assert all(torch.equal(*pair) for pair in zip(*contents, strict=True))
+    manifests = [json.loads((tmp_path / way / "maingrad.json").read_text()) for way in ("waited", "beside")]
+    of_the_save = ("save_id", "checksum")
+    assert all(manifests[0][key] == manifests[1][key] for key in manifests[0] if key not in of_the_save)
+
+
+def save_on_simulated_ranks(folder: Path) -> dict[str, torch.Tensor]:
+    ddp, optimizer = build(use_distributed_optimizer=True)
+    take_steps(ddp, optimizer, [0], dist.get_rank())
+    saved = model_state(ddp)
+    save_checkpoint(folder / "c", ddp, optimizer, background=True)
+    take_steps(ddp, optimizer, [1], dist.get_rank())
+    load_checkpoint(folder / "c", ddp, optimizer)  # waits for the save
+    assert_same(model_state(ddp), saved)
+    return saved
+
+
+def test_a_load_waits_for_the_save_on_simulated_ranks(tmp_path: Path) -> None:
+    saved = simulate(save_on_simulated_ranks, 3, tmp_path)[0]
+    plain = Everything()
+    load_checkpoint(tmp_path / "c", plain)
+    assert all(torch.equal(saved[name], value) for name, value in plain.named_parameters())
+
+
+def next_save_waits(folder: Path) -> list[bool]:
+    """Whether each of three checkpoints was complete when the next save returned."""
+    ddp, optimizer = build(use_distributed_optimizer=True)
+    complete = []
+    for step in range(4):
+        take_steps(ddp, optimizer, [step], dist.get_rank())
+        pending = save_checkpoint(folder / f"{step}", ddp, optimizer, extra=step, background=True)
+        if step:
+            complete.append((folder / f"{step - 1}" / "maingrad.json").exists())
+    pending.wait()
+    return complete
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    assert run_ranks(next_save_waits, 2, tmp_path) == [[True] * 3] * 2
+
+
+def one_cannot_write(folder: Path, full: int) -> list[str]:
+    """What this rank is told of a save during which the disk of rank ``full`` is full."""
+    ddp, optimizer = build(use_distributed_optimizer=True)
+    take_steps(ddp, optimizer, [0], dist.get_rank())
+    save_checkpoint(folder / "c", ddp, optimizer, extra="before")
+    if dist.get_rank() == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    pending = save_checkpoint(folder / "c", ddp, optimizer, extra="after", background=True)
+    take_steps(ddp, optimizer, [1], dist.get_rank())  # training goes on until it asks
+    said = []
+    for _ in range(2):
+        try:
+            pending.wait()
+        except OSError as error:
+            said.append(str(error))
+    failed = pending.failed()
+    if dist.get_rank() == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert failed
+    dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["c"], left
+    assert load_checkpoint(folder / "c", ddp, optimizer) == "before"
+    save_checkpoint(folder / "c", ddp, optimizer, extra="later", background=True).wait()
+    assert load_checkpoint(folder / "c", ddp, optimizer) == "later"
+    return said
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_all_ranks_hear_of_one_that_could_not_write(full: int, tmp_path: Path) -> None:
+    for said in run_ranks(one_cannot_write, 2, tmp_path, full):
+        assert len(said) == 2, said
+        assert said[0] == said[1]
+        assert f"File too large: '{tmp_path}/c.incomplete/__{full}_0.distcp'" in said[0], said
+        assert f"on rank {full}" in said[0], said
+
+
+PROGRAM = """
+import sys, torch
+from maingrad.ddp import save_checkpoint
+torch.manual_seed(0)
+save_checkpoint(sys.argv[1], torch.nn.Linear(300, 300), extra=1, background=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "raise KeyError('a mistake elsewhere')"])
+def test_a_program_that_ends_without_waiting_leaves_a_whole_checkpoint(end: str, tmp_path: Path) -> None:
+    done = run_python("-c", PROGRAM.format(end=end), tmp_path / "c")
+    assert done.returncode == (1 if end else 0), done.stderr
+    assert load_checkpoint(tmp_path / "c", nn.Linear(300, 300)) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def die_with_a_save_under_way(folder: Path, victim: int) -> str:
+    ddp, optimizer = build(use_distributed_optimizer=True)
+    take_steps(ddp, optimizer, [0], dist.get_rank())
+    save_checkpoint(folder / "c", ddp, optimizer, extra="before")
+    dist.barrier()
+    if dist.get_rank() == victim:
+        os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)  # before its part is on the disk
+    pending = save_checkpoint(folder / "c", ddp, optimizer, extra="after", background=True)
+    pending.wait()
+    return "waited"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.sampled(2)
+def test_a_rank_that_dies_leaves_the_checkpoint_of_before(victim: int, tmp_path: Path) -> None:
+    ended = run_to_the_end(die_with_a_save_under_way, 2, tmp_path, victim)
+    assert ended[victim].exit_code == -signal.SIGKILL
+    survivor = ended[1 - victim]
+    assert survivor.exit_code == 1 and "CollectiveError" in survivor.output, survivor.output
+    assert f"gone: rank {victim}" in survivor.output, survivor.output
+    model = Everything()
+    assert load_checkpoint(tmp_path / "c", model) == "before"
+    save_checkpoint(tmp_path / "c", model, extra="next")  # over what is left
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
