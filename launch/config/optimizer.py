@@ -162,9 +162,13 @@ class OptimizerConfig:
                 f"{self.optimizer_class.__name__} has no such argument; it has {valid}",
             )
             default = 0.9 if is_beta else arguments[key].default
-            wanted = (float, int) if isinstance(default, float) else (type(default),)
+            is_number = isinstance(default, int | float) and not isinstance(default, bool)
+            wanted = (int, float) if is_number else (type(default),)
             require(
-                default is None or type(value) in wanted, named, value, f"must be {wanted[0].__name__}, as {default} is"
+                default is None or type(value) in wanted,
+                named,
+                value,
+                f"must be {'a number' if is_number else type(default).__name__}, as {default} is",
             )
         try:
             self.optimizer_class([torch.nn.Parameter(torch.zeros(1, 1))], lr=self.lr, **self.class_options)  # type: ignore[call-arg]

@@ -257,8 +257,8 @@ def remove(path: Path) -> None:
 
 
 def is_being_deleted(path: Path) -> bool:
-    """Whether a ``remove`` that did not end has left this: no checkpoint any more."""
-    return _is_marked(path) and not _is_complete(path)
+    """Whether a ``remove`` that did not end has left this: no checkpoint any more, or an empty folder."""
+    return (_is_marked(path) and not _is_complete(path)) or (path.is_dir() and _is_free(path))
 
 
 def _empty(folder: Path) -> None:

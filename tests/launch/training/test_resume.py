@@ -225,6 +225,8 @@ def test_auto_takes_the_newest_complete_one(tmp_path: Path):
     assert where_to_resume(config) is None
     for name in ("step-00000002", "step-00000010", "step-00000020.incomplete"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / name / "maingrad.json").touch()
+    (tmp_path / "run" / "checkpoints" / "step-00000030").mkdir()  # the last that is left of one that was deleted
     assert where_to_resume(config) == tmp_path / "run" / "checkpoints" / "step-00000010"
 
 

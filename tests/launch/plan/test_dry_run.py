@@ -1,0 +1,81 @@
+"""``maingrad train --dry-run``: what a run would hold and write, for any number of ranks, without one."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config, tiny_toml
+
+from maingrad.launch import simulate
+from maingrad.launch.cli import main
+from maingrad.launch.config.run import ConfigError
+from maingrad.launch.data.batches import DataError
+from maingrad.launch.plan.dry_run import dry_run
+from maingrad.launch.training.train import train
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("optimizer", [{}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.0}])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.sampled(4)
+def test_a_checkpoint_has_so_many_bytes(parallel: str, optimizer: dict[str, Any], dtype: str, tmp_path: Path):
+    config = tiny_config(
+        tmp_path, parallel=parallel, optimizer=optimizer, model={"param_dtype": dtype}, train={"save_every": 6}
+    )
+    planned = dry_run(config, 2)
+    simulate(train, 2, config)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000006"
+    tensors = json.loads((folder / "maingrad.json").read_text())["tensors"]
+    width = {"float32": 4, "bfloat16": 2}
+    stored = sum(width[entry["dtype"]] * sum(chunk[0] for chunk in entry["chunks"]) for entry in tensors.values())
+    assert planned.checkpoint_bytes == stored
+    assert planned.plan.rank_bytes.moments > 0 or optimizer.get("momentum") == 0.0
+
+
+def test_it_prints_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tiny_toml(tmp_path, train={"save_every": 2}, checkpoint={"keep_last": 1})
+    assert main(["train", str(path), "--dry-run", "--ranks", "12", "--checkpoint.no-background"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for fact in (
+        'parallel = "zero1" on 12 ranks',
+        "the run: 6 steps on 12 rank(s)",
+        "microbatches of a step │ 2 of 1 x 24",
+        "tokens of a step │ 576",
+        "steps of an epoch",
+        "checkpoints on disk, at most │ 2:",
+    ):
+        assert fact in said, said
+    assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+def test_what_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ConfigError, match=r"train\.global_batch_size = 24: must be a multiple of .* = 2 \* 7 = 14"):
+        dry_run(tiny_config(tmp_path), 7)
+    with pytest.raises(ConfigError, match=r"profile\.ranks = \(3,\): names ranks that a run on 2 does not have"):
+        dry_run(tiny_config(tmp_path, profile={"first_step": 1, "ranks": [3]}), 2)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        dry_run(tiny_config(tmp_path, train={"resume": str(tmp_path / "nowhere")}), 2)
+    with pytest.raises(DataError):
+        dry_run(tiny_config(tmp_path, data={"paths": [str(tmp_path / "missing.txt")]}), 2)
+    with pytest.raises(SystemExit):
+        main(["train", str(tiny_toml(tmp_path)), "--ranks", "2"])
+    said = capsys.readouterr()
+    assert "--ranks goes with --dry-run" in said.out + said.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_eight_billion_parameters_on_1024_ranks_take_seconds(parallel: str, tmp_path: Path):
+    model: dict[str, Any] = {"vocab_size": 128256, "dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8}
+    model |= {"ffn_dim": 14336, "context_length": 8192, "param_dtype": "bfloat16"}
+    train_settings = {"global_batch_size": 2048, "sequence_length": 1000}
+    config = tiny_config(
+        tmp_path, parallel=parallel, model=model, train=train_settings, ddp={"bucket_size": 40_000_000}
+    )
+    began = time.process_time()
+    planned = dry_run(config, 1024)
+    assert time.process_time() - began < 10.0
+    assert planned.plan.parameters.total == 8_030_261_248
+    assert planned.checkpoint_bytes == 14 * planned.plan.parameters.total

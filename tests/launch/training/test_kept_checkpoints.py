@@ -1,0 +1,160 @@
+"""``[checkpoint]``: which checkpoints stay, whenever the process dies; and what a failed writer does to the run."""
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp.checkpoint.files.folder import remove
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.model.gpt import build_model
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.run_state import where_to_resume
+from maingrad.launch.training.train import train
+
+
+def config_of(folder: Path, checkpoint: dict[str, Any], **train_settings: Any) -> Config:
+    settings = {"steps": 10, "save_every": 1, "resume": "auto", "eval_every": 100, **train_settings}
+    return tiny_config(folder, model={"num_layers": 1}, train=settings, checkpoint=checkpoint)
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    "keep, wanted",
+    [({}, [*range(1, 11)]), ({"keep_last": 1}, [10]), ({"keep_last": 2, "keep_every": 4}, [4, 8, 9, 10])],
+)
+@pytest.mark.sampled(3)
+def test_the_newest_stay_and_those_of_round_numbers(
+    keep: dict[str, int], wanted: list[int], background: bool, tmp_path: Path
+):
+    simulate(train, 2, config_of(tmp_path, {**keep, "background": background}))
+    assert kept(tmp_path) == wanted
+    assert load_checkpoint(
+        tmp_path / "run/checkpoints/step-00000010", build_model(config_of(tmp_path, {}).model, seed=1)
+    )
+    saves = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "checkpoint"]
+    assert [record["step"] for record in saves] == [*range(1, 11)]
+    assert all(record["seconds"] > 0.0 for record in saves)
+
+
+def test_a_run_that_goes_on_from_an_older_one_deletes_none_of_its_future(tmp_path: Path):
+    """They are of another run by then; the new run writes over them in turn."""
+    train(config_of(tmp_path, {}, steps=6))
+    older = str(tmp_path / "run" / "checkpoints" / "step-00000002")
+    train(config_of(tmp_path, {"keep_last": 1}, steps=4, resume=older))
+    assert kept(tmp_path) == [4, 5, 6]
+
+
+def delete_and_die(path: Path, at: int) -> bool:
+    """In a child, which is killed before its ``at``-th operation on files; whether it was."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    left = [at]
+
+    def audit(name: str, arguments: tuple[Any, ...]) -> None:
+        if name in ("os.remove", "os.rmdir") or (name == "open" and arguments[2] & os.O_CREAT):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    remove(path)
+    os._exit(0)
+
+
+def test_a_kill_while_one_is_deleted_leaves_a_whole_one_or_none(tmp_path: Path):
+    config = config_of(tmp_path, {}, steps=4, save_every=4)
+    train(config)
+    whole, model = tmp_path / "run" / "checkpoints" / "step-00000004", build_model(config.model, seed=1)
+    shutil.copytree(whole, tmp_path / "copy")
+    at = 1
+    while True:
+        shutil.rmtree(whole, ignore_errors=True)
+        shutil.copytree(tmp_path / "copy", whole)
+        if not delete_and_die(whole, at):
+            break
+        if where_to_resume(config) is None:
+            save_checkpoint(whole, model, extra="over what is left")
+            assert load_checkpoint(whole, model) == "over what is left"
+        else:
+            assert load_checkpoint(where_to_resume(config) or "", model)["step"] == 4
+        at += 1
+    assert at > 4, "nothing was killed"
+    assert not whole.exists()
+
+
+def test_what_is_no_checkpoint_is_not_deleted(tmp_path: Path):
+    mine = tmp_path / "run" / "checkpoints" / "step-00000001"
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("keep")
+    config = config_of(tmp_path, {"keep_last": 1}, steps=3, save_every=3, resume=None)
+    with pytest.raises(ConfigError, match="of an earlier run is there"):
+        train(config)
+    assert train(config_of(tmp_path, {"keep_last": 1}, steps=6, save_every=3, resume=str(saved(tmp_path)))).steps == 6
+    assert (mine / "notes.txt").exists()
+    assert kept(tmp_path) == [1, 6]
+
+
+def saved(folder: Path) -> Path:
+    """A checkpoint of the same run in another folder."""
+    config = config_of(folder, {}, steps=3, save_every=3, resume=None, out_dir=str(folder / "other"))
+    train(config)
+    return folder / "other" / "checkpoints" / "step-00000003"
+
+
+class FullAfter:
+    """A display under which the disk is full from a step on."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.seen = step, 0
+
+    def update(self, status: Any) -> None:
+        self.seen = status.step
+        if status.step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("save_every", [2, 10])
+def test_a_full_disk_ends_the_run_soon_and_leaves_the_last_checkpoint(save_every: int, tmp_path: Path):
+    """At the next step whose loss is exchanged, or at the end."""
+    display = FullAfter(3 if save_every == 2 else 9)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    config = config_of(tmp_path, {}, save_every=save_every)
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            train(config, display=display)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert display.seen in ((4, 5, 6) if save_every == 2 else (10,))
+    assert kept(tmp_path) == ([2] if save_every == 2 else [])
+    assert train(config).steps == 10
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"keep_last": 0}, "checkpoint.keep_last = 0: must be at least 1"),
+        ({"keep_every": 5}, "checkpoint.keep_every = 5: says which older checkpoints stay"),
+        ({"save_every": 5}, "unknown key 'checkpoint.save_every': it is train.save_every"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(given: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        config_of(tmp_path, given)

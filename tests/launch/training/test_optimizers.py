@@ -1,0 +1,170 @@
+"""``[optimizer]``: other optimizers and schedules train what plain torch trains, and resumed runs go on with them."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError, OptimizerConfig
+from maingrad.launch.data.batches import load_corpus, sample_batch
+from maingrad.launch.model.gpt import build_model
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.pace import lr_factor
+from maingrad.launch.training.train import train
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"name": "sgd", "momentum": 0.8, "options": {"nesterov": True}},
+    "plain sgd": {"name": "sgd", "momentum": 0.0},
+    "nadam": {"name": "torch.optim.NAdam", "options": {"beta1": 0.8, "momentum_decay": 0.01}},
+    "rprop": {"name": "torch.optim.Rprop", "weight_decay": 0.0},
+    "adagrad": {"name": "torch.optim.Adagrad", "weight_decay": 0.0, "options": {"initial_accumulator_value": 0.1}},
+}
+
+
+def config_of(folder: Path, out: str, optimizer: dict[str, Any], parallel: str = "zero1", **settings: Any) -> Config:
+    """fp32, unclipped and in one microbatch, so that sums have one order."""
+    return tiny_config(
+        folder,
+        parallel=parallel,
+        optimizer={"max_grad_norm": None, "schedule": "linear", **optimizer},
+        train={"out_dir": str(folder / out), "num_microbatches": 1, **settings},
+    )
+
+
+def losses(config: Config) -> tuple[float, ...]:
+    return train(config).losses
+
+
+def plain_losses(config: Config) -> list[float]:
+    """The same run by torch alone."""
+    model = build_model(dataclasses.replace(config.model, fuse_wgrad_accumulation=False), seed=config.train.seed)
+    kind = {"sgd": torch.optim.SGD}.get(config.optimizer.name)
+    kind = kind or getattr(torch.optim, config.optimizer.name.removeprefix("torch.optim."))
+    options = dict(config.optimizer.options)
+    if "beta1" in options:
+        options["betas"] = (options.pop("beta1"), 0.999)
+    if config.optimizer.name == "sgd":
+        options["momentum"] = config.optimizer.momentum
+    if kind is not torch.optim.Rprop:
+        options["weight_decay"] = config.optimizer.weight_decay
+    optimizer = kind(model.parameters(), lr=config.optimizer.lr, **options)
+    corpus, settings, found = load_corpus(config.data, sequence_length=24), config.train, []
+    for step in range(settings.steps):
+        warmup = min(1.0, (step + 1) / config.optimizer.warmup_steps)
+        ratio = config.optimizer.min_lr_ratio
+        optimizer.param_groups[0]["lr"] = config.optimizer.lr * warmup * (ratio + (1 - ratio) * (1 - step / 6))
+        batch = sample_batch(
+            corpus.train,
+            seed=settings.seed,
+            step=step,
+            microbatch=0,
+            num_microbatches=1,
+            rank=0,
+            world_size=1,
+            global_batch_size=settings.global_batch_size,
+            sequence_length=settings.sequence_length,
+        )
+        loss = model(batch.inputs, batch.targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(3)
+def test_each_trains_as_torch_does(name: str, tmp_path: Path):
+    config = config_of(tmp_path, "run", OPTIMIZERS[name])
+    assert losses(config) == pytest.approx(plain_losses(config), rel=1e-5)
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "hybrid", "fsdp", "hsdp"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(3)
+def test_every_parallel_trains_the_same(name: str, parallel: str, tmp_path: Path):
+    ranks = 4 if parallel in ("hybrid", "hsdp") else 2
+    runs = [simulate(losses, ranks, config_of(tmp_path, way, OPTIMIZERS[name], way))[0] for way in ("ddp", parallel)]
+    exact = 0.0 if ranks == 2 else 1e-6  # instances sum in another order
+    assert runs[1] == pytest.approx(runs[0], rel=exact, abs=0.0)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "warmup_stable_decay", "constant"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(3)
+def test_a_resumed_run_goes_on_with_state_and_schedule(name: str, schedule: str, tmp_path: Path):
+    optimizer = OPTIMIZERS[name] | {"schedule": schedule}
+    whole = train(config_of(tmp_path, "run", optimizer, save_every=3))
+    resume = str(tmp_path / "run" / "checkpoints" / "step-00000003")
+    rest = train(config_of(tmp_path, "rest", optimizer, "fsdp", resume=resume))
+    assert rest.losses == whole.losses[3:]
+    rates = [record["lr"] for record in read_metrics(tmp_path / "rest" / "metrics.jsonl") if record["kind"] == "step"]
+    of_whole = [record["lr"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
+    assert rates == of_whole[3:]
+
+
+@pytest.mark.parametrize(
+    "schedule, at, wanted",
+    [
+        ("linear", (0.0, 0.5, 1.0), (1.0, 0.6, 0.2)),
+        ("warmup_stable_decay", (0.0, 0.5, 0.6, 0.8, 1.0), (1.0, 1.0, 1.0, 0.6, 0.2)),
+        ("constant", (0.0, 0.5, 1.0), (1.0, 1.0, 1.0)),
+    ],
+)
+def test_shapes_of_schedules(schedule: Any, at: tuple[float, ...], wanted: tuple[float, ...]):
+    config = OptimizerConfig(schedule=schedule, min_lr_ratio=0.2, decay_fraction=0.4, warmup_steps=4)
+    assert [lr_factor(config, 100, fraction) for fraction in at] == pytest.approx(wanted)
+    assert lr_factor(config, 1, 0.0) == 0.5, "in the warmup"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "warmup_stable_decay"])
+@pytest.mark.sampled(1)
+def test_a_schedule_ends_with_the_time(schedule: str, tmp_path: Path):
+    config = tiny_config(
+        tmp_path,
+        optimizer={"schedule": schedule, "min_lr_ratio": 0.0, "warmup_steps": 0},
+        train={"steps": 100_000, "max_seconds": 0.5},
+    )
+    assert 0 < train(config).steps < 100_000
+    records = [record for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "step"]
+    before_last = records[-2]["elapsed"] / 0.5  # the rate of a step follows from the time at its beginning
+    wanted = 1.0 - before_last if schedule == "linear" else min(1.0, (1.0 - before_last) / 0.2)
+    assert records[-1]["lr"] == pytest.approx(3e-3 * wanted, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"name": "torch.optim.Muon"}, "optimizer.name = 'torch.optim.Muon': does not update each element by itself"),
+        ({"name": "torch.optim.LBFGS"}, "optimizer.name = 'torch.optim.LBFGS': does not update each element"),
+        ({"name": "lion"}, 'must be "adamw", "sgd" or an optimizer of torch by its full name'),
+        ({"name": "torch.optim.lr_scheduler"}, 'must be "adamw", "sgd"'),
+        ({"name": "sgd", "betas": (0.5, 0.9)}, 'optimizer.betas = (0.5, 0.9): is not read by name = "sgd"'),
+        ({"momentum": 0.5}, 'optimizer.momentum = 0.5: is not read by name = "adamw"'),
+        ({"name": "torch.optim.Rprop"}, "optimizer.weight_decay = 0.1: Rprop has none"),
+        ({"options": {"amsgrad": 1}}, "optimizer.options.amsgrad = 1: must be bool"),
+        (
+            {"options": {"amsgrda": True}},
+            "optimizer.options.amsgrda = True: AdamW has no such argument; it has amsgrad",
+        ),
+        ({"options": {"eps": 1e-6}}, "optimizer.options.eps = 1e-06: is the key optimizer.eps"),
+        ({"options": {"fused": True}}, "optimizer.options.fused = True: is decided by maingrad train"),
+        ({"options": {"lr": True}}, "optimizer.options.lr = True: is decided by maingrad train"),
+        ({"name": "sgd", "momentum": 0.0, "options": {"nesterov": True}}, "Nesterov momentum requires a momentum"),
+    ],
+)
+def test_what_cannot_be_an_optimizer_is_refused(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        OptimizerConfig(**given)
+
+
+def test_another_optimizer_does_not_go_on(tmp_path: Path):
+    train(config_of(tmp_path, "run", OPTIMIZERS["sgd"], save_every=6))
+    resume = str(tmp_path / "run" / "checkpoints" / "step-00000006")
+    with pytest.raises(ConfigError, match="has the state of SGD, and this optimizer is AdamW"):
+        train(config_of(tmp_path, "rest", {}, resume=resume))

@@ -1,0 +1,137 @@
+"""``train.recompute``: the same bits from fewer kept activations."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.model.gpt import build_model
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.recompute import recompute_blocks
+from maingrad.launch.training.train import train
+
+EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 32}
+MODES: list[dict[str, Any]] = [
+    {"recompute": "blocks"},
+    {"recompute": "blocks", "recompute_every": 2},
+    {"recompute": "attention"},
+    {"recompute": "operators"},
+]
+RUNS: dict[str, dict[str, Any]] = {
+    "dropout": {"model": {"param_dtype": "bfloat16", "dropout": 0.2}},
+    "experts": {"model": EXPERTS},
+    "delayed weight gradients": {"model": {"delay_wgrad_layers": 2}},
+    "unfused": {"model": {"fuse_wgrad_accumulation": False}},
+    "sharded": {"model": {"dropout": 0.2}, "parallel": "fsdp"},
+    "sharded experts": {"model": EXPERTS, "parallel": "fsdp"},
+    "graph": {"train": {"cuda_graph": True}},
+    "sharded graph": {"train": {"cuda_graph": True}, "parallel": "fsdp"},
+    "float8": {"model": {"param_dtype": "bfloat16", "dim": 128, "ffn_dim": 128}, "train": {"recipe": "float8_delayed"}},
+}
+
+
+def config_of(folder: Path, run: str, mode: dict[str, Any]) -> Config:
+    out = folder / "-".join(map(str, mode.values())) if mode else folder / "kept"
+    given = RUNS[run]
+    return tiny_config(
+        folder,
+        parallel=given.get("parallel", "zero1"),
+        model=given.get("model", {}),
+        train={**given.get("train", {}), **mode, "steps": 4, "out_dir": str(out)},
+    )
+
+
+def outcome(config: Config) -> tuple[tuple[float, ...], str]:
+    result = train(config)
+    return result.losses, str(read_metrics(Path(config.train.out_dir) / "metrics.jsonl")[-1]["weights_sha256"])
+
+
+@pytest.mark.parametrize("mode", range(len(MODES)))
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.sampled(6)
+def test_the_same_bits(run: str, mode: int, tmp_path: Path):
+    assert outcome(config_of(tmp_path, run, MODES[mode])) == outcome(config_of(tmp_path, run, {}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", range(len(MODES)))
+def test_the_same_bits_on_two_ranks(mode: int, tmp_path: Path):
+    runs = [simulate(outcome, 2, config_of(tmp_path, "sharded", kept))[0] for kept in (MODES[mode], {})]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [0, 1, 3])
+def test_the_same_bits_compiled(mode: int, tmp_path: Path):
+    def compiled(settings: dict[str, Any]) -> Config:
+        torch._dynamo.reset()
+        how = {"compile": True, "compile_backend": "aot_eager", "steps": 3, "out_dir": str(tmp_path / str(settings))}
+        return tiny_config(tmp_path, model={"num_layers": 12, "dim": 16}, train=how | settings)
+
+    assert outcome(compiled(MODES[mode])) == outcome(compiled({}))
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize(
+    "mode, attentions, kept_less",
+    [({}, 2, False), (MODES[0], 4, True), (MODES[1], 3, True), (MODES[2], 4, True), (MODES[3], 2, True)],
+)
+def test_what_is_computed_again(mode: dict[str, Any], attentions: int, kept_less: bool, tmp_path: Path):
+    """In forward and backward of two blocks; and that less is kept from one to the other."""
+    config = tiny_config(tmp_path, model={"fuse_wgrad_accumulation": False}, train=mode)
+    kept: list[int] = []
+    for made in (config, tiny_config(tmp_path, model={"fuse_wgrad_accumulation": False})):
+        model = build_model(config.model, seed=0)
+        recompute_blocks(model.blocks, made)
+        tokens = torch.arange(48).view(2, 24)
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model(tokens, tokens)
+        kept.append(sum(saved.values()))
+        with Operators() as operators:
+            loss.backward()
+        if made is config:
+            assert 2 + operators.count[ATTENTION] == attentions, operators.count
+    if mode.get("recompute") != "operators":  # what this one keeps, no hook sees
+        assert (kept[0] < kept[1]) == kept_less
+
+
+@pytest.mark.parametrize(
+    "train, model, message",
+    [
+        ({"recompute": "attention", "compile": True}, {}, "train.recompute = 'attention': does not go with train.comp"),
+        ({"recompute": "blocks", "cuda_graph": True}, {"dropout": 0.1}, "train.recompute = 'blocks': does not go with"),
+        ({"recompute_every": 2}, {}, "train.recompute_every = 2: has no effect without train.recompute"),
+        ({"recompute": "blocks", "recompute_every": 0}, {}, "train.recompute_every = 0: must be at least 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    train: dict[str, Any], model: dict[str, Any], message: str, tmp_path: Path
+):
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(tmp_path, train=train, model=model)

@@ -1,0 +1,92 @@
+"""``[profile]``: traces of chosen steps and ranks, and snapshots of CUDA's memory."""
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.training.train import train
+
+
+def config_of(folder: Path, profile: dict[str, Any], **train_settings: Any) -> Config:
+    return tiny_config(folder, model={"num_layers": 1}, train=train_settings, profile=profile)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "run" / "profile").iterdir())
+
+
+def count_of(path: Path, operator: str) -> int:
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return sum(event.get("name") == operator for event in events)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_trace_has_the_steps_that_were_asked_for(num_steps: int, tmp_path: Path):
+    train(config_of(tmp_path, {"first_step": 2, "num_steps": num_steps}, eval_every=100))
+    assert files(tmp_path) == ["trace-step-2-rank-0.json.gz"]
+    attentions = count_of(tmp_path / "run/profile/trace-step-2-rank-0.json.gz", "aten::scaled_dot_product_attention")
+    assert attentions == num_steps * 2, "one block, two microbatches"
+
+
+def test_each_rank_that_was_named_writes_a_trace(tmp_path: Path):
+    simulate(train, 3, config_of(tmp_path, {"first_step": 1, "num_steps": 1, "ranks": [2]}))
+    assert files(tmp_path) == ["trace-step-1-rank-2.json.gz"]
+    with pytest.raises(ConfigError, match=r"profile\.ranks = \(2,\): names rank\(s\) \[2\] of 1"):
+        train(config_of(tmp_path, {"first_step": 1, "ranks": [2]}))
+
+
+class Fails:
+    def update(self, status: Any) -> None:
+        if status.step == 3:
+            raise RuntimeError("at step 3")
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_run_that_fails_leaves_the_trace_so_far(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="at step 3"):
+        train(config_of(tmp_path, {"first_step": 1, "num_steps": 5}), display=Fails())
+    assert files(tmp_path) == ["trace-step-1-rank-0-failed.json.gz"]
+
+
+def test_a_window_beyond_the_end_is_closed_at_the_end(tmp_path: Path):
+    train(config_of(tmp_path, {"first_step": 5, "num_steps": 5}))
+    assert files(tmp_path) == ["trace-step-5-rank-0.json.gz"]
+
+
+@pytest.mark.parametrize(
+    "profile, message",
+    [
+        ({"first_step": 1, "memory": True}, "profile.memory = True: records CUDA's allocator, and this run is on cpu"),
+        ({"num_steps": 2}, "profile.num_steps = 2: has no effect without profile.first_step"),
+        ({"first_step": 1, "ranks": [0, 0]}, "must name different ranks"),
+        ({"first_step": 1, "trace": False}, "profile.trace = False: records nothing without profile.memory"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(profile: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        train(config_of(tmp_path, profile))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_snapshot_of_cuda_s_memory(fails: bool, tmp_path: Path):
+    config = config_of(tmp_path, {"first_step": 1, "num_steps": 5, "memory": True, "trace": False}, device="cuda")
+    try:
+        train(config, display=Fails() if fails else None)
+    except RuntimeError:
+        assert fails
+    (name,) = files(tmp_path)
+    assert name == ("memory-step-1-rank-0-failed.pickle" if fails else "memory-step-1-rank-0.pickle")
+    snapshot = pickle.loads((tmp_path / "run" / "profile" / name).read_bytes())
+    assert any(snapshot["device_traces"][torch.cuda.current_device()])

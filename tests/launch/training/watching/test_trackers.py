@@ -1,0 +1,91 @@
+"""``[logging]``: the numbers of ``metrics.jsonl`` reach TensorBoard and Weights & Biases."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_config
+
+from maingrad.launch import simulate
+from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.train import train
+
+
+def config_of(folder: Path, logging: dict[str, Any], **train_settings: Any) -> Config:
+    return tiny_config(folder, model={"num_layers": 1}, train={"eval_every": 3, **train_settings}, logging=logging)
+
+
+def in_metrics(folder: Path, kind: str, name: str) -> list[tuple[int, float]]:
+    records = read_metrics(folder / "run" / "metrics.jsonl")
+    return [(record["step"], record[name]) for record in records if record["kind"] == kind]
+
+
+def in_tensorboard(folder: Path, tag: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run" / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_has_every_step_once_also_of_a_resumed_run(tmp_path: Path):
+    pytest.importorskip("tensorboard", reason="of the extra maingrad[tensorboard]")
+    simulate(train, 2, config_of(tmp_path, {"tensorboard": True}, save_every=2))
+    resume = str(tmp_path / "run" / "checkpoints" / "step-00000004")
+    train(config_of(tmp_path, {"tensorboard": True}, resume=resume, steps=7))
+    for tag, kind, name in (
+        ("train/loss", "step", "loss"),
+        ("train/lr", "step", "lr"),
+        ("train/grad_norm", "step", "grad_norm"),
+        ("validation/loss", "validation", "loss"),
+    ):
+        wanted = in_metrics(tmp_path, kind, name)
+        assert in_tensorboard(tmp_path, tag) == [(step, pytest.approx(value, rel=1e-6)) for step, value in wanted]
+    assert [step for step, _ in in_tensorboard(tmp_path, "train/loss")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_weights_and_biases_gets_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb", reason="of the extra maingrad[wandb], which has many packages")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    train(config_of(tmp_path, {"wandb_project": "tiny", "wandb_mode": "offline"}))
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"train/loss" in content and b"validation/loss" in content
+    assert file.stem == f"run-{(tmp_path / 'run' / 'wandb_id').read_text().strip()}"
+
+
+@pytest.mark.parametrize(
+    "logging, package, message",
+    [
+        (
+            {"tensorboard": True},
+            "tensorboard",
+            "logging.tensorboard = True: needs the package tensorboard: pip ",
+        ),
+        (
+            {"wandb_project": "p"},
+            "wandb",
+            "logging.wandb_project = 'p': needs the package wandb: pip install ",
+        ),
+    ],
+)
+def test_a_missing_package_is_said_before_anything_is_written(
+    logging: dict[str, Any], package: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        train(config_of(tmp_path, logging))
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_tracker_is_imported_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert train(config_of(tmp_path, {})).steps == 6
+
+
+def test_keys_without_effect_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"logging\.wandb_name = 'n': has no effect without logging\.wandb_project"):
+        config_of(tmp_path, {"wandb_name": "n"})
