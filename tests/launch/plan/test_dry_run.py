@@ -70,7 +70,7 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_eight_billion_parameters_on_1024_ranks_take_seconds(parallel: str, tmp_path: Path):
     model: dict[str, Any] = {"vocab_size": 128256, "dim": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8}
     model |= {"ffn_dim": 14336, "context_length": 8192, "param_dtype": "bfloat16"}
-    train_settings = {"global_batch_size": 2048, "sequence_length": 1000}
+    train_settings = {"global_batch_size": 2048, "sequence_length": 500}
     config = tiny_config(
         tmp_path, parallel=parallel, model=model, train=train_settings, ddp={"bucket_size": 40_000_000}
     )
