@@ -134,10 +134,13 @@ class Config:
             'does not go with train.compile, which would compile each block anew; use "blocks" or "operators"',
         )
         require(
-            settings.recompute == "none" or not settings.cuda_graph or self.model.dropout == 0.0,
+            settings.recompute == "none"
+            or not settings.cuda_graph
+            or (self.model.dropout == 0.0 and self.model.hugging_face is None),
             "train.recompute",
             settings.recompute,
-            "does not go with train.cuda_graph and model.dropout together: a captured graph cannot draw a mask again",
+            "does not go with train.cuda_graph where the model may have dropout (model.dropout, model.hugging_face): "
+            "a captured graph cannot draw a mask again",
         )
 
     @property

@@ -1,6 +1,6 @@
 """``maingrad train --dry-run``: checks all that a run would check, and plans it for any number of ranks, alone.
 
-No process group, no parameter and no gradient is made. The data are opened, as a run does.
+No process group, no parameter and no gradient is made. The data are opened, and tokenised where a run would do so.
 """
 
 import math
@@ -14,7 +14,7 @@ from rich.table import Table
 from ..config.error import require
 from ..config.run import Config
 from ..data.batches import load_corpus
-from ..model.gpt import GPT
+from ..model.hugging_face import build_language_model
 from ..training.run_state import where_to_resume
 from ..training.watching.trackers import check_packages
 from .plan import RunPlan, UnitsPlan, plan_run, plan_units
@@ -57,7 +57,8 @@ def dry_run(config: Config, ranks: int) -> DryRun:
     )
     plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
     settings = config.train
-    corpus = load_corpus(config.data, sequence_length=settings.sequence_length)
+    cache = Path(settings.out_dir) / "tokens"  # where the run will look for them
+    corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
     return DryRun(
         plan,
         len(corpus.train),
@@ -71,7 +72,7 @@ def _checkpoint_bytes(config: Config) -> int:
     """Each parameter, its fp32 master where it is in half precision, and its optimizer state."""
     states = config.optimizer.state_per_element()
     found = 0
-    for parameter in GPT(config.model, torch.device("meta")).parameters():
+    for parameter in build_language_model(config.model, seed=0, device=torch.device("meta")).parameters():
         half = parameter.dtype in _HALF
         master = 4 if half else parameter.itemsize
         found += parameter.numel() * (parameter.itemsize + (master if half else 0) + states * master)

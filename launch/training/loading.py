@@ -9,12 +9,16 @@ from ..config.run import Config
 from ..data.batches import Batch, Corpus, validation_windows
 from ..data.sequences import Sampler, concatenated
 from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model, check_documents
+from ..model.recompute import recompute_blocks
 
 __all__ = ["load_model", "make_sampler", "validation_batch"]
 
 
 def load_model(config: Config, device: torch.device) -> LanguageModel:
-    """The model on ``device``, not yet compiled or wrapped. Raises ``ConfigError`` if it does not fit the run."""
+    """The model on ``device``, recomputing and compiled as ``[train]`` says, not yet wrapped.
+
+    Raises ``ConfigError`` if it does not fit the run.
+    """
     source = config.model.hugging_face
     target = Path(config.train.out_dir) / "hugging_face"
     require(
@@ -34,6 +38,9 @@ def load_model(config: Config, device: torch.device) -> LanguageModel:
         )
         if config.data.documents == "mask":
             check_documents(model, device)
+    recompute_blocks(model.blocks, config)
+    if config.train.compile:
+        model.compile_blocks(config.train.compile_backend)
     return model
 
 

@@ -4,6 +4,7 @@ A checkpoint of ``maingrad.ddp`` holds model and optimizer. It also holds the ot
 learning rate schedule and configuration. Data and dropout need no state: seed and step determine them.
 """
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,9 +19,10 @@ from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
 from ..data.tokens import Digest
 from .pace import Pace
+from .runtime import versions
 from .wrapping import Wrapped
 
-__all__ = ["RunSaver", "resume_run", "where_to_resume"]
+__all__ = ["RunSaver", "resume_run", "where_to_resume", "write_resolved"]
 
 _FOLDER = "checkpoints"
 _MAY_DIFFER = frozenset(
@@ -50,6 +52,14 @@ _MAY_DIFFER = frozenset(
 """Keys that a resumed run may change: they change neither the model nor the data."""
 _SECTIONS_MAY_DIFFER = ("ddp.", "fsdp.", "checkpoint.", "logging.", "profile.")
 """Tables that may differ as a whole; and ``parallel`` may."""
+
+
+def write_resolved(config: Config, world_size: int) -> None:
+    """Write ``resolved_config.json`` into the run's folder: all values, and the versions of the software."""
+    out_dir = Path(config.train.out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": world_size}
+    (out_dir / "resolved_config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
 
 
 def _checkpoint_path(out_dir: Path, step: int) -> Path:

@@ -3,7 +3,6 @@
 Every rank runs :func:`train`, in its own process or as a simulated rank. Rank 0 writes files and prints.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ...te_integration.recipes import autocast, recipe_named
 from ...te_integration.wgrad_queue import drain_modules
-from ..config.file import config_to_dict
 from ..config.run import Config
 from ..data.batches import Batch, load_corpus
 from ..data.bigram import MAX_VOCAB_SIZE, check_tokens, fit_bigram
@@ -25,13 +23,12 @@ from ..model.hugging_face import save_hugging_face
 from .loading import load_model, make_sampler, validation_batch
 from .metrics import MetricsWriter
 from .pace import Pace, lr_factor
-from .progress import Display, Status, format_rate, make_display
-from .recompute import recompute_blocks
 from .recording import OPTIMIZER_PHASE, WGRAD_PHASE, StepRecorder
-from .run_state import RunSaver, resume_run, where_to_resume
-from .runtime import Runtime, current_runtime, peak_nbytes, versions
+from .run_state import RunSaver, resume_run, where_to_resume, write_resolved
+from .runtime import Runtime, current_runtime, peak_nbytes
 from .signals import StopRequest
 from .watching.profiling import StepProfiler
+from .watching.progress import Display, Status, format_rate, make_display
 from .watching.trackers import check_packages, trackers_of
 from .wrapping import wrap
 
@@ -74,9 +71,7 @@ def train(config: Config, *, stop: StopRequest | None = None, display: Display |
     metrics = MetricsWriter(out_dir / "metrics.jsonl" if is_main else None)
     trainer = _Trainer(config, runtime, metrics, stop or StopRequest(), display or make_display(is_main=is_main))
     if is_main:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        resolved = {"config": config_to_dict(config), "versions": versions(), "world_size": runtime.world_size}
-        (out_dir / "resolved_config.json").write_text(json.dumps(resolved, indent=2) + "\n", encoding="utf-8")
+        write_resolved(config, runtime.world_size)
     try:
         with trainer.profiler:
             return trainer.run()
@@ -113,9 +108,6 @@ class _Trainer:
         resume_from = where_to_resume(config)
         self.module = load_model(config, runtime.device)
         check_tokens(self.windows.largest, self.module.vocab_size)
-        recompute_blocks(self.module.blocks, config)
-        if settings.compile:
-            self.module.compile_blocks(settings.compile_backend)
         self.wrapped = wrap(self.module, config, runtime.device)
         self.model = self.wrapped.model
         self.router_sums: Tensor | None = None

@@ -11,9 +11,9 @@ from tiny_run import tiny_config
 
 from maingrad.launch.config.run import Config
 from maingrad.launch.plan.plan import plan_run, plan_units
-from maingrad.launch.training.progress import Status
 from maingrad.launch.training.runtime import process_group_from_env
 from maingrad.launch.training.train import train
+from maingrad.launch.training.watching.progress import Status
 
 _MODEL = {
     "param_dtype": "bfloat16",

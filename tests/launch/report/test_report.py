@@ -14,8 +14,8 @@ from maingrad.launch.report import overlap_plot, report
 from maingrad.launch.report.overlap import computing, overlap_lines, overlap_share
 from maingrad.launch.report.overlap_plot import draw_overlap
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
-from maingrad.launch.training.progress import Status, format_duration, format_rate, make_display
 from maingrad.launch.training.train import train
+from maingrad.launch.training.watching.progress import Status, format_duration, format_rate, make_display
 
 
 def timeline(*collectives: tuple[float, float]) -> dict[str, Any]:

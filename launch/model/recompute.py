@@ -5,7 +5,7 @@ Regions are non-reentrant ``torch.utils.checkpoint``s inside a block's or its at
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from ..config.run import Config
 
 __all__ = ["recompute_blocks"]
 
+_ATTENTION = ("attention", "self_attn")
+"""What blocks call their attention."""
 _aten = torch.ops.aten
 _KEPT_OPERATORS = frozenset(
     {
@@ -34,30 +36,29 @@ _KEPT_OPERATORS = frozenset(
 """Operators whose results ``operators`` keeps: they take most of a block's time."""
 
 
-def recompute_blocks(blocks: nn.ModuleList, config: Config) -> None:
+def recompute_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
     """Recompute in every ``train.recompute_every``-th block as ``train.recompute`` says.
 
-    blocks  with ``attention`` modules for ``recompute = "attention"``; call this before they are compiled, wrapped or
-            sharded
+    blocks  with a module ``attention`` or ``self_attn`` for ``recompute = "attention"``
 
+    Call this before the blocks are compiled, wrapped or sharded.
     Random numbers of the forward are drawn again alike.
     """
     settings = config.train
     if settings.recompute == "none":
         return
-    draws = config.model.dropout > 0.0
     for block in list(blocks)[:: settings.recompute_every]:
         region: nn.Module = block
         if settings.recompute == "attention":
-            found = getattr(block, "attention", block)
+            found = [getattr(block, name) for name in _ATTENTION if isinstance(getattr(block, name, None), nn.Module)]
             require(
-                found is not block,
+                len(found) == 1,
                 "train.recompute",
                 settings.recompute,
-                f'{type(block).__name__} has no module "attention"; use "blocks" or "operators"',
+                f'{type(block).__name__} has no module {" or ".join(_ATTENTION)}; use "blocks" or "operators"',
             )
-            region = found
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+            region = found[0]
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": not settings.cuda_graph}
         if settings.recompute == "operators":
             how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         region.forward = _Recomputed(region.forward, how)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.model.gpt import build_model
+from maingrad.launch.model.recompute import recompute_blocks
 from maingrad.launch.training.metrics import read_metrics
-from maingrad.launch.training.recompute import recompute_blocks
 from maingrad.launch.training.train import train
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 32}
