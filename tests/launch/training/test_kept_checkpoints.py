@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,16 @@ def saved(folder: Path) -> Path:
 
 
 class FullAfter:
-    """A display under which the disk is full from a step on."""
+    """A display under which the disk is full from a step on, with all earlier checkpoints complete."""
 
-    def __init__(self, step: int) -> None:
-        self.step, self.seen = step, 0
+    def __init__(self, step: int, complete: Path | None) -> None:
+        self.step, self.complete, self.seen = step, complete, 0
 
     def update(self, status: Any) -> None:
         self.seen = status.step
         if status.step == self.step:
+            while self.complete is not None and not self.complete.exists():
+                time.sleep(0.01)
             resource.setrlimit(resource.RLIMIT_FSIZE, (9000, resource.RLIM_INFINITY))
 
     def message(self, text: str) -> None: ...
@@ -134,7 +137,8 @@ class FullAfter:
 @pytest.mark.parametrize("save_every", [2, 10])
 def test_a_full_disk_ends_the_run_soon_and_leaves_the_last_checkpoint(save_every: int, tmp_path: Path):
     """At the next step whose loss is exchanged, or at the end."""
-    display = FullAfter(3 if save_every == 2 else 9)
+    before = tmp_path / "run" / "checkpoints" / "step-00000002"
+    display = FullAfter(3, before) if save_every == 2 else FullAfter(9, None)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     config = config_of(tmp_path, {}, save_every=save_every)
     try:
