@@ -17,7 +17,7 @@ from ..config.run import Config
 
 __all__ = ["recompute_blocks"]
 
-_ATTENTION = ("attention", "self_attn")
+_ATTENTION = ("attention", "self_attn", "attn")
 """What blocks call their attention."""
 _aten = torch.ops.aten
 _KEPT_OPERATORS = frozenset(
@@ -39,7 +39,7 @@ _KEPT_OPERATORS = frozenset(
 def recompute_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
     """Recompute in every ``train.recompute_every``-th block as ``train.recompute`` says.
 
-    blocks  with a module ``attention`` or ``self_attn`` for ``recompute = "attention"``
+    blocks  with an ``attention`` (``self_attn``, ``attn``) for ``recompute = "attention"``
 
     Call this before the blocks are compiled, wrapped or sharded.
     Random numbers of the forward are drawn again alike.

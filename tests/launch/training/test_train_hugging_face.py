@@ -41,6 +41,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("recompute", ["blocks", "attention", "operators"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
+def test_recomputing_changes_no_bit(name: str, recompute: str, parallel: str, tmp_path: Path):
+    source = folder_of(name, tmp_path / "source")
+    runs = [
+        train(config_for(tmp_path, source, parallel=parallel, train={"steps": 3, "recompute": how})).losses
+        for how in ("none", recompute)
+    ]
+    assert runs[0] == runs[1]
+
+
 def folder_of(name: str, path: Path, *, layers: int = 2) -> Path:
     """A folder with ``config.json`` alone."""
     kind, sizes = MODELS[name]
