@@ -189,11 +189,11 @@ _FIGURES = (
     ),
     _Figure(
         "nats_below_bigram",
-        "below the bigram model",
+        "against the bigram model",
         _of_end("nats_below_bigram"),
-        "{:.4f}".format,
+        lambda nats: f"{abs(nats):.4f} {'below' if nats >= 0 else 'above'}",
         lambda facts: f"nats per {facts.run.unit}",
-        delta="absolute",
+        delta="",
     ),
     _Figure(
         "tokens_per_second",
@@ -225,9 +225,9 @@ _FIGURES = (
         is_headline=True,
     ),
     _Figure("loss", "training loss, last", _last("loss"), "{:.4f}".format, delta="absolute"),
-    _Figure("steps", "steps", lambda facts: facts.run.last_step, "{:,}".format),
-    _Figure("tokens", "tokens read", _tokens, format_rate),
-    _Figure("seconds", "time", _seconds, format_duration),
+    _Figure("steps", "steps", lambda facts: facts.run.last_step, "{:,}".format, delta=""),
+    _Figure("tokens", "tokens read", _tokens, format_rate, delta=""),
+    _Figure("seconds", "time", _seconds, format_duration, delta=""),
     _Figure(
         "seconds_per_step",
         "milliseconds a step",

@@ -99,7 +99,7 @@ def draw_buckets(timeline: dict[str, Any], kind: Kind) -> Lanes | None:
             bars += _flight(span, busy, window)
         for wait in each.waits:
             bars += _wait(wait, window)
-        rows.append((each.bucket, each, bars))
+        rows.append((_short(each.bucket), each, bars))
     title = "Reductions of gradients, bucket by bucket" if kind == "buckets" else "Gathers of parameters, bucket by bucket"
     return _lanes(title, timeline, kind, rows, window)
 
@@ -126,11 +126,10 @@ def _reductions_window(timeline: dict[str, Any]) -> _Window:
 
 
 def _gathers_window(timeline: dict[str, Any]) -> _Window:
-    """All gathers, and the forward under which the last ones arrive."""
+    """All gathers, and the beginning of the forward that goes on after the last one."""
     spans = timeline["gathers"]
     start, last = min(span["launched"] for span in spans), max(span["finished"] for span in spans)
-    under = [f["end"] for f in timeline["forwards"] if f["start"] <= last and f["end"] >= start]
-    return _Window(start, start + 1.02 * (max([last, *under]) - start))
+    return _Window(start, start + 1.4 * max(last - start, 1e-6))
 
 
 def _computation(timeline: dict[str, Any], window: _Window) -> list[Bar]:
@@ -161,6 +160,13 @@ def _flight(span: dict[str, Any], busy: Sequence[Interval], window: _Window) -> 
 def _wait(wait: dict[str, Any], window: _Window) -> list[Bar]:
     text = f"computation waits {_ms(_length(wait))} for {wait['collective']} of {wait['bucket']}"
     return window.bar("waited", wait["start"], wait["end"], text)
+
+
+def _short(bucket: str) -> str:
+    """``bucket 3 (blocks.1.a.weight .. blocks.1.b.weight)`` -> ``3: blocks.1.a .. blocks.1.b``."""
+    name, _, parameters = bucket.partition(" (")
+    label = f"{name.removeprefix('bucket ')}: {parameters.rstrip(')')}" if parameters else name
+    return label.replace(".weight", "")
 
 
 def _length(span: dict[str, Any]) -> float:

@@ -17,7 +17,7 @@ for (const figure of document.querySelectorAll(".chart")) {
       const line = document.createElement("div"), bold = document.createElement("b");
       bold.textContent = value === null ? "no number" : String(Number(value.toPrecision(5)));
       line.append(bold, ` ${one.label}${step === steps[at] ? "" : `, step ${step}`}`);
-      line.className = `run${one.run}`;
+      line.className = `run${one.run % 6}`;
       tip.append(line);
     }
     tip.style.left = part < 0.5 ? `calc(${100 * part}% + .5rem)` : "";

@@ -47,6 +47,9 @@ def _render(all_facts: Sequence[Facts]) -> str:
     )
     environment_of_templates.filters["bytes"] = format_bytes
     all_settings, all_environment = settings(all_facts), environment(all_facts)
+    steps = [facts.run.timeline and draw_step(facts.run.timeline) for facts in all_facts]
+    lanes = [_lanes(facts) for facts in all_facts]
+    drawn = [*filter(None, steps), *(each for run in lanes for each in run)]
     return environment_of_templates.get_template("page.html.j2").render(
         css=(_HERE / "page.css").read_text(encoding="utf-8"),
         script=(_HERE / "page.js").read_text(encoding="utf-8"),
@@ -55,8 +58,9 @@ def _render(all_facts: Sequence[Facts]) -> str:
         title=" and ".join(facts.run.label for facts in all_facts) if len(all_facts) < 3 else f"{len(all_facts)} runs",
         figures=figures(all_facts),
         charts=[chart.draw() for chart in _charts(all_facts) if not chart.is_empty],
-        steps=[facts.run.timeline and draw_step(facts.run.timeline) for facts in all_facts],
-        lanes=[_lanes(facts) for facts in all_facts],
+        steps=steps,
+        lanes=lanes,
+        kinds={bar.kind for each in drawn for _, _, bars in each.rows for bar in bars},
         settings=all_settings,
         different_settings=differing(all_settings),
         environment=all_environment,
@@ -137,6 +141,9 @@ def _loss(all_facts: Sequence[Facts]) -> Chart:
             level = Series(run=-1, label=f"{unit}-bigram counts", points=[(0, bigram)], style="level")
             levels.setdefault(bigram, level)
     top = max(levels) + 1.2 if levels else None
+    losses = [y for one in series for _, y in one.points if y is not None]
+    if top is not None and sum(loss < top for loss in losses) < 0.8 * len(losses):
+        top = None  # a short run has little else than the beginning
     units = " or ".join(dict.fromkeys(facts.run.unit for facts in all_facts))
     return Chart(key="loss", title="Loss", unit=f"nats per {units}", series=[*series, *levels.values()], top=top)
 
