@@ -159,7 +159,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Report:
-    """one HTML page of a run or of several side by side, and their pictures; or compare two runs over the same tokens"""
+    """one HTML page of a run or of several side by side, and their pictures; or two runs over the same tokens"""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]")] = ()
     """folders of runs"""

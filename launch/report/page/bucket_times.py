@@ -1,4 +1,4 @@
-"""What became of each bucket's collectives in a recorded step: how long in flight, how much hidden, how long waited for.
+"""What became of each bucket's collectives in a recorded step: how long they ran, hidden or not, and were waited for.
 
 *Exposed* is the time that computation stood still: the sum of the recorded waits for the bucket's collectives. A wait
 counts for the bucket that it names, so that the sum over buckets is the whole time that the step waited.
@@ -63,4 +63,4 @@ def bucket_times(timeline: dict[str, Any], kind: Kind) -> list[BucketTimes]:
 
 def is_wait_for(wait: dict[str, Any], kind: Kind) -> bool:
     """Whether ``wait`` waited for a collective of ``kind``."""
-    return (wait["collective"] == "all_gather") == (kind == "gathers")
+    return bool((wait["collective"] == "all_gather") == (kind == "gathers"))

@@ -49,7 +49,8 @@ class Series:
 class Chart:
     """Curves with a common axis of steps. ``draw`` first; the template reads the rest.
 
-    top        values above it are cut off: an untrained model's loss would squeeze all that follows
+    top        values above it lie outside: an untrained model's loss would squeeze all that follows
+    is_cut     whether there are such values
     from_zero  the axis begins at 0
     log        logarithmic, where the values span more than a factor of 30
     """
@@ -61,7 +62,7 @@ class Chart:
     top: float | None = None
     from_zero: bool = False
     log: bool = False
-    note: str = ""
+    is_cut: bool = False
     x_ticks: list[Tick] = field(default_factory=list)
     y_ticks: list[Tick] = field(default_factory=list)
     paths: list[tuple[Series, str]] = field(default_factory=list)
@@ -72,6 +73,11 @@ class Chart:
         """Whether no curve has a value."""
         return not any(value is not None for series in self.series for _, value in series.points)
 
+    @property
+    def has_faint(self) -> bool:
+        """Whether single records lie behind running means."""
+        return any(series.style == "faint" for series in self.series)
+
     def draw(self) -> "Chart":
         """Compute ticks and paths."""
         shown = [(x, y) for series in self.series for x, y in series.points if y is not None]
@@ -79,13 +85,14 @@ class Chart:
         low, high = min(values), max(values)
         self.log = self.log and low > 0 and high > 30 * low
         if self.top is not None:
-            high = max(min(high, self.top), low)
+            self.is_cut = high > self.top > low
+            high = self.top if self.is_cut else high
         if self.from_zero:
             low = min(low, 0.0)
         scale = math.log10 if self.log else float
         bottom, top = _margins(scale(low), scale(high), floor=0.0 if self.from_zero and low == 0.0 else None)
         left, right = min(x for x, _ in shown), max(x for x, _ in shown)
-        right = max(right, left + 1)
+        right += 0.015 * (right - left) or 1.0  # room for a dot at the last step
 
         self.x_ticks = nice_ticks(left, right, whole=True)
         ticks = LogLocator(numticks=6).tick_values(10**bottom, 10**top) if self.log else None

@@ -13,6 +13,7 @@ from .facts import Facts, median_of
 
 __all__ = ["Cell", "Row", "differing", "environment", "figures", "settings", "state"]
 
+_NOTHING = "none"
 _NOT_COMPARED = {"train.out_dir", "executable"}
 """Settings that differ between any two runs."""
 
@@ -36,6 +37,8 @@ class Row:
     label: str
     cells: Sequence[Cell]
     is_headline: bool = False
+    note: str = ""
+    """Unit, or how the figure is made, where it is the same for all runs."""
 
     @property
     def differs(self) -> bool:
@@ -77,16 +80,18 @@ def figures(all_facts: Sequence[Facts]) -> list[Row]:
         values = [figure.value(facts) for facts in all_facts]
         if all(value is None for value in values):
             continue
+        notes = [figure.note(facts) for facts in all_facts]
+        is_common = len(set(notes)) == 1
         cells = [
             Cell(
-                "–" if value is None else figure.text(value),
+                _NOTHING if value is None else figure.text(value),
                 value,
-                "; ".join(filter(None, [figure.note(facts), _delta(figure.delta, value, values[0])])),
+                "; ".join(filter(None, ["" if is_common else note, _delta(figure.delta, value, values[0])])),
                 value != values[0],
             )
-            for facts, value in zip(all_facts, values, strict=True)
+            for note, value in zip(notes, values, strict=True)
         ]
-        rows.append(Row(figure.key, figure.label, cells, figure.is_headline))
+        rows.append(Row(figure.key, figure.label, cells, figure.is_headline, notes[0] if is_common else ""))
     return rows
 
 
@@ -121,7 +126,7 @@ def _table(documents: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def _plain(value: Any) -> str:
-    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return _NOTHING if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _delta(kind: str, value: _Value, first: _Value) -> str:
@@ -214,9 +219,7 @@ _FIGURES = (
         "",
     ),
     _Figure("exposed_ms", "waited for reductions", _exposed, "{:.2f} ms".format, _recorded_step, True),
-    _Figure(
-        "peak_memory_bytes", "peak memory of rank 0", _of_end("peak_memory_bytes"), format_bytes, is_headline=True
-    ),
+    _Figure("peak_memory_bytes", "peak memory of rank 0", _of_end("peak_memory_bytes"), format_bytes, is_headline=True),
     _Figure(
         "planned_bytes",
         "planned bytes on a rank, at rest",

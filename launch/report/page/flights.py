@@ -100,7 +100,9 @@ def draw_buckets(timeline: dict[str, Any], kind: Kind) -> Lanes | None:
         for wait in each.waits:
             bars += _wait(wait, window)
         rows.append((_short(each.bucket), each, bars))
-    title = "Reductions of gradients, bucket by bucket" if kind == "buckets" else "Gathers of parameters, bucket by bucket"
+    title = (
+        "Reductions of gradients, bucket by bucket" if kind == "buckets" else "Gathers of parameters, bucket by bucket"
+    )
     return _lanes(title, timeline, kind, rows, window)
 
 

@@ -33,7 +33,7 @@ _PEAKS = (
     (r"RTX 4090", 165.0),
     (r"MI300X", 1307.0),
 )
-"""Part of a GPU's name, and its dense bf16 TFLOP/s by its maker's data sheet, without sparsity. The first match counts."""
+"""Part of a GPU's name, and its dense bf16 TFLOP/s by its maker's data sheet. The first match counts."""
 
 
 def flops_per_token(config: Config) -> int:

@@ -19,6 +19,7 @@ from .run_folder import read_runs
 __all__ = ["write_page"]
 
 _HERE = Path(__file__).parent
+_MANY = 200  # losses, from which on those of the untrained model may lie outside of the chart
 
 
 def write_page(folders: Sequence[Path], target: Path, *, peak_tflops: float | None = None) -> Path:
@@ -94,15 +95,11 @@ def _charts(all_facts: Sequence[Facts]) -> list[Chart]:
             title="Model FLOPs utilisation",
             unit="% of the peak",
             series=[
-                one
-                for facts in all_facts
-                for one in with_mean(facts.index, facts.run.label, _scaled(facts.mfu, 100))
+                one for facts in all_facts for one in with_mean(facts.index, facts.run.label, _scaled(facts.mfu, 100))
             ],
             from_zero=True,
         ),
-        Chart(
-            key="grad_norm", title="Gradient norm", unit="before clipping", series=curves("grad_norm"), log=True
-        ),
+        Chart(key="grad_norm", title="Gradient norm", unit="before clipping", series=curves("grad_norm"), log=True),
         Chart(
             key="lr",
             title="Learning rate",
@@ -122,9 +119,7 @@ def _charts(all_facts: Sequence[Facts]) -> list[Chart]:
             unit="1 at perfect balance",
             series=curves("load_balancing_loss"),
         ),
-        Chart(
-            key="router_z_loss", title="Router z-loss", unit="", series=curves("router_z_loss"), from_zero=True
-        ),
+        Chart(key="router_z_loss", title="Router z-loss", unit="", series=curves("router_z_loss"), from_zero=True),
     ]
 
 
@@ -140,10 +135,8 @@ def _loss(all_facts: Sequence[Facts]) -> Chart:
         if bigram is not None:
             level = Series(run=-1, label=f"{unit}-bigram counts", points=[(0, bigram)], style="level")
             levels.setdefault(bigram, level)
-    top = max(levels) + 1.2 if levels else None
-    losses = [y for one in series for _, y in one.points if y is not None]
-    if top is not None and sum(loss < top for loss in losses) < 0.8 * len(losses):
-        top = None  # a short run has little else than the beginning
+    losses = sorted(y for one in series for _, y in one.points if y is not None)
+    top = losses[int(0.97 * len(losses))] * 1.1 if len(losses) > _MANY else None  # a short run is all beginning
     units = " or ".join(dict.fromkeys(facts.run.unit for facts in all_facts))
     return Chart(key="loss", title="Loss", unit=f"nats per {units}", series=[*series, *levels.values()], top=top)
 

@@ -91,8 +91,8 @@ class RunFolder:
         sizes = [record.get("world_size") for record in self.observed]
         if len(set(sizes)) <= 1:
             return sizes[0] if sizes else self.world_size
-        starts = [record.get("step") for record in self.observed]
-        if None in starts:  # records of an older version do not say where a run was resumed
+        starts = [record["step"] for record in self.observed if "step" in record]
+        if len(starts) < len(sizes):  # records of an older version do not say where a run was resumed
             return None
         return sizes[max(0, bisect_left(starts, step) - 1)]
 
@@ -163,7 +163,7 @@ def _read_run(folder: Path, label: str) -> RunFolder:
         end=ends[-1] if ends else None,
         config=config,
         settings=flat(resolved.get("config", {})),
-        versions=resolved.get("versions", observed[-1].get("versions", {}) if observed else {}),
+        versions=dict(resolved.get("versions") or (observed[-1].get("versions") if observed else None) or {}),
         world_size=observed[-1].get("world_size") if observed else resolved.get("world_size"),
         notes=notes,
     )
