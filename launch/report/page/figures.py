@@ -14,6 +14,7 @@ from .facts import Facts, median_of
 __all__ = ["Cell", "Row", "differing", "environment", "figures", "settings", "state"]
 
 _NOTHING = "none"
+_NO_NUMBER = "no number"  # NaN or infinity, which are recorded as null
 _NOT_COMPARED = {"train.out_dir", "executable"}
 """Settings that differ between any two runs."""
 
@@ -84,7 +85,7 @@ def figures(all_facts: Sequence[Facts]) -> list[Row]:
         is_common = len(set(notes)) == 1
         cells = [
             Cell(
-                _NOTHING if value is None else figure.text(value),
+                _NOTHING if value is None else value if isinstance(value, str) else figure.text(value),
                 value,
                 "; ".join(filter(None, ["" if is_common else note, _delta(figure.delta, value, values[0])])),
                 value != values[0],
@@ -139,8 +140,10 @@ def _delta(kind: str, value: _Value, first: _Value) -> str:
 
 def _last(name: str, kind: str = "steps") -> Callable[[Facts], _Value]:
     def value(facts: Facts) -> _Value:
-        values = [value for _, value in facts.points(name, kind) if value is not None]
-        return values[-1] if values else None
+        points = facts.points(name, kind)
+        if not points:
+            return None
+        return _NO_NUMBER if points[-1][1] is None else points[-1][1]
 
     return value
 

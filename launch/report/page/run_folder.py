@@ -39,8 +39,12 @@ _NUMBERS = (
     "load_balancing_loss",
     "router_z_loss",
     "max_expert_load",
+    "seconds",
+    "bigram_loss",
+    "nats_below_bigram",
+    "peak_memory_bytes",
 )
-"""Fields of ``step`` and ``validation`` records that the page shows. NaN and infinity are recorded as null."""
+"""Fields of records that the page shows, each a number or null: NaN and infinity are recorded as null."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +138,18 @@ def _read_run(folder: Path, label: str) -> RunFolder:
     for record in records:
         by_kind.setdefault(str(record["kind"]), []).append(record)
     steps, validations = by_kind.get("step", []), by_kind.get("validation", [])
-    _check_numbers(path, (*steps, *validations))
+    ends = [*by_kind.get("final", []), *by_kind.get("interrupted", [])]
+    observed = by_kind.get("observed", [])
+    _check_numbers(path, (*steps, *validations, *ends))
+    for record in observed:
+        for name in ("step", "world_size", "num_parameters"):
+            if name in record and not _is_count(record[name]):
+                raise ConfigError(
+                    f"'{path}', an observed record: {name} is {record[name]!r}, and must be a whole number"
+                )
     timelines = by_kind.get("timeline", [])
     for timeline in timelines:
         _check_timeline(path, timeline)
-    ends = [*by_kind.get("final", []), *by_kind.get("interrupted", [])]
-    observed = by_kind.get("observed", [])
     resolved, notes = _read_resolved(folder / "resolved_config.json")
     config = None
     if resolved:
@@ -176,6 +186,8 @@ def _read_resolved(path: Path) -> tuple[Record, list[str]]:
         resolved = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(resolved, dict) or not isinstance(resolved.get("config"), dict):
             raise ValueError("it has no configuration")
+        if not isinstance(resolved.get("versions", {}), dict) or not _is_count(resolved.get("world_size", 1)):
+            raise ValueError("its versions are no table, or its world_size is no number")
     except FileNotFoundError:
         return {}, [f"{path.name} is missing: {lacks}."]
     except (OSError, ValueError) as error:
@@ -186,7 +198,7 @@ def _read_resolved(path: Path) -> tuple[Record, list[str]]:
 def _check_numbers(path: Path, records: Iterable[Record]) -> None:
     for record in records:
         what = f"'{path}', a {record['kind']} record"
-        if not isinstance(record.get("step"), int):
+        if not _is_count(record.get("step")):
             raise ConfigError(f"{what}: step is {record.get('step')!r}, and must be a whole number")
         for name in _NUMBERS:
             value = record.get(name)
@@ -196,6 +208,8 @@ def _check_numbers(path: Path, records: Iterable[Record]) -> None:
 
 def _check_timeline(path: Path, timeline: Record) -> None:
     where = f"'{path}', the timeline of step {timeline.get('step')}"
+    if not _is_count(timeline.get("step")):
+        raise ConfigError(f"{where}: step must be a whole number")
     if not timeline.get("backwards"):
         raise ConfigError(f"{where}: it has no backwards")
     for kind, fields in _SPANS.items():
@@ -206,6 +220,10 @@ def _check_timeline(path: Path, timeline: Record) -> None:
                 is_right = isinstance(value, str) if name in _TEXTS else _is_number(value) or name == "synced"
                 if not is_right:
                     raise ConfigError(f"{where}: one of its {kind} has {name} = {value!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_number(value: object) -> bool:
