@@ -73,11 +73,6 @@ class Chart:
         """Whether no curve has a value."""
         return not any(value is not None for series in self.series for _, value in series.points)
 
-    @property
-    def has_faint(self) -> bool:
-        """Whether single records lie behind running means."""
-        return any(series.style == "faint" for series in self.series)
-
     def draw(self) -> "Chart":
         """Compute ticks and paths."""
         shown = [(x, y) for series in self.series for x, y in series.points if y is not None]
@@ -116,7 +111,7 @@ class Chart:
 
 
 def with_mean(run: int, label: str, points: Sequence[Point]) -> list[Series]:
-    """The curve; a long one faint, with its running mean over a fiftieth of its points before it."""
+    """The curve; a long one faint, behind its running mean over the fiftieth of the points around each."""
     if len(points) < _ENOUGH_FOR_A_MEAN:
         return [Series(run=run, label=label, points=points)]
     reach, mean = max(1, len(points) // 100), []
@@ -128,7 +123,7 @@ def with_mean(run: int, label: str, points: Sequence[Point]) -> list[Series]:
 
 
 def thin_out(points: Sequence[Point]) -> list[Point]:
-    """At most about ``_MOST_POINTS`` of the points: of each stretch the lowest and the highest, so that peaks stay."""
+    """About ``_MOST_POINTS`` of the points: of each stretch the lowest, the highest, and a gap, so that these stay."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     kept: set[int] = {0, len(points) - 1}
@@ -136,7 +131,7 @@ def thin_out(points: Sequence[Point]) -> list[Point]:
     for part in range(_MOST_POINTS // 2):
         stretch = range(int(part * length), int((part + 1) * length))
         finite = [index for index in stretch if points[index][1] is not None]
-        kept.update(stretch[:1] if not finite else ())
+        kept.update([index for index in stretch if points[index][1] is None][:1])
         if finite:
             kept.add(min(finite, key=lambda index: points[index][1] or 0.0))
             kept.add(max(finite, key=lambda index: points[index][1] or 0.0))
@@ -165,10 +160,13 @@ def _margins(low: float, high: float, *, floor: float | None) -> tuple[float, fl
 
 
 def _number(value: float) -> str:
-    """``0.30000000000000004`` -> ``0.3``, ``12000.0`` -> ``12k``."""
+    """``0.30000000000000004`` -> ``0.3``, ``12000.0`` -> ``12k``, ``0.00015`` -> ``1.5e-4``."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if suffix == 'k' else limit):.4g}{suffix}"
+    if 0 < abs(value) < 1e-3:
+        mantissa, _, exponent = f"{value:.4e}".partition("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:.6g}"
 
 

@@ -12,7 +12,6 @@ from tiny_run import tiny_config
 
 from maingrad.launch.cli import main
 from maingrad.launch.plan.plan import plan_run, plan_units
-from maingrad.launch.report.page.charts import thin_out
 from maingrad.launch.report.page.page import write_page
 from maingrad.launch.simulation.simulate import simulate
 from maingrad.launch.training.metrics import read_metrics
@@ -267,15 +266,6 @@ def test_a_loss_that_is_no_number_is_a_gap(two_ranks: Path, tmp_path: Path) -> N
     drawn = [found["d"] for tag, found in page.tags if found.get("class") == "curve line run0" and "d" in found]
     (path,) = (each for each in drawn if each.count("M") == 2)
     assert path.count("L") == 2, "from 1 to 2, and from 4 to 5"
-
-
-def test_long_runs_keep_their_peaks() -> None:
-    points = [(step, 100.0 if step == 4321 else -100.0 if step == 777 else float(step % 7)) for step in range(10_000)]
-    kept = thin_out(points)
-    assert len(kept) <= 602
-    assert (4321, 100.0) in kept and (777, -100.0) in kept
-    assert set(kept) <= set(points)
-    assert kept == sorted(kept)
 
 
 def test_the_command(two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
