@@ -42,10 +42,15 @@ class Facts:
 def facts_of(index: int, run: RunFolder, peak: float | None) -> Facts:
     """``peak``: TFLOP/s of a device, instead of the table's."""
     missing: list[str] = []
-    flops = None if run.config is None else flops_per_token(run.config)
+    flops, why_no_flops = None, "it needs the configuration"
+    if run.config is not None:
+        try:
+            flops = flops_per_token(run.config)
+        except ConfigError as error:
+            why_no_flops = str(error)
     gpu = run.versions.get("gpu") if run.device not in (None, "cpu") else None
     known = peak if peak is not None else peak_tflops(gpu or "")
-    why = _why_no_mfu(run, gpu, known)
+    why = why_no_flops if flops is None else _why_no_mfu(run, gpu, known)
     if why is not None:
         known = None
         missing.append(f"MFU is left out: {why}.")
@@ -79,8 +84,6 @@ def median_of(points: Iterable[Point]) -> float | None:
 
 
 def _why_no_mfu(run: RunFolder, gpu: str | None, peak: float | None) -> str | None:
-    if run.config is None:
-        return "it needs the configuration"
     if run.device is None:
         return "the device is not known, since no step was completed"
     if run.device == "cpu":

@@ -13,11 +13,14 @@ import re
 
 import torch
 
-from ...config.run import Config
-from ...model.gpt import GPT
+from ...config.run import Config, ConfigError
+from ...model.hugging_face import HuggingFaceModel, build_language_model
 from ...plan.parameter_count import count_of
 
 __all__ = ["flops_per_token", "peak_tflops"]
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys by which a configuration of transformers says that a token meets a part of the weights only."""
 
 _PEAKS = (
     (r"A100", 312.0),
@@ -37,13 +40,40 @@ _PEAKS = (
 
 
 def flops_per_token(config: Config) -> int:
-    """FLOPs of the model's products for one token of training."""
-    model = GPT(config.model, torch.device("meta"))
-    settings = config.model
+    """FLOPs of the model's products for one token of training.
+
+    Raises ``ConfigError`` for a model of Hugging Face that cannot be built, or whose products are not known from the
+    shapes of its weights.
+    """
+    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
-    looked_up = 0 if settings.tie_embeddings else settings.vocab_size * settings.dim
+    if isinstance(model, HuggingFaceModel):
+        looked_up, attention = _embedding_of(model), _attention_of(model)
+    else:
+        settings = config.model
+        looked_up = 0 if settings.tie_embeddings else settings.vocab_size * settings.dim
+        attention = settings.num_layers * settings.dim
     weights = count_of(model).active - vectors - looked_up
-    return 6 * weights + 12 * settings.num_layers * config.train.sequence_length * settings.dim
+    return 6 * weights + 12 * attention * config.train.sequence_length
+
+
+def _embedding_of(model: HuggingFaceModel) -> int:
+    """Elements of the input embedding; 0 where the head is tied to it."""
+    embedding = model.model.get_input_embeddings().weight
+    head = model.model.get_output_embeddings()
+    return 0 if head is not None and head.weight is embedding else int(embedding.numel())
+
+
+def _attention_of(model: HuggingFaceModel) -> int:
+    """Blocks times the width of all query heads."""
+    shape, name = model.model.config.get_text_config(), type(model.model).__name__
+    if any(parameter.ndim > 2 for parameter in model.parameters()) or any(hasattr(shape, key) for key in _EXPERTS):
+        raise ConfigError(f"which weights of {name} multiply a token does not follow from their shapes")
+    heads = getattr(shape, "num_attention_heads", None)
+    if not heads:
+        raise ConfigError(f"the configuration of {name} has no num_attention_heads")
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    return len(model.blocks) * heads * int(width)
 
 
 def peak_tflops(gpu: str) -> float | None:
