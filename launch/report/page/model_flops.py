@@ -73,7 +73,7 @@ def _attention_of(model: HuggingFaceModel) -> int:
     if not heads:
         raise ConfigError(f"the configuration of {name} has no num_attention_heads")
     width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
-    return len(model.blocks) * heads * int(width)
+    return len(model.blocks) * int(heads) * int(width)
 
 
 def peak_tflops(gpu: str) -> float | None:
