@@ -175,14 +175,18 @@ class Verify:
 
 @dataclass(frozen=True)
 class Report:
-    """draw a run's pictures again, or compare two runs"""
+    """one HTML page of a run or of several side by side, and their pictures; or two runs over the same tokens"""
 
     runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="[RUN ...]")] = ()
     """folders of runs"""
+    page: Path | None = None
+    """the HTML page; without it RUN/report.html, or OUT_DIR/report.html of several runs"""
+    peak_tflops: float | None = None
+    """peak TFLOP/s of a device, for MFU; without it dense bf16 of known GPUs"""
     compare: Annotated[tuple[Path, Path] | None, arg(metavar="BASE RUN")] = None
     """two runs over the same tokens"""
     out_dir: Path = Path("runs/compare")
-    """where the comparison goes"""
+    """where the comparison of two runs goes, and the page of several"""
     stem: str = "comparison"
     """the comparison's files are STEM.csv, STEM.md and STEM.png"""
 
@@ -190,10 +194,12 @@ class Report:
         if rest or not (self.runs or self.compare):
             raise ConfigError(f"report takes folders of runs, or --compare BASE RUN; got {' '.join(rest) or 'neither'}")
         from .report.compare import compare_runs
+        from .report.page.page import write_page
 
+        if self.runs:
+            folder = self.runs[0] if len(self.runs) == 1 else self.out_dir
+            print(write_page(self.runs, self.page or folder / "report.html", peak_tflops=self.peak_tflops))
         for run in self.runs:
-            if not (run / "metrics.jsonl").exists():
-                raise ConfigError(f"'{run}' is not the folder of a run: it has no metrics.jsonl")
             _draw(run)
         if self.compare:
             print(compare_runs(*self.compare, self.out_dir, self.stem))

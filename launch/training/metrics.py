@@ -2,7 +2,8 @@
 incomplete.
 
 kind            when                    what
-``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives
+``observed``    after the first step    what the run did: dtypes, fused weights, microbatches, buckets, collectives; the
+                                        steps before it, which are those of an earlier run where it was resumed
 ``timeline``    once                    times of one step's forwards, backwards and collectives, and of the forward
                                         after it, under which parameters arrive: overlap.png is drawn from them
 ``step``        every log_every steps   loss (nats per token), lr, grad_norm, tokens per second, seconds per step; of a

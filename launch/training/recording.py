@@ -86,6 +86,7 @@ class StepRecorder:
         assert timeline is not None, "something is being recorded"
         self._open.close()
         if self._step == self._observed_step:
-            self._metrics.write("observed", **observed_facts(self._wrapped, timeline, self._runtime), unit=self._unit)
+            facts = observed_facts(self._wrapped, timeline, self._runtime)
+            self._metrics.write("observed", step=self._step, **facts, unit=self._unit)
         if self._step == self._timeline_step:
             self._metrics.write("timeline", **timeline_record(timeline, self._step))

@@ -372,7 +372,8 @@ class _Trainer:
     def _conclude(self, loss: float | None, bigram: float | None, seconds: float, *, interrupted: bool) -> None:
         common = {"step": self.pace.step, "seconds": seconds, "validation_loss": loss, "bigram_loss": bigram}
         if interrupted:
-            self.metrics.write("interrupted", **common, signal=self.stop.signal_name or "another rank's")
+            peak, signal = peak_nbytes(self.runtime.device), self.stop.signal_name or "another rank's"
+            self.metrics.write("interrupted", **common, peak_memory_bytes=peak, signal=signal)
             self.display.message(f"interrupted after step {self.pace.step}; records are in {self.config.train.out_dir}")
             return
         source = self.config.model.hugging_face

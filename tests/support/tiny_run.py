@@ -6,7 +6,7 @@ from typing import Any
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import Config
 
-__all__ = ["TEXT", "tiny_config", "tiny_toml"]
+__all__ = ["TEXT", "tiny_config", "tiny_document", "tiny_toml"]
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i * i % 7}\n\n" for i in range(120))
 

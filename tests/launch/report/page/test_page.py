@@ -1,0 +1,280 @@
+"""`maingrad report RUN ...`: the numbers of the page are those of the runs' files."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_pages import ReadPage
+from tiny_run import tiny_config
+
+from maingrad.launch.cli import main
+from maingrad.launch.plan.plan import plan_run, plan_units
+from maingrad.launch.report.page.page import write_page
+from maingrad.launch.simulation.simulate import simulate
+from maingrad.launch.training.metrics import read_metrics
+from maingrad.launch.training.train import train
+
+Records = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps on two simulated ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    simulate(train, 2, tiny_config(folder))
+    return folder / "run"
+
+
+def copy_of(run: Path, target: Path, *, edit: Any = None, settings: Any = None) -> Path:
+    """A copy of a run; ``edit`` gets its records, and ``settings`` its resolved configuration."""
+    target.mkdir(parents=True)
+    for name in ("metrics.jsonl", "resolved_config.json"):
+        shutil.copy(run / name, target)
+    if edit is not None:
+        records = read_metrics(run / "metrics.jsonl")
+        records = edit(records) or records
+        (target / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    if settings is not None:
+        document = json.loads((run / "resolved_config.json").read_text())
+        settings(document)
+        (target / "resolved_config.json").write_text(json.dumps(document))
+    return target
+
+
+def page_of(folder: Path, *runs: Path, **options: Any) -> ReadPage:
+    return ReadPage(write_page(runs, folder / "page.html", **options))
+
+
+def of_kind(run: Path, kind: str) -> Records:
+    return [record for record in read_metrics(run / "metrics.jsonl") if record["kind"] == kind]
+
+
+def median(values: list[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def test_the_numbers_are_those_of_the_files(two_ranks: Path, tmp_path: Path) -> None:
+    page = page_of(tmp_path, two_ranks)
+    steps, validations, (final,) = (of_kind(two_ranks, kind) for kind in ("step", "validation", "final"))
+    (timeline,) = of_kind(two_ranks, "timeline")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert page.curve("loss", "run, training") == [(record["step"], record["loss"]) for record in steps]
+    assert page.curve("loss", "run, validation") == [(record["step"], record["loss"]) for record in validations]
+    for chart in ("tokens_per_second", "grad_norm", "lr"):
+        assert page.curve(chart, "run") == [(record["step"], record[chart]) for record in steps], chart
+    assert page.value("validation_loss", "run") == validations[-1]["loss"] == final["validation_loss"]
+    assert page.value("nats_below_bigram", "run") == final["nats_below_bigram"]
+    assert page.value("tokens_per_second", "run") == median([record["tokens_per_second"] for record in steps])
+    assert page.value("tokens", "run") == 6 * 24 * 24
+    assert page.states["run"] == "finished after step 6"
+    waited = sum(wait["end"] - wait["start"] for wait in timeline["waits"] if wait["collective"] != "all_gather")
+    assert page.value("exposed_ms", "run") == pytest.approx(1e3 * waited)
+    names = [span["bucket"] for kind in ("buckets", "gathers") for span in timeline[kind]]
+    assert [row["data-bucket"] for row in page.buckets] == names
+    assert len(names) > 6, "several buckets"
+
+
+def test_planned_bytes_are_those_of_the_plan(two_ranks: Path, tmp_path: Path) -> None:
+    planned = plan_run(tiny_config(tmp_path), 2).rank_bytes
+    page = page_of(tmp_path, two_ranks)
+    assert page.value("planned_bytes", "run") == planned.total
+    for what, nbytes in planned._asdict().items():
+        assert page.value(f"planned_{what}", "run") == nbytes
+
+
+def test_the_page_needs_no_other_file_and_no_network(two_ranks: Path, tmp_path: Path) -> None:
+    page = page_of(tmp_path, two_ranks)
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|\bfetch\(|import\(", page.source)
+    assert not [tag for tag, found in page.tags if tag in ("link", "img", "iframe") or {"src", "href"} & found.keys()]
+
+
+def test_a_cpu_has_no_mfu_and_the_page_says_why(two_ranks: Path, tmp_path: Path) -> None:
+    page = page_of(tmp_path, two_ranks, peak_tflops=100.0)
+    assert ("mfu", "run") not in page.figures
+    assert "mfu" not in page.charts
+    assert "MFU is left out: the run was on a CPU" in page.text
+    assert "Peak memory is left out: it is measured on GPUs only" in page.text
+
+
+def on_gpu(name: str) -> dict[str, Any]:
+    """Edits that make a run one on a GPU."""
+
+    def edit(records: Records) -> None:
+        for record in records:
+            if record["kind"] == "observed":
+                record["device"] = "cuda:0"
+            if record["kind"] == "final":
+                record["peak_memory_bytes"] = 3 * 2**30
+
+    return {"edit": edit, "settings": lambda document: document["versions"].update(gpu=name)}
+
+
+# Weights that multiply a token, in each of two blocks: queries, keys and values, output, gate and up, down; the head.
+_WEIGHTS = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 2 * 64 * 32 + 32 * 64) + 256 * 32
+_FLOPS = 6 * _WEIGHTS + 12 * 2 * 24 * 32
+
+
+@pytest.mark.parametrize(
+    "gpu, peak, option",
+    [("NVIDIA H100 80GB HBM3", 989.0, None), ("NVIDIA H100 80GB HBM3", 500.0, 500.0), ("Unheard X1", 42.0, 42.0)],
+)
+def test_mfu_of_a_model_counted_by_hand(
+    two_ranks: Path, tmp_path: Path, gpu: str, peak: float, option: float | None
+) -> None:
+    page = page_of(tmp_path, copy_of(two_ranks, tmp_path / "gpu", **on_gpu(gpu)), peak_tflops=option)
+    assert page.value("flops_per_token", "gpu") == _FLOPS
+    expected = [r["tokens_per_second"] * _FLOPS / (2 * peak * 1e12) for r in of_kind(two_ranks, "step")]
+    assert page.value("mfu", "gpu") == pytest.approx(median(expected), rel=1e-12)
+    shown = [value for _, value in page.curve("mfu", "gpu")]
+    assert shown == pytest.approx([100 * value for value in expected], rel=1e-12)
+    assert page.value("peak_memory_bytes", "gpu") == 3 * 2**30
+    assert "left out" not in page.text
+
+
+def test_an_unknown_gpu_is_named(two_ranks: Path, tmp_path: Path) -> None:
+    page = page_of(tmp_path, copy_of(two_ranks, tmp_path / "gpu", **on_gpu("Unheard X1")))
+    assert ("mfu", "gpu") not in page.figures
+    assert "no peak of 'Unheard X1' is known; give it in TFLOP/s with --peak-tflops" in page.text
+
+
+def test_mfu_counts_the_ranks_that_took_each_step(two_ranks: Path, tmp_path: Path) -> None:
+    """Two ranks until step 4, and eight after it."""
+
+    def resume(records: Records) -> Records:
+        gpu: Any = on_gpu("NVIDIA A100-SXM4-80GB")["edit"]
+        gpu(records)
+        (observed,) = (record for record in records if record["kind"] == "observed")
+        return [*records, {**observed, "step": 4, "world_size": 8}]
+
+    gpu = on_gpu("NVIDIA A100-SXM4-80GB")["settings"]
+    page = page_of(tmp_path, copy_of(two_ranks, tmp_path / "gpu", edit=resume, settings=gpu))
+    for record, (_, percent) in zip(of_kind(two_ranks, "step"), page.curve("mfu", "gpu"), strict=True):
+        ranks = 2 if record["step"] <= 4 else 8
+        assert percent == pytest.approx(100 * record["tokens_per_second"] * _FLOPS / (ranks * 312e12), rel=1e-12)
+    assert page.states["gpu"] == "finished after step 6; resumed after step 4"
+
+
+def test_runs_side_by_side(two_ranks: Path, tmp_path: Path) -> None:
+    def faster(records: Records) -> None:
+        for record in records:
+            if record["kind"] == "step":
+                record["tokens_per_second"] *= 2
+
+    def other_settings(document: dict[str, Any]) -> None:
+        document["config"]["optimizer"]["lr"] = 0.5
+        document["versions"]["torch"] = "0.0.1"
+
+    other = copy_of(two_ranks, tmp_path / "faster", edit=faster, settings=other_settings)
+    page = page_of(tmp_path, two_ranks, other)
+    assert page.tables["different-settings"] == {"optimizer.lr": ["0.003", "0.5"]}
+    assert page.other["different-settings", "optimizer.lr"] == [False, True]
+    assert page.other["settings", "optimizer.lr"] == [False, True]
+    assert page.other["settings", "optimizer.weight_decay"] == [False, False]
+    assert page.other["versions", "torch"] == [False, True]
+    assert page.other["versions", "python"] == [False, False]
+    rate = page.value("tokens_per_second", "run")
+    assert page.value("tokens_per_second", "faster") == pytest.approx(2 * rate)
+    assert "+100.0%" in page.text
+    assert page.text.count("≠") == 3, "the rate of learning twice, and torch: not by colour alone"
+    assert {series["label"] for series in page.charts["lr"]["series"]} == {"run", "faster"}
+
+
+def test_equal_settings_and_equal_names(two_ranks: Path, tmp_path: Path) -> None:
+    """Runs of one name are told apart by their parents; their folders are no difference."""
+    runs = [copy_of(two_ranks, tmp_path / name / "run") for name in ("a", "b")]
+    page = page_of(tmp_path, *runs)
+    assert "All settings of these runs are equal." in page.text
+    assert page.value("loss", "a/run") == page.value("loss", "b/run") == of_kind(two_ranks, "step")[-1]["loss"]
+
+
+def test_a_name_is_text_and_never_markup(two_ranks: Path, tmp_path: Path) -> None:
+    run = copy_of(two_ranks, tmp_path / "<b>&\"'")
+    page = page_of(tmp_path, run)
+    assert page.states["<b>&\"'"] == "finished after step 6"
+    assert page.curve("lr", "<b>&\"'")
+    assert "b" not in [tag for tag, _ in page.tags]
+
+
+def test_a_run_that_was_resumed_says_where(tmp_path: Path) -> None:
+    for steps, resume in ((4, None), (6, "auto")):
+        train(tiny_config(tmp_path, train={"steps": steps, "save_every": 2, "resume": resume}))
+    page = page_of(tmp_path, tmp_path / "run")
+    assert page.states["run"] == "finished after step 6; resumed after step 4"
+    assert [step for step, _ in page.curve("loss", "run, training")] == [1, 2, 3, 4, 5, 6]
+    assert "One rank: nothing is sent." in page.text
+    assert ("exposed_ms", "run") not in page.figures
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_experts_and_sharded_parameters(tmp_path: Path, parallel: str) -> None:
+    experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 32}
+    config = tiny_config(tmp_path, parallel=parallel, model=experts)
+    simulate(train, 2, config)
+    page, steps = page_of(tmp_path, tmp_path / "run"), of_kind(tmp_path / "run", "step")
+    for name in ("max_expert_load", "load_balancing_loss", "router_z_loss"):
+        assert page.curve(name, "run") == [(record["step"], record[name]) for record in steps]
+    # A token meets the router and two of four experts of 3 * 32 * 32 weights, in place of the dense feed-forward.
+    assert page.value("flops_per_token", "run") == _FLOPS + 6 * 2 * (2 * 3 * 32 * 32 + 4 * 32 - 3 * 64 * 32)
+    if parallel == "fsdp":
+        assert page.value("planned_bytes", "run") == plan_units(config, 2).rank_bytes.total
+        assert "of gathered parameters" in page.text
+
+
+def test_a_killed_and_an_interrupted_run(two_ranks: Path, tmp_path: Path) -> None:
+    def kill(records: Records) -> Records:
+        return [record for record in records if record["kind"] != "final" and record.get("step", 0) <= 3]
+
+    def interrupt(records: Records) -> Records:
+        return [*kill(records), {"kind": "interrupted", "step": 3, "seconds": 1.0, "signal": "SIGTERM"}]
+
+    killed = copy_of(two_ranks, tmp_path / "killed", edit=kill)
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')  # the last line that it wrote
+    page = page_of(tmp_path, killed, copy_of(two_ranks, tmp_path / "interrupted", edit=interrupt))
+    assert page.states == {
+        "killed": "no end recorded after step 3: the run goes on, or was killed",
+        "interrupted": "interrupted after step 3 by SIGTERM",
+    }
+    assert "No validation was recorded." in page.text
+    assert ("validation_loss", "killed") not in page.figures
+    assert page.value("steps", "killed") == 3
+
+
+def test_a_run_that_ended_in_its_first_step(two_ranks: Path, tmp_path: Path) -> None:
+    def nothing_but_the_end(records: Records) -> Records:
+        return [{"kind": "interrupted", "step": 0, "seconds": 0.1, "signal": "SIGINT"}]
+
+    page = page_of(tmp_path, copy_of(two_ranks, tmp_path / "early", edit=nothing_but_the_end))
+    assert page.charts == {}
+    assert "the device is not known, since no step was completed" in page.text
+    assert page.value("planned_bytes", "early") > 0
+
+
+def test_a_loss_that_is_no_number_is_a_gap(two_ranks: Path, tmp_path: Path) -> None:
+    def diverge(records: Records) -> None:
+        for record in records:
+            if record["kind"] == "step" and record["step"] in (3, 6):
+                record["loss"] = None
+
+    page = page_of(tmp_path, copy_of(two_ranks, tmp_path / "nan", edit=diverge))
+    assert [step for step, loss in page.curve("loss", "nan, training") if loss is None] == [3, 6]
+    assert page.figures["loss", "nan"] == "no number", "and not the last finite one"
+    drawn = [found["d"] for tag, found in page.tags if found.get("class") == "curve line run0" and "d" in found]
+    (path,) = (each for each in drawn if each.count("M") == 2)
+    assert path.count("L") == 2, "from 1 to 2, and from 4 to 5"
+
+
+def test_the_command(two_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copy_of(two_ranks, tmp_path / "one")
+    assert main(["report", str(run)]) == 0
+    out = capsys.readouterr().out.split("\n")
+    assert [line for line in out if line.startswith(str(run))] == [
+        str(run / name) for name in ("report.html", "loss.png", "overlap.png")
+    ]
+    assert ReadPage(run / "report.html").states == {"one": "finished after step 6"}
+    assert main(["report", str(run), "--peak-tflops", "-1"]) == 2
+    assert "--peak-tflops -1.0: must be positive" in capsys.readouterr().err
