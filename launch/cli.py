@@ -11,6 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from .config.error import ConfigError
+from .slurm import SlurmJob, render_slurm
 from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 __all__ = ["main"]
@@ -86,6 +87,22 @@ class Plan:
             console = Console(width=120)  # a file or a pipe has no width; names should stay on one line
         for table in plan_tables(plan):
             console.print(table)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(SlurmJob):
+    """print a batch script for SLURM that trains on several nodes
+
+    Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
+    """
+
+    config: _ConfigFile
+
+    def run(self, rest: list[str], stop: StopRequest) -> int:
+        from .config.file import load_config
+
+        print(render_slurm(self, self.config, load_config(self.config, rest), rest), end="")
         return 0
 
 
@@ -297,7 +314,7 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
     else:
         rest = []
     parsed, unknown = tyro.cli(
-        Train | Plan | Simulate | Verify | Report | Export | Tokenize | Bench,
+        Train | Plan | Slurm | Simulate | Verify | Report | Export | Tokenize | Bench,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",
