@@ -1,0 +1,61 @@
+"""The program of docs/quick_start.md trains on two processes, and goes on as if it had never stopped."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may download
+
+import pytest
+import torch.distributed as dist
+from gloo import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs/quick_start.md").read_text()
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+STEP = re.compile(r"^step (\d+) loss (\d\.\d{4}) norm \d+\.\d{3}$", re.MULTILINE)
+
+
+def printed(*runs: tuple[str, int]) -> list[str]:
+    """One rank's job: the page's program in each folder, up to a step; what each run printed."""
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
+    dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None  # there is a group already
+    said = []
+    for folder, steps in runs:
+        assert PROGRAM.count("\nSTEPS, MICROBATCHES, SAVE_EVERY = 40, ") == 1
+        program = PROGRAM.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, ")
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
+        said.append(out.getvalue())
+    return said
+
+
+def test_the_program_trains_and_goes_on(tmp_path: Path) -> None:
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    for folder in (whole, parts):
+        os.mkdir(folder)
+    (expected, first, second), others = run_ranks(printed, 2, (whole, 20), (parts, 10), (parts, 20))
+    assert others == ["", "", ""], "rank 0 alone prints"
+    steps = STEP.findall(expected)
+    assert [int(step) for step, _ in steps] == list(range(1, 21))
+    assert STEP.findall(first) + STEP.findall(second) == steps
+    assert second.startswith("step 11 ")
+    assert float(steps[-1][1]) < 3.5
+    assert re.fullmatch(r"15 weight gradients are fused; 1 bucket\(s\)", expected.splitlines()[-1])
+    # The data is a file of the running Python, and versions of it differ.
+    for (step, promised), (number, loss) in zip(STEP.findall(PAGE), steps[:3], strict=True):
+        assert step == number
+        assert float(loss) == pytest.approx(float(promised), rel=0.1)
+
+
+def test_the_commands_are_commands() -> None:
+    install, run = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    for block in (install, run):
+        assert subprocess.run(["bash", "-n"], input=block, text=True).returncode == 0
+    assert "pip install . transformers\n" in install
+    assert "--nproc-per-node 2 train.py" in run
+    assert "Save this as `train.py`" in PAGE
