@@ -29,6 +29,8 @@ _MAY_DIFFER = frozenset(
     {
         "model.fuse_wgrad_accumulation",
         "model.delay_wgrad_layers",
+        "model.save_hugging_face",
+        "data.cache_dir",
         "train.steps",
         "train.max_seconds",
         "train.num_microbatches",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...plan.tables import format_bytes
-from ...training.progress import format_duration, format_rate
+from ...training.watching.progress import format_duration, format_rate
 from ..overlap import overlap_share
 from .bucket_times import bucket_times
 from .facts import Facts, median_of
