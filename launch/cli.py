@@ -11,6 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from .config.error import ConfigError
+from .slurm import SlurmJob, render_slurm
 from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 if TYPE_CHECKING:
@@ -102,6 +103,22 @@ class Plan:
         config = load_config(self.config, rest)
         plan = plan_units(config, self.ranks) if config.fully_sharded else plan_run(config, self.ranks)
         _print_tables(plan_tables(plan))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(SlurmJob):
+    """print a batch script for SLURM that trains on several nodes
+
+    Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
+    """
+
+    config: _ConfigFile
+
+    def run(self, rest: list[str], stop: StopRequest) -> int:
+        from .config.file import load_config
+
+        print(render_slurm(self, self.config, load_config(self.config, rest), rest), end="")
         return 0
 
 
@@ -319,7 +336,7 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
     else:
         rest = []
     parsed, unknown = tyro.cli(
-        Train | Plan | Simulate | Verify | Report | Export | Tokenize | Bench,
+        Train | Plan | Slurm | Simulate | Verify | Report | Export | Tokenize | Bench,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",

@@ -1,0 +1,186 @@
+"""``maingrad slurm``: what is rendered, what is refused, and the script run with programs in the places of SLURM's."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from free_port import free_port
+from tiny_run import tiny_toml
+
+from maingrad.launch.cli import main
+from maingrad.launch.training.metrics import read_metrics
+
+SRUN = """\
+#!{python}
+# One process for each node; a signal reaches every process below, as in a step of SLURM's.
+import os, signal, subprocess, sys
+
+command = sys.argv[2:]
+assert command[:2] == ["bash", "-c"], command
+nodes = [
+    subprocess.Popen(command, env=os.environ | {{"SLURM_NODEID": str(node)}}, start_new_session=True)
+    for node in range(2)
+]
+
+def below(parents):
+    children = {{}}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{{name}}/stat") as stat:
+                children.setdefault(int(stat.read().rpartition(")")[2].split()[1]), []).append(int(name))
+        except OSError:
+            pass
+    found = list(parents)
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+def forward(number, frame):
+    for process in below([node.pid for node in nodes]):
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            pass
+
+signal.signal(signal.SIGTERM, forward)
+sys.exit(max(node.wait() for node in nodes))
+"""
+
+SCONTROL = """\
+#!/bin/bash
+case "$1" in
+show) printf '127.0.0.1\\nanother\\n' ;;
+requeue) echo "$2" >>requeued ;;
+esac
+"""
+
+
+def render(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main(["slurm", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def cluster(folder: Path, script: str) -> subprocess.Popen[str]:
+    """Start the script as a job of two nodes, which are this machine."""
+    for name, text in {"srun": SRUN.format(python=sys.executable), "scontrol": SCONTROL, "job.sh": script}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.Popen(
+        ["bash", folder / "job.sh"],
+        cwd=folder,
+        env=os.environ | job,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def options(**others: object) -> list[str]:
+    given = {"nodes": 2, "gpus-per-node": 1, "master-port": free_port()} | others
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def records(folder: Path) -> dict[str, Any]:
+    return {record["kind"]: record for record in read_metrics(folder / "run" / "metrics.jsonl")}
+
+
+def test_the_header_asks_for_what_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_toml(tmp_path, train={"device": "auto", "save_every": 2, "global_batch_size": 512})
+    wanted = ["--partition", "gpu", "--account", "physics", "--time", "02:00:00", "--seconds-to-save", "90"]
+    script = render(capsys, config, "--nodes", "16", "--cpus-per-node", "64", *wanted, "--train.seed", "3")
+    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, flags=re.MULTILINE))
+    assert header == {
+        "job-name": "maingrad",
+        "nodes": "16",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "8",
+        "cpus-per-task": "64",
+        "time": "02:00:00",
+        "partition": "gpu",
+        "account": "physics",
+        "output": "%x-%j.log",
+        "open-mode": "append",
+        "signal": "B:USR1@90",
+    }
+    assert "# 128 ranks, 2 sequence(s) a rank in each of 2 microbatch(es)." in script
+    assert f"maingrad train {config} --train.seed 3 --train.resume auto\n" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "5"], "train.global_batch_size = 24: must be a multiple of"),
+        (["--nodes", "0"], "--nodes must be at least 1, got 0"),
+        (["--nodes", "1", "--gpus-per-node", "3", "--parallel", "hybrid"], "must divide the 3 rank(s)"),
+        (["--nodes", "2", "--train.save-every", "None"], "train.save_every = None: a job that is queued again"),
+        (["--nodes", "2", "--train.resume", "runs/old"], "train.resume = 'runs/old'"),
+        (["--nodes", "2", "--partition", "a b"], "--partition 'a b': must be one word"),
+    ],
+)
+def test_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_toml(tmp_path, train={"save_every": 2})
+    assert main(["slurm", str(config), "--gpus-per-node", "1", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_path_with_spaces_arrives_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    script = render(capsys, tiny_toml(folder, train={"save_every": 2}), *options())
+    assert f"maingrad train '{folder}/tiny.toml' --train.resume auto\n" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_the_script_trains_on_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = render(capsys, tiny_toml(tmp_path, train={"save_every": 3, "steps": 3}), *options())
+    job = cluster(tmp_path, script)
+    said, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, said
+    assert records(tmp_path)["observed"]["world_size"] == 2
+    assert records(tmp_path)["final"]["step"] == 3
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.slow
+def test_the_job_saves_and_queues_again_before_its_time_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_toml(tmp_path, train={"save_every": 1000, "steps": 1_000_000, "eval_every": 1_000_000})
+    job = cluster(tmp_path, render(capsys, config, *options()))
+    while not (tmp_path / "run/metrics.jsonl").exists() or "step" not in records(tmp_path):
+        assert job.poll() is None, job.communicate()[0]
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    assert (tmp_path / "requeued").read_text() == "7\n"
+    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
+    step = json.loads((checkpoint / "maingrad.json").read_text())["extra"]["step"]
+
+    script = render(capsys, config, *options(), "--train.steps", str(step + 2))
+    again = cluster(tmp_path, script)
+    said, _ = again.communicate(timeout=100)
+    assert again.returncode == 0, said
+    assert f"goes on from '{checkpoint}', after step {step}" in said
+    assert records(tmp_path)["final"]["step"] == step + 2
+    assert (tmp_path / "requeued").read_text() == "7\n", "a job that is done is not queued again"
+
+
+def test_a_job_that_fails_does_not_queue_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = render(capsys, tiny_toml(tmp_path, train={"save_every": 3}), *options())
+    job = cluster(tmp_path, re.sub(r"-m torch.distributed.run \\\n", "-c 'raise SystemExit(3)' \\\\\n", script))
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 3, said
+    assert not (tmp_path / "requeued").exists()
