@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from free_port import free_port
 from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
@@ -82,6 +82,12 @@ def cluster(folder: Path, script: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
 
 
 def options(**others: object) -> list[str]:
