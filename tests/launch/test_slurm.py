@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from tiny_run import tiny_toml
 
 from maingrad.launch.cli import main
 from maingrad.launch.training.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SRUN = """\
 #!{python}
@@ -149,6 +152,7 @@ def test_a_path_with_spaces_arrives_whole(tmp_path: Path, capsys: pytest.Capture
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_script_trains_on_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = render(capsys, tiny_toml(tmp_path, train={"save_every": 3, "steps": 3}), *options())
     job = cluster(tmp_path, script)
@@ -184,9 +188,84 @@ def test_the_job_saves_and_queues_again_before_its_time_ends(
     assert (tmp_path / "requeued").read_text() == "7\n", "a job that is done is not queued again"
 
 
+def test_each_node_starts_its_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a program that says how it was called in torchrun's place."""
+    script = render(capsys, tiny_toml(tmp_path, train={"save_every": 3}), *options(**{"master-port": 12345}))
+    says = "import signal, sys; print(*sys.argv[1:], signal.getsignal(signal.SIGTERM).name)"
+    job = cluster(tmp_path, script.replace("-m torch.distributed.run", f"-c '{says}'"))
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    given = "--nnodes=2 --nproc-per-node=1 --node-rank={} --master-addr=127.0.0.1 --master-port=12345"
+    train = f"--signals-to-handle=SIGINT,SIGHUP,SIGQUIT -m maingrad train {tmp_path}/tiny.toml --train.resume auto SIG_IGN"
+    assert sorted(said.splitlines()) == [f"{given.format(node)} {train}" for node in (0, 1)]
+
+
+def test_the_saved_job_is_queued_again_and_a_finished_one_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a program in torchrun's place that ends with the status it is told, as soon as SIGTERM comes."""
+    script = render(capsys, tiny_toml(tmp_path, train={"save_every": 3}), *options())
+    waits = "import signal, sys; signal.signal(15, lambda *_: sys.exit({})); open(sys.argv[3][-1], 'w'); signal.pause()"
+    for status, queued in ((0, False), (1, True)):
+        job = cluster(tmp_path, script.replace("-m torch.distributed.run", f'-c "{waits.format(status)}"'))
+        while not ((tmp_path / "0").exists() and (tmp_path / "1").exists()):
+            assert job.poll() is None, job.communicate()[0]
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        said, _ = job.communicate(timeout=60)
+        assert job.returncode == 0, said
+        assert (tmp_path / "requeued").exists() == queued
+        (tmp_path / "0").unlink()
+        (tmp_path / "1").unlink()
+
+
 def test_a_job_that_fails_does_not_queue_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = render(capsys, tiny_toml(tmp_path, train={"save_every": 3}), *options())
     job = cluster(tmp_path, re.sub(r"-m torch.distributed.run \\\n", "-c 'raise SystemExit(3)' \\\\\n", script))
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 3, said
     assert not (tmp_path / "requeued").exists()
+
+
+# ---- The page. ----
+
+PAGE = (ROOT / "docs/multi_node.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_the_page_has_the_script_that_is_rendered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    call, script, over_ssh = BLOCKS
+    words = shlex.split(call.replace("\\\n", " ").partition(">job.sh")[0])
+    assert words[0] == "maingrad"
+    assert "#SBATCH --nodes=16" in render(capsys, *words[2:])
+    small = ["--nodes", "2", "--gpus-per-node", "4", "--train.device", "auto", "--train.save-every", "500"]
+    rendered = render(capsys, "launch/configs/fsdp.toml", *small)
+    assert rendered.replace(shlex.quote(sys.executable), ".venv/bin/python") == script
+    for block in BLOCKS:
+        assert subprocess.run(["bash", "-n"], input=block, text=True).returncode == 0
+
+
+def test_the_page_starts_torchrun_over_ssh(tmp_path: Path) -> None:
+    """With an ssh that runs the command here, in a shell of its own, and a torchrun that says how it was called."""
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "ssh").write_text('#!/bin/bash\nbash -c "$2" | sed "s/^/$1: /"\n')
+    for path in (python, tmp_path / "ssh"):
+        path.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", BLOCKS[2], "nodes.sh", "some.toml", "--train.steps", "3"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for index, line in enumerate(sorted(done.stdout.splitlines())):
+        assert line.startswith(f"node{index + 1}: -m torch.distributed.run --nnodes=2 --node-rank={index} ")
+        assert "--master-addr=node1 --master-port=29500 " in line
+        assert line.endswith("-m maingrad train some.toml --train.steps 3 --train.resume auto")
+    assert len(done.stdout.splitlines()) == 2
