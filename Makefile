@@ -5,7 +5,8 @@
 #   make test-all   slow tests too, and property tests at full counts
 #   make fuzz       programs as users write them, beside plain PyTorch: SECONDS=600, SEEDS=0:100, or SEED=1234 to replay one
 #   make faults     apply each known fault to a copy; its test must notice
-#   make check      ruff, mypy --strict on the library, import direction
+#   make check      ruff, mypy --strict on the library, import direction, the site without warnings
+#   make docs       the site alone, in .build/site
 #   make test-gpu   the tests marked gpu
 #   make bench      the benchmarks
 #   make clean      remove everything that make made, but the runs
@@ -50,9 +51,12 @@ ALSO_ON_GPU := ddp/contract/test_contract_faults.py ddp/contract/test_return_tab
 	te_integration/delayed/test_delayed_wgrad.py te_integration/delayed/test_foreign_delayed.py te_integration/dense/test_module_faults.py \
 	te_integration/experts/test_grouped_linear_contract.py \
 	te_integration/dense/test_return_table_modules.py te_integration/dense/test_saved_tensor_hooks.py
+# Every link and anchor must lead somewhere: --strict. About ten seconds.
+SITE = NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet -f docs/mkdocs.yml
+
 ONLY_ON_CPU := recomputes_itself_inside and not copies_and_materialised
 
-.PHONY: train test test-all fuzz faults check test-gpu bench clean
+.PHONY: train test test-all fuzz faults check docs test-gpu bench clean
 .DEFAULT_GOAL := test
 
 train: $(call installed,launch)
@@ -87,6 +91,10 @@ check: $(call installed,dev) $(LINK)
 	$(PY) -m ruff format --check .
 	MYPYPATH=$(BUILD) $(PY) -m mypy $(foreach room,kernels ddp te_integration fsdp launch,-p maingrad.$(room))
 	PYTHONPATH=$(BUILD) $(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-logo
+	$(SITE)
+
+docs: $(call installed,docs)
+	$(SITE)
 
 clean:
 	rm -rf $(BUILD) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
