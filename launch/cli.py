@@ -11,7 +11,7 @@ import tyro
 from tyro.conf import Positional, arg
 
 from .config.error import ConfigError
-from .slurm import SlurmJob, render_slurm
+from .plan.slurm import SlurmJob, render_slurm
 from .training.signals import EXIT_INTERRUPTED, StopRequest, stop_on_signals
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def _parse(arguments: list[str]) -> tuple[_Command, list[str]]:
     else:
         rest = []
     parsed, unknown = tyro.cli(
-        Train | Plan | Slurm | Simulate | Verify | Report | Export | Tokenize | Bench,
+        Train | Plan | Simulate | Slurm | Verify | Report | Export | Tokenize | Bench,
         args=arguments,
         prog="maingrad",
         description="Train, plan, simulate and verify main_grad runs.",

@@ -52,7 +52,13 @@ def test_each_variable_that_the_code_reads_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["os.environ['NEW']", "os.environ.get('NEW', '')", "os.getenv('NEW')", "'NEW' in os.environ", "environ_pop = os.environ.pop('NEW')"],
+    [
+        "os.environ['NEW']",
+        "os.environ.get('NEW', '')",
+        "os.getenv('NEW')",
+        "'NEW' in os.environ",
+        "environ_pop = os.environ.pop('NEW')",
+    ],
 )
 def test_a_new_variable_would_be_noticed(line: str) -> None:
     assert list(reads(Path("new.py"), line)) == ["NEW"]
@@ -60,7 +66,9 @@ def test_a_new_variable_would_be_noticed(line: str) -> None:
 
 def test_each_variable_that_the_documentation_names_is_in_a_table() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    texts = [path.read_text() for path in (*pages, *(ROOT / "docs/benchmarks").glob("*.md"), ROOT / "launch/slurm.py")]
+    texts = [
+        path.read_text() for path in (*pages, *(ROOT / "docs/benchmarks").glob("*.md"), ROOT / "launch/plan/slurm.py")
+    ]
     found = {name for text in texts for name in re.findall(rf"\b{ELSEWHERE}_[A-Z_]*[A-Z]\b", text)} - NO_VARIABLES
     assert "NCCL_SOCKET_IFNAME" in found
     assert found <= variables(READ) | variables(NAMED)
@@ -70,9 +78,25 @@ def test_versions_are_those_of_the_package() -> None:
     settings = (ROOT / "pyproject.toml").read_text()
     for name in ("torch", "triton", "einops", "transformers"):
         (version,) = set(re.findall(rf'"{name}>=([\d.]+)', settings))
-        assert re.search(rf"^\| {name} \| {re.escape(version)} or newer", PAGE, flags=re.MULTILINE | re.IGNORECASE), name
+        assert re.search(rf"^\| {name} \| {re.escape(version)} or newer", PAGE, flags=re.MULTILINE | re.IGNORECASE), (
+            name
+        )
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_each_folder_has_an_api_page(room: str) -> None:
     assert f"\n::: maingrad.{room}\n" in (ROOT / f"docs/reference/{room}.md").read_text()
+
+
+def test_the_first_part_of_the_benchmarks_has_numbers_of_their_tables() -> None:
+    folder = ROOT / "docs/benchmarks"
+    first = (folder / "README.md").read_text().partition("\n## ")[0]
+    rows = [line for line in first.splitlines() if line.startswith("| ") and ".md)" in line]  # not those with an anchor
+    assert len(rows) >= 12
+    for row in rows:
+        table = (folder / re.findall(r"\((\w+\.md)\)", row)[0]).read_text()
+        *cells, _ = row.strip("| ").split(" | ")
+        numbers = re.findall(r"\b\d+\.\d+\b(?! B)|\b\d{4}\b", " ".join(cells[1:]))
+        assert numbers
+        for number in numbers:
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", table), f"{number} of: {row}"

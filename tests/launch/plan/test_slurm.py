@@ -18,7 +18,7 @@ from tiny_run import tiny_toml
 from maingrad.launch.cli import main
 from maingrad.launch.training.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 SRUN = """\
 #!{python}
@@ -120,6 +120,7 @@ def test_the_header_asks_for_what_is_wanted(tmp_path: Path, capsys: pytest.Captu
         "open-mode": "append",
         "signal": "B:USR1@90",
     }
+    assert "\nsrun --kill-on-bad-exit=0 --cpus-per-task=64 bash -c " in script
     assert "# 128 ranks, 2 sequence(s) a rank in each of 2 microbatch(es)." in script
     assert f"maingrad train {config} --train.seed 3 --train.resume auto\n" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
@@ -136,9 +137,7 @@ def test_the_header_asks_for_what_is_wanted(tmp_path: Path, capsys: pytest.Captu
         (["--nodes", "2", "--partition", "a b"], "--partition 'a b': must be one word"),
     ],
 )
-def test_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_is_refused(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_toml(tmp_path, train={"save_every": 2})
     assert main(["slurm", str(config), "--gpus-per-node", "1", *arguments]) == 2
     assert message in capsys.readouterr().err
@@ -196,7 +195,9 @@ def test_each_node_starts_its_torchrun(tmp_path: Path, capsys: pytest.CaptureFix
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
     given = "--nnodes=2 --nproc-per-node=1 --node-rank={} --master-addr=127.0.0.1 --master-port=12345"
-    train = f"--signals-to-handle=SIGINT,SIGHUP,SIGQUIT -m maingrad train {tmp_path}/tiny.toml --train.resume auto SIG_IGN"
+    train = (
+        f"--signals-to-handle=SIGINT,SIGHUP,SIGQUIT -m maingrad train {tmp_path}/tiny.toml --train.resume auto SIG_IGN"
+    )
     assert sorted(said.splitlines()) == [f"{given.format(node)} {train}" for node in (0, 1)]
 
 
@@ -237,7 +238,7 @@ def test_the_page_has_the_script_that_is_rendered(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    call, script, over_ssh = BLOCKS
+    call, script, _ = BLOCKS
     words = shlex.split(call.replace("\\\n", " ").partition(">job.sh")[0])
     assert words[0] == "maingrad"
     assert "#SBATCH --nodes=16" in render(capsys, *words[2:])

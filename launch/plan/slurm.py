@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config.error import ConfigError, require
+from ..config.error import ConfigError, require
 
 if TYPE_CHECKING:  # the command line's help imports this file, and waits for no torch
-    from .config.run import Config
+    from ..config.run import Config
 
 __all__ = ["SlurmJob", "render_slurm"]
 
@@ -68,7 +68,7 @@ on_each_node() {
 # {{ job.seconds_to_save }} s before the time ends, USR1 comes to this shell: every rank saves, and the job queues again.
 stopping=no
 trap 'stopping=yes; trap "" USR1; kill -TERM "$step"' USR1
-srun --kill-on-bad-exit=0{% if job.cpus_per_node %} --cpus-per-task={{ job.cpus_per_node }}{% endif %} bash -c "$(declare -f on_each_node); on_each_node" &
+srun {{ srun }} bash -c "$(declare -f on_each_node); on_each_node" &
 step=$!
 status=0
 wait "$step" || status=$?
@@ -130,6 +130,8 @@ def render_slurm(job: SlurmJob, config_file: Path, config: "Config", overrides: 
     )
     return environment.from_string(_SCRIPT).render(
         job=job,
+        # srun does not take the number of cores from the batch job's header.
+        srun=" ".join(["--kill-on-bad-exit=0"] + [f"--cpus-per-task={job.cpus_per_node}"] * bool(job.cpus_per_node)),
         gpus=config.train.device != "cpu",
         port=job.master_port or "$((20000 + SLURM_JOB_ID % 10000))",
         python=shlex.quote(sys.executable),
