@@ -65,7 +65,7 @@ on_each_node() {
         -m maingrad train {{ arguments }}
 }
 
-# {{ job.seconds_to_save }} s before the time ends, USR1 comes to this shell: every rank saves, and the job queues again.
+# {{ job.seconds_to_save }} s before the time ends, USR1 comes to this shell: ranks save, and the job queues again.
 stopping=no
 trap 'stopping=yes; trap "" USR1; kill -TERM "$step"' USR1
 srun {{ srun }} bash -c "$(declare -f on_each_node); on_each_node" &
