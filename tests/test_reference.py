@@ -1,11 +1,16 @@
 """docs/reference/environment.md is complete, and the API pages cover what is public."""
 
 import ast
+import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from maingrad.ddp import DistributedDataParallelConfig, DistributedOptimizer
+from maingrad.fsdp import fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kernels", "ddp", "te_integration", "fsdp", "launch")
@@ -86,6 +91,22 @@ def test_versions_are_those_of_the_package() -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_each_folder_has_an_api_page(room: str) -> None:
     assert f"\n::: maingrad.{room}\n" in (ROOT / f"docs/reference/{room}.md").read_text()
+
+
+def options_of(page: str, table: str) -> set[str]:
+    """Names in the first column of the table whose head names ``table``."""
+    text = (ROOT / "docs" / page).read_text()
+    rows = text.partition(f"| option of `{table}` |")[2].partition("\n\n")[0]
+    return {name for row in rows.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+
+
+def test_tables_of_options_are_complete() -> None:
+    config = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    assert options_of("sharding.md", "DistributedDataParallelConfig") == config
+    sharded = set(inspect.signature(fully_shard).parameters) - {"module"}
+    assert options_of("fsdp.md", "fully_shard") == sharded
+    optimizer = set(inspect.signature(DistributedOptimizer).parameters) - {"model", "options"}
+    assert optimizer <= options_of("sharding.md", "DistributedOptimizer")
 
 
 def test_the_first_part_of_the_benchmarks_has_numbers_of_their_tables() -> None:
