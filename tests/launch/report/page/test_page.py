@@ -92,6 +92,12 @@ def test_the_page_needs_no_other_file_and_no_network(two_ranks: Path, tmp_path: 
     assert not [tag for tag, found in page.tags if tag in ("link", "img", "iframe") or {"src", "href"} & found.keys()]
 
 
+def test_no_attribute_is_escaped_twice(two_ranks: Path, tmp_path: Path) -> None:
+    page = page_of(tmp_path, two_ranks)
+    assert not [found for _, found in page.tags if any('"' in name or "&" in name for name in found)]
+    assert any(found.get("class") == "end" for _, found in page.tags), "the last label of some axis"
+
+
 def test_a_cpu_has_no_mfu_and_the_page_says_why(two_ranks: Path, tmp_path: Path) -> None:
     page = page_of(tmp_path, two_ranks, peak_tflops=100.0)
     assert ("mfu", "run") not in page.figures
