@@ -29,7 +29,7 @@ def _rewritten(lines: list[str]) -> Iterator[str]:
                 yield ""
             column = row.start("text")
             name = row["name"] if "`" in row["name"] else f"`{row['name'].strip()}`"
-            yield from (name, f":   {row['text']}", "") if False else (name, f":   {row['text']}")
+            yield from (name, f":   {row['text']}")
         elif column is not None and line.strip() and depth >= column:
             yield f"    {line.strip()}"
         else:
