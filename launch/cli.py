@@ -108,17 +108,12 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(SlurmJob):
-    """print a batch script for SLURM that trains on several nodes
-
-    Overrides of the file's values: --train.steps 10 --ddp.bucket-size 65536; --help after the file lists all.
-    """
+    """print a batch script for SLURM that trains on several nodes; overrides of the file's values as for train"""
 
     config: _ConfigFile
 
     def run(self, rest: list[str], stop: StopRequest) -> int:
-        from .config.file import load_config
-
-        print(render_slurm(self, self.config, load_config(self.config, rest), rest), end="")
+        print(render_slurm(self, self.config, rest), end="")
         return 0
 
 

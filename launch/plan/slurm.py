@@ -108,10 +108,9 @@ class SlurmJob:
     """port of the first node on which ranks meet; None: one that follows from the job's number"""
 
 
-def render_slurm(job: SlurmJob, config_file: Path, config: "Config", overrides: Sequence[str] = ()) -> str:
+def render_slurm(job: SlurmJob, config_file: Path, overrides: Sequence[str] = ()) -> str:
     """The batch script, as text.
 
-    config      what ``config_file`` and ``overrides`` say together
     overrides   arguments after ``maingrad train CONFIG.toml``
 
     Raises ``ConfigError`` if the batch or the instances do not divide evenly over the ranks, if no checkpoints are
@@ -119,6 +118,9 @@ def render_slurm(job: SlurmJob, config_file: Path, config: "Config", overrides: 
     """
     import jinja2
 
+    from ..config.file import load_config
+
+    config = load_config(config_file, overrides)
     _check(job, config)
     ranks = job.nodes * job.gpus_per_node
     config.check_ranks(ranks)
