@@ -207,12 +207,13 @@ class Report:
             raise ConfigError(f"report takes folders of runs, or --compare BASE RUN; got {' '.join(rest) or 'neither'}")
         from .report.compare import compare_runs
         from .report.page.page import write_page
+        from .report.report import print_report
 
         if self.runs:
             folder = self.runs[0] if len(self.runs) == 1 else self.out_dir
             print(write_page(self.runs, self.page or folder / "report.html", peak_tflops=self.peak_tflops))
         for run in self.runs:
-            _draw(run)
+            print_report(run)
         if self.compare:
             print(compare_runs(*self.compare, self.out_dir, self.stem))
         return 0
@@ -384,16 +385,7 @@ def _finish(out_dir: Path, *, is_main: bool, interrupted: bool) -> int:
     if interrupted:
         return EXIT_INTERRUPTED
     if is_main:
-        _draw(out_dir)
+        from .report.report import print_report
+
+        print_report(out_dir)
     return 0
-
-
-def _draw(out_dir: Path) -> None:
-    """Draw the pictures of a run, and print how much communication its recorded step overlapped."""
-    from .report.overlap import overlap_lines
-    from .report.report import draw_report, last_timeline
-
-    for line in overlap_lines(last_timeline(out_dir)):
-        print(line)
-    for path in draw_report(out_dir):
-        print(path, flush=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 from ..training.metrics import read_metrics
 from .drawing import BACKWARD, EXPOSED, HIDDEN, INK, TRAIN, dress, plt, save
+from .overlap import overlap_lines
 from .overlap_plot import draw_overlap
 
-__all__ = ["draw_report", "last_timeline"]
+__all__ = ["draw_report", "last_timeline", "print_report"]
 
 
 def draw_report(out_dir: Path) -> list[Path]:
@@ -25,6 +26,14 @@ def draw_report(out_dir: Path) -> list[Path]:
     if timeline is not None:
         paths.append(draw_overlap(timeline, out_dir / "overlap.png"))
     return paths
+
+
+def print_report(out_dir: Path) -> None:
+    """Draw the pictures of a run, and print how much communication its recorded step overlapped."""
+    for line in overlap_lines(last_timeline(out_dir)):
+        print(line)
+    for path in draw_report(out_dir):
+        print(path, flush=True)
 
 
 def last_timeline(out_dir: Path) -> dict[str, Any] | None:
