@@ -527,7 +527,7 @@ DOCS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 
 
 def run_docs(folder: Path) -> None:
-    for block in DOCS[:3]:
+    for block in DOCS[:4]:
         names: dict[str, Any] = {}
         exec(block.replace('"runs/', f'"{folder}/'), names)
         assert names.get("extra", {"step": 100})["step"] == 100
@@ -536,10 +536,10 @@ def run_docs(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_documentation_runs(tmp_path: Path) -> None:
     """Run the first blocks on two ranks, and the others on the files of these."""
-    assert len(DOCS) == 5
+    assert len(DOCS) == 6
     simulate(run_docs, 2, tmp_path)
     assert (tmp_path / "step-101").exists()
-    for block in DOCS[3:]:
+    for block in DOCS[4:]:
         exec(block.replace('"runs/', f'"{tmp_path}/'), {})
     assert (tmp_path / "fp32.safetensors").exists()
 
