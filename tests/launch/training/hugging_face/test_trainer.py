@@ -65,8 +65,8 @@ def test_unused_parameters_and_small_buckets(tmp_path: Path) -> None:
         assert_alike(run_ranks(train, 2, form, tmp_path, options)[0], plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(1)
 def test_bf16_follows_fp32(form: str, tmp_path: Path) -> None:
     """autocast over fp32 parameters, bf16 units over fp32 shards, and a model in bf16 with fp32 masters."""
     fp32, mixed, half = (
