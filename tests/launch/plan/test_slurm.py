@@ -190,8 +190,9 @@ def test_the_job_saves_and_queues_again_before_its_time_ends(
 def test_each_node_starts_its_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a program that says how it was called in torchrun's place."""
     script = render(capsys, tiny_toml(tmp_path, train={"save_every": 3}), *options(**{"master-port": 12345}))
-    says = "import signal, sys; print(*sys.argv[1:], signal.getsignal(signal.SIGTERM).name)"
-    job = cluster(tmp_path, script.replace("-m torch.distributed.run", f"-c '{says}'"))
+    # One write a process: those of two would lie between each other.
+    says = "import signal, sys; sys.stdout.write(' '.join([*sys.argv[1:], signal.getsignal(15).name]) + chr(10))"
+    job = cluster(tmp_path, script.replace("-m torch.distributed.run", f'-c "{says}"'))
     said, _ = job.communicate(timeout=60)
     assert job.returncode == 0, said
     given = "--nnodes=2 --nproc-per-node=1 --node-rank={} --master-addr=127.0.0.1 --master-port=12345"
