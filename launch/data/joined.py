@@ -1,26 +1,23 @@
 """Tokens of several files or tables, read as if they lay one after the other."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ArrowTokens", "JoinedTokens"]
+__all__ = ["ArrowTokens", "JoinedTokens", "TokenRange"]
 
 
-class JoinedTokens:
-    """Tokens [start, stop) of ``parts``, one dim; ``tokens[a:b]`` reads some of them, from each part that has some."""
+class TokenRange:
+    """Tokens [start, stop) of something that reads them: its length and its parts."""
 
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.dtype = np.result_type(*(part.dtype for part in parts))
-        self._parts = tuple(parts)
-        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        self._start, self._stop = 0, int(self._ends[-1])
+    _start: int
+    _stop: int
 
-    def part(self, start: int, stop: int) -> "JoinedTokens":
+    def part(self, start: int, stop: int) -> Self:
         """Tokens [start, stop) of these tokens. Reads nothing."""
-        found = object.__new__(JoinedTokens)
+        found = object.__new__(type(self))
         found.__dict__.update(self.__dict__)
         found._start = min(self._start + start, self._stop)
         found._stop = min(self._start + stop, self._stop)
@@ -28,6 +25,16 @@ class JoinedTokens:
 
     def __len__(self) -> int:
         return self._stop - self._start
+
+
+class JoinedTokens(TokenRange):
+    """Tokens [start, stop) of ``parts``, one dim; ``tokens[a:b]`` reads some of them, from each part that has some."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.dtype = np.result_type(*(part.dtype for part in parts))
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        self._start, self._stop = 0, int(self._ends[-1])
 
     def __getitem__(self, place: slice) -> "NDArray[np.unsignedinteger]":
         start, stop, step = place.indices(len(self))

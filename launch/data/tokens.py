@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .joined import ArrowTokens, JoinedTokens
+from .joined import ArrowTokens, JoinedTokens, TokenRange
 
 __all__ = ["DataError", "Digest", "FileTokens", "Tokens", "digest_of", "part_of"]
 
@@ -25,7 +25,7 @@ class DataError(ValueError):
     """Data that cannot be trained on; the message names the file and the remedy."""
 
 
-class FileTokens:
+class FileTokens(TokenRange):
     """Tokens [start, stop) of a file, one dim; ``tokens[a:b]`` reads some of them.
 
     path   is opened once and stays open: a file that replaces it later is not read
@@ -55,17 +55,6 @@ class FileTokens:
         self._path = path
         self._start, self._stop = 0, size // dtype.itemsize
         self._lock = threading.Lock()
-
-    def part(self, start: int, stop: int) -> "FileTokens":
-        """Tokens [start, stop) of these tokens. Reads nothing from the file."""
-        found = object.__new__(FileTokens)
-        found.__dict__.update(self.__dict__)
-        found._start = min(self._start + start, self._stop)
-        found._stop = min(self._start + stop, self._stop)
-        return found
-
-    def __len__(self) -> int:
-        return self._stop - self._start
 
     def __getitem__(self, place: slice) -> "NDArray[np.unsignedinteger]":
         start, stop, step = place.indices(len(self))

@@ -32,7 +32,7 @@ class Conversion:
     wrapper's hook. Lookup tables are not among them."""
     fused_share: float
     """Of the FLOPs that the model's weight gradients take, the share that fused modules write: from 0 to 1. A token
-    counts once for each element of a weight. Of packed experts it counts for those that the token goes to, by the
+    counts once for each element of a weight. Of experts it counts for those that the token goes to, by the
     experts' ``config`` (``num_experts_per_tok``, ``moe_topk`` or ``top_k_experts``), and else for one. Parameters of
     ``left_out`` count like weights; lookups and frozen parameters take none. 1 for a model without trained weights."""
 
@@ -76,8 +76,7 @@ def _share_of_tokens(module: Any) -> float:
         return 1.0
     experts: int = module.num_gemms if isinstance(module, GroupedModule) else module.num_experts
     chosen = _experts_per_token(getattr(module, "config", None))
-    is_packed = any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
-    return float(min(chosen, experts) / experts) if is_packed else 1 / experts
+    return min(chosen, experts) / experts
 
 
 def _experts_per_token(config: Any) -> float:
