@@ -3,9 +3,12 @@
 Legend: E experts, T rows, C columns. Expert e has the rows from offsets[e] up to, but not including, offsets[e + 1].
 Rows from offsets[E] on are padding. Offsets stay on the device, and the host reads nothing.
 
-Transposed, an expert's rows become columns, along which a product contracts: columns of zeros fill up the last block of
-each expert, so that no block lies in two. How many these are in all is known on the device alone; the host knows that
-there are at most (block - 1) for each expert.
+Transposed, an expert's rows become columns, along which a product contracts. Columns of zeros fill up each expert's
+columns to a multiple of a width that depends on T and E alone. How many these are in all is known on the device alone;
+the host knows that there are at most (width - 1) for each expert.
+
+Blocks begin anew at each expert, so that no block lies in two, and its last block may be a part. The scales of expert e
+begin at ``columns before it // block + e``: then they fit, whatever the split sizes are.
 """
 
 import math
@@ -17,20 +20,32 @@ from torch import Tensor
 from .quantize import Parts, decode, encode
 from .spec import Quantized, QuantSpec
 
-__all__ = ["GroupedQuantized", "QuantizedExperts", "dequantize_grouped", "most_columns", "quantize_grouped"]
+__all__ = [
+    "GroupedQuantized",
+    "QuantizedExperts",
+    "dequantize_grouped",
+    "expert_width",
+    "most_blocks",
+    "most_columns",
+    "quantize_grouped",
+]
 
 _ROTATED = 16
 """Columns that a Hadamard transform mixes."""
 _LINE = 128
-"""Bytes of a cache line. Where an expert's columns begin within one, kernels read two for each: a third slower."""
+"""Bytes of a cache line. Where an expert's columns begin within one, kernels read two for each."""
+_ALIGNED = 16
+"""Bytes at whose multiples the copy engine of a GPU (TMA) begins to read."""
+_LARGE = 2048
+"""Mean number of rows from which on experts' columns begin at a cache line: it takes a sixteenth more memory."""
 
 
 class GroupedQuantized(NamedTuple):
     """A quantised matrix whose rows, or columns, are experts' one after the other."""
 
     matrix: Quantized
-    """[T, C]; transposed [C, T and what fills the last blocks]. Instead of one scale (where the spec has no blocks) and
-    one factor of the matrix there is one for each expert, [E]."""
+    """[T, C]; transposed [C, T and what fills up]. Instead of one scale (where the spec has no blocks) and one factor of
+    the matrix there is one for each expert, [E]; transposed, scales of blocks are [C, ceil(columns / block) + E]."""
     offsets: Tensor
     """[E + 1]: the rows of each expert; transposed: the columns."""
     transposed: bool
@@ -99,18 +114,33 @@ def dequantize_grouped(q: GroupedQuantized, dtype: torch.dtype = torch.float32) 
 
 def most_columns(rows: int, num_experts: int, spec: QuantSpec) -> int:
     """The columns of a transposed copy of ``rows`` rows at most, whatever the split sizes are."""
-    width = _width(spec)
-    return (rows + (width - 1) * min(num_experts, rows)) // width * width
+    width = expert_width(rows, num_experts, spec)
+    columns = (rows + (width - 1) * min(num_experts, rows)) // width * width
+    return columns if _has_small_blocks(spec) else -(-columns // _LINE) * _LINE  # so that each row begins at a line
 
 
-def _width(spec: QuantSpec) -> int:
+def most_blocks(columns: int, num_experts: int, spec: QuantSpec) -> int:
+    """The scales of each row of a transposed copy at most, where the spec has blocks."""
+    assert spec.block is not None
+    return -(-columns // spec.block[1]) + num_experts
+
+
+def expert_width(rows: int, num_experts: int, spec: QuantSpec) -> int:
     """The columns of an expert are a multiple of this."""
-    return math.lcm(_LINE if spec.block is None else spec.block[1], _ROTATED if spec.rotated else 1)
+    if _has_small_blocks(spec):
+        assert spec.block is not None
+        return math.lcm(spec.block[1], _ROTATED if spec.rotated else 1)
+    return _LINE if rows >= _LARGE * num_experts else _ALIGNED
+
+
+def _has_small_blocks(spec: QuantSpec) -> bool:
+    return spec.block is not None and spec.block[1] < _LINE
 
 
 def _segments(offsets: Tensor, rows: int, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The columns of each expert [E + 1], multiples of ``_width``; and for each column its row of x, or -1."""
-    experts, width = offsets.shape[0] - 1, _width(spec)
+    """The columns of each expert [E + 1], multiples of ``expert_width``; and for each column its row of x, or -1."""
+    experts = offsets.shape[0] - 1
+    width = expert_width(rows, experts, spec)
     sizes = (offsets.diff() + (width - 1)).div(width, rounding_mode="floor") * width
     columns = torch.nn.functional.pad(sizes.cumsum(0, dtype=offsets.dtype), (1, 0))
     column = torch.arange(most_columns(rows, experts, spec), device=offsets.device, dtype=offsets.dtype)
@@ -124,6 +154,10 @@ class _Experts(Parts):
 
     def __init__(self, offsets: Tensor, length: int, transposed: bool) -> None:
         position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
+        self._position = position
+        self._starts = offsets
+        """[E + 1]: where there is no expert begins the last."""
+        self._ends = torch.nn.functional.pad(offsets[1:], (0, 1), value=length)
         self._owner = torch.searchsorted(offsets[1:], position, right=True)
         """[T]: the expert; E where there is none."""
         self._experts = torch.arange(offsets.shape[0] - 1, device=offsets.device)
@@ -136,7 +170,44 @@ class _Experts(Parts):
         each = values.abs().amax(1 - self._transposed)
         return torch.where(self._owner == self._experts[:, None], each, 0.0).amax(1)
 
-    def spread(self, per_part: Tensor, width: int) -> Tensor:
-        """[E] -> [T, 1]; transposed [1, columns / width]."""
-        each = torch.nn.functional.pad(per_part, (0, 1), value=1.0)[self._owner]
-        return each[None, ::width] if self._transposed else each[:, None]
+    def block_amax(self, values: Tensor, block: tuple[int, int]) -> Tensor:
+        """Transposed [R, ``most_blocks``]: those behind an expert's last block are 0."""
+        if not self._transposed:
+            return super().block_amax(values, block)
+        number, expert = self._blocks(block)
+        starts = self._starts[expert] + (number - self._firsts(block)[expert]) * block[1]
+        columns = starts[:, None] + torch.arange(block[1], device=starts.device)
+        inside = columns < self._ends[expert][:, None]
+        each = values.abs()[:, columns.clamp(max=values.shape[1] - 1)]  # [R, blocks, block columns]
+        return torch.where(inside, each, 0.0).amax(2)
+
+    def to_elements(self, per_part: Tensor) -> Tensor:
+        """[E] -> [T, 1]; transposed [1, T]."""
+        each = self._padded(per_part)[self._owner]
+        return each[None] if self._transposed else each[:, None]
+
+    def to_blocks(self, per_part: Tensor, block: tuple[int, int]) -> Tensor:
+        """[E] -> [T, 1]; transposed [1, ``most_blocks``]."""
+        return self._padded(per_part)[self._blocks(block)[1]][None] if self._transposed else self.to_elements(per_part)
+
+    def spread(self, per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+        if not self._transposed:
+            return super().spread(per_block, block, shape)
+        within = (self._position - self._starts[self._owner]).div(block[1], rounding_mode="floor")
+        return per_block[:, self._firsts(block)[self._owner] + within]
+
+    def _firsts(self, block: tuple[int, int]) -> Tensor:
+        """[E + 1]: each expert's first block."""
+        counts = torch.arange(self._starts.shape[0], device=self._starts.device)
+        return self._starts.div(block[1], rounding_mode="floor") + counts
+
+    def _blocks(self, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """The number of each block, and its expert; E where there is none."""
+        firsts = self._firsts(block)
+        length = -(-self._position.shape[0] // block[1]) + self._experts.shape[0]
+        number = torch.arange(length, device=firsts.device, dtype=firsts.dtype)
+        return number, torch.searchsorted(firsts[1:], number, right=True)
+
+    @staticmethod
+    def _padded(per_part: Tensor) -> Tensor:
+        return torch.nn.functional.pad(per_part, (0, 1), value=1.0)

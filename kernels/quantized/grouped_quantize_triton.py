@@ -1,7 +1,8 @@
 """The quantiser for experts as Triton kernels: rows of experts, and matrices of experts. The bits are the reference's.
 
 Legend: E experts, T rows, R rows of a matrix, C columns. The rows of an expert are cut into tiles of 128, beginning at
-its first row: a tile is one expert's. It is read once, and both copies are written.
+its first row: a tile is one expert's. It is read once, and both copies are written. In a transposed copy an expert has
+a multiple of SEGMENT columns, which divides 128.
 
 Where an expert has one scale, a kernel finds its largest magnitude first, by atomic maxima of bits, which do not depend
 on the order.
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..compat import device_of
 from ..experts import PerExpert, locate_experts
 from ..triton_support import Launches, expert_pointer, triton_dtype
-from .grouped import GroupedQuantized, QuantizedExperts, most_columns
+from .grouped import GroupedQuantized, QuantizedExperts, expert_width, most_blocks, most_columns
 from .quantize_triton import block_encode, elements_of, quantize_block, tensor_encode
 from .spec import Quantized, QuantSpec
 
@@ -52,6 +53,7 @@ def quantize_grouped_triton(
     across = width if by_rows is None else by_rows.data.shape[1]
     sizes = num_experts, height, width, x.stride(0), left.data.stride(0), right.data.stride(0)
     forms = rows is not None, columns is not None, spec.element.max, 1 << num_experts.bit_length()
+    forms = *forms, expert_width(height, num_experts, spec)
     key = (x.get_device(), x.dtype, x.data_ptr() % 16, offsets.dtype, offsets.data_ptr() % 16, sizes, forms)
     with device_of(x):
         if spec.block is None:
@@ -93,12 +95,19 @@ def _columns_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
     if spec.block is None:
         scale = x.new_empty(num_experts, dtype=torch.float32)
     else:
-        scale = x.new_empty(columns // spec.block[1], width, dtype=torch.float32).t()
+        scale = x.new_empty(most_blocks(columns, num_experts, spec), width, dtype=torch.float32).t()
     return Quantized(data, scale, None, spec, columns)
 
 
 @triton.jit
-def _find_tile(program: tl.tensor, offsets: tl.tensor, E: tl.tensor, T: tl.tensor, BLOCK_E: tl.constexpr) -> tl.tensor:
+def _find_tile(
+    program: tl.tensor,
+    offsets: tl.tensor,
+    E: tl.tensor,
+    T: tl.tensor,
+    BLOCK_E: tl.constexpr,
+    SEGMENT: tl.constexpr,
+) -> tl.tensor:
     """Expert, first row of the tile, end of the expert's rows, and the tile's first column in a transposed copy.
 
     Expert E stands for the rows behind the last expert. A program without a tile gets an expert above E.
@@ -113,16 +122,19 @@ def _find_tile(program: tl.tensor, offsets: tl.tensor, E: tl.tensor, T: tl.tenso
     mine = groups == expert
     down = (program - tl.sum(tl.where(mine, tiles_until - tiles, 0), 0)) * 128
     row = tl.sum(tl.where(mine, starts, 0), 0) + down
-    return expert, row, tl.sum(tl.where(mine, ends, 0), 0), program * 128
+    before = tl.sum(tl.where(groups < expert, tl.cdiv(ends - starts, SEGMENT) * SEGMENT, 0), 0)
+    return expert, row, tl.sum(tl.where(mine, ends, 0), 0), before + down
 
 
 @triton.jit
-def _store_segments(segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK_E: tl.constexpr) -> None:
+def _store_segments(
+    segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK_E: tl.constexpr, SEGMENT: tl.constexpr
+) -> None:
     groups = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets + groups, mask=groups < E, other=0)
     ends = tl.load(offsets + groups + 1, mask=groups < E, other=0)
     tl.store(segments, 0)
-    tl.store(segments + 1 + groups, tl.cumsum(tl.cdiv(ends - starts, 128) * 128, 0), groups < E)
+    tl.store(segments + 1 + groups, tl.cumsum(tl.cdiv(ends - starts, SEGMENT) * SEGMENT, 0), groups < E)
 
 
 @triton.jit
@@ -140,7 +152,7 @@ def _rows_amax_kernel(
     CHUNK: tl.constexpr,
 ) -> None:
     """amax [E]: bits of the largest magnitude of each expert's rows. NaN is larger than Inf, as bits."""
-    expert, row, end, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
+    expert, row, end, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, 128)
     if expert < E:
         bits = _largest(x, row, tl.minimum(row + 128, end), C, stride, HEIGHT, WIDTH, CHUNK)
         tl.atomic_max(amax + expert, bits)
@@ -187,18 +199,20 @@ def _rows_of_experts_kernel(
     COLUMNS: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ) -> None:
     """Both copies of a tile [128, 256] that has its expert's scale, 64 columns at a time."""
-    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
+    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, SEGMENT)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         groups = tl.arange(0, BLOCK_E)
         each = tl.load(amax + groups, mask=groups < E, other=0)
         tl.store(scales + groups, tl.div_rn(1.0, tensor_encode(each, MAX)), groups < E)
         if COLUMNS:
-            _store_segments(segments, offsets, E, BLOCK_E)
+            _store_segments(segments, offsets, E, BLOCK_E, SEGMENT)
     if expert <= E:
         m = (row + tl.arange(0, 128))[:, None]
         token = (position + tl.arange(0, 128))[None, :]
+        last = position + tl.cdiv(end - row, SEGMENT) * SEGMENT
         encode = tensor_encode(tl.load(amax + expert, expert < E, other=0), MAX)
         filled = tl.where(expert < E, end, row)  # pad rows, which may hold anything, become zeros
         for block in tl.range(tl.program_id(1) * 256, tl.program_id(1) * 256 + 256, 64):
@@ -213,7 +227,7 @@ def _rows_of_experts_kernel(
                 elements = tl.trans(elements_of(values, MAX, by_columns.dtype.element_ty))
                 column = tl.trans(column)
                 place = by_columns + column.to(tl.int64) * columns_stride + token
-                tl.store(place, elements, (column < C) & (expert < E))
+                tl.store(place, elements, (column < C) & (token < last) & (expert < E))
 
 
 @triton.jit
@@ -235,19 +249,21 @@ def _blocks_of_experts_kernel(
     COLUMNS: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    SEGMENT: tl.constexpr,
     EXPONENT: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Both copies of a tile [128, 128] with scales of 1 x 128, along the columns and along the rows."""
-    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
+    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, SEGMENT)
     if COLUMNS and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        _store_segments(segments, offsets, E, BLOCK_E)
+        _store_segments(segments, offsets, E, BLOCK_E, SEGMENT)
     if expert <= E:
         # fmt: off
         quantize_block(
             x, by_rows, row_scales, by_columns, column_scales,
-            row, end, tl.where(expert < E, end, row), position, expert < E, tl.program_id(1),
+            row, end, tl.where(expert < E, end, row), position, position + tl.cdiv(end - row, SEGMENT) * SEGMENT,
+            position // 128 + expert, expert < E, tl.program_id(1),
             T, C, stride, rows_stride, columns_stride, MAX, EXPONENT, ROWS, COLUMNS, GROUPS, LANES,
         )
         # fmt: on

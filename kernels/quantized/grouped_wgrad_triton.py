@@ -1,8 +1,9 @@
 """Triton kernel of the weight gradients of experts, with quantised operands: ``G_e = beta_e G_e + dy_e^T x_e``.
 
 Legend: E experts, N output features, K input features, T the tokens, along which a product contracts. Both operands are
-transposed copies, [N, T] and [K, T], in which zeros fill up each expert's last 128 tokens. How G is read and written is
-in ``grouped/wgrad_triton.py``.
+transposed copies, [N, T] and [K, T], in which each expert's tokens begin at a multiple of 16. What lies behind an
+expert's last token, in what is read together with it, becomes zeros: it may be another expert's. How G is read and
+written is in ``grouped/wgrad_triton.py``.
 
 A sum leaves the tensor cores after each BLOCK_T terms, and is added in fp32.
 """
@@ -58,12 +59,15 @@ def _sum_of_experts(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """Products of elements over tokens start to end, both multiples of BLOCK_T: [BLOCK_N, BLOCK_K] fp32."""
+    """Products of elements over tokens start to end: [BLOCK_N, BLOCK_K] fp32."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for t in tl.range(start, end, BLOCK_T):
+    whole = start + (end - start) // BLOCK_T * BLOCK_T
+    for t in tl.range(start, whole, BLOCK_T):
         dy = dy_desc.load([row, t])
         x = x_desc.load([column, t])
         acc = tl.dot(dy, x.T, acc, max_num_imprecise_acc=BLOCK_T)
+    if whole < end:
+        acc += _last_product(dy_desc, x_desc, whole, end, row, column, BLOCK_T)
     return acc
 
 
@@ -75,6 +79,7 @@ def _sum_of_blocks(
     x_scale: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
+    block: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
     N: tl.tensor,
@@ -82,17 +87,54 @@ def _sum_of_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """The same where each 128 tokens of a feature have a scale."""
+    """The same where each 128 tokens of a feature have a scale; those of the first have the number ``block``."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     n = row + tl.arange(0, BLOCK_N)
     k = column + tl.arange(0, BLOCK_K)
-    for block in tl.range(start // 128, end // 128):
-        dy = dy_desc.load([row, block * 128])
-        x = x_desc.load([column, block * 128])
-        of_dy = tl.load(dy_scale + block.to(tl.int64) * N + n, mask=n < N, other=0.0)
-        of_x = tl.load(x_scale + block.to(tl.int64) * K + k, mask=k < K, other=0.0)
-        acc += tl.dot(dy, x.T) * of_dy[:, None] * of_x[None, :]
+    whole = (end - start) // 128
+    for index in tl.range(0, whole):
+        dy = dy_desc.load([row, start + index * 128])
+        x = x_desc.load([column, start + index * 128])
+        acc += _scaled(tl.dot(dy, x.T), dy_scale, x_scale, block + index, n, k, N, K)
+    if start + whole * 128 < end:
+        product = _last_product(dy_desc, x_desc, start + whole * 128, end, row, column, 128)
+        acc += _scaled(product, dy_scale, x_scale, block + whole, n, k, N, K)
     return acc
+
+
+@triton.jit
+def _last_product(
+    dy_desc: tl.tensor,
+    x_desc: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    BLOCK_T: tl.constexpr,
+) -> tl.tensor:
+    """The product over fewer than BLOCK_T tokens."""
+    inside = (start + tl.arange(0, BLOCK_T) < end)[None, :]
+    dy, x = dy_desc.load([row, start]), x_desc.load([column, start])
+    # As bits: a NaN behind the end becomes 0 too.
+    dy = tl.where(inside, dy.to(tl.uint8, bitcast=True), 0).to(dy.dtype, bitcast=True)
+    x = tl.where(inside, x.to(tl.uint8, bitcast=True), 0).to(x.dtype, bitcast=True)
+    return tl.dot(dy, x.T)
+
+
+@triton.jit
+def _scaled(
+    product: tl.tensor,
+    dy_scale: tl.tensor,
+    x_scale: tl.tensor,
+    block: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+) -> tl.tensor:
+    of_dy = tl.load(dy_scale + block.to(tl.int64) * N + n, mask=n < N, other=0.0)
+    of_x = tl.load(x_scale + block.to(tl.int64) * K + k, mask=k < K, other=0.0)
+    return product * of_dy[:, None] * of_x[None, :]
 
 
 @triton.jit
@@ -148,7 +190,12 @@ def _scaled_wgrad_kernel(
             prefetch_to_l2(grad + n.to(tl.int64) * stride_grad + k)
         if BLOCKS:
             tl.static_assert(BLOCK_T == 128)
-            acc = _sum_of_blocks(dy_desc, x_desc, dy_scale, x_scale, start, end, row, column, N, K, BLOCK_N, BLOCK_K)
+            block = start // 128 + expert
+            # fmt: off
+            acc = _sum_of_blocks(
+                dy_desc, x_desc, dy_scale, x_scale, start, end, block, row, column, N, K, BLOCK_N, BLOCK_K
+            )
+            # fmt: on
         else:
             acc = _sum_of_experts(dy_desc, x_desc, start, end, row, column, BLOCK_N, BLOCK_K, BLOCK_T)
             acc *= tl.load(dy_scale + expert) * tl.load(x_scale + expert)

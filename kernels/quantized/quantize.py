@@ -77,9 +77,27 @@ class Parts:
         """The largest magnitude of each part: 0-dim. values [R, C]."""
         return values.abs().amax()
 
-    def spread(self, per_part: Tensor, width: int) -> Tensor:
-        """``per_part`` for elements, or for blocks ``width`` columns wide: broadcasts to them."""
+    def block_amax(self, values: Tensor, block: tuple[int, int]) -> Tensor:
+        """[ceil(R / rows), ceil(C / columns)]: the largest magnitude of each block."""
+        rows, columns = values.shape
+        height, width = block
+        padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
+        return padded.view(padded.shape[0] // height, height, -1, width).amax((1, 3))
+
+    def to_elements(self, per_part: Tensor) -> Tensor:
+        """``per_part`` for elements: broadcasts to [R, C]."""
         return per_part
+
+    def to_blocks(self, per_part: Tensor, block: tuple[int, int]) -> Tensor:
+        """``per_part`` for blocks of one row: broadcasts to what ``block_amax`` returns."""
+        return per_part
+
+    def spread(self, per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+        """[R, C], the ``shape``: each element's entry of ``per_block``."""
+        height, width = block
+        wide = per_block.repeat_interleave(height, 0) if height > 1 else per_block
+        wide = wide.repeat_interleave(width, 1) if width > 1 else wide
+        return wide[: shape[0], : shape[1]]
 
 
 WHOLE = Parts()
@@ -92,11 +110,11 @@ def encode(values: Tensor, spec: QuantSpec, parts: Parts) -> Quantized:
     factor = _global_factor(parts.amax(values), spec) if spec.scale is ScaleForm.E4M3 else None
     if spec.block is None:
         stored, per_element = _scales(parts.amax(values), spec, factor)
-        per_element = parts.spread(per_element, 1)
+        per_element = parts.to_elements(per_element)
     else:
-        per_block = None if factor is None else parts.spread(factor, spec.block[1])
-        stored, per_element = _scales(_block_amax(values, spec.block), spec, per_block)
-        per_element = _spread(per_element, spec.block, values.shape)
+        per_block = None if factor is None else parts.to_blocks(factor, spec.block)
+        stored, per_element = _scales(parts.block_amax(values, spec.block), spec, per_block)
+        per_element = parts.spread(per_element, spec.block, values.shape)
     return Quantized(_cast(values * per_element, spec), stored, factor, spec, values.shape[1])
 
 
@@ -107,11 +125,11 @@ def decode(q: Quantized, dtype: torch.dtype, parts: Parts) -> Tensor:
     block = q.spec.block
     scale = q.scale.to(torch.float32).to(wide)  # from E8M0 and E4M3 too, exactly
     if block is None:
-        scale = parts.spread(scale, 1)
-    if q.factor is not None:
-        scale = scale * parts.spread(q.factor.to(wide), 1 if block is None else block[1])
-    if block is not None:
-        scale = _spread(scale, block, q.shape)
+        scale = parts.to_elements(scale)
+    else:
+        if q.factor is not None:
+            scale = scale * parts.to_blocks(q.factor.to(wide), block)
+        scale = parts.spread(scale, block, q.shape)
     return (elements * scale).to(dtype)
 
 
@@ -139,22 +157,6 @@ _kept_table = functools.lru_cache(maxsize=128)(_new_table)
 
 
 # ---- Scales. ----
-
-
-def _block_amax(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """[ceil(R / rows), ceil(C / columns)]: the largest magnitude of each block."""
-    rows, columns = values.shape
-    height, width = block
-    padded = torch.nn.functional.pad(values.abs(), (0, -columns % width, 0, -rows % height))
-    return padded.view(padded.shape[0] // height, height, -1, width).amax((1, 3))
-
-
-def _spread(per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
-    """[R, C]: each element's entry of ``per_block``."""
-    height, width = block
-    wide = per_block.repeat_interleave(height, 0) if height > 1 else per_block
-    wide = wide.repeat_interleave(width, 1) if width > 1 else wide
-    return wide[: shape[0], : shape[1]]
 
 
 def _scales(amax: Tensor, spec: QuantSpec, factor: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -265,7 +265,8 @@ def _rows_kernel(
     row = tl.program_id(0) * 128
     # fmt: off
     quantize_block(
-        x, by_rows, row_scales, by_columns, column_scales, row, rows, rows, row, True, tl.program_id(1),
+        x, by_rows, row_scales, by_columns, column_scales,
+        row, rows, rows, row, columns_stride, tl.program_id(0), True, tl.program_id(1),
         rows, columns, stride, rows_stride, columns_stride, MAX, EXPONENT, ROWS, COLUMNS, GROUPS, LANES,
     )
     # fmt: on
@@ -282,6 +283,8 @@ def quantize_block(
     end: tl.tensor,
     filled: tl.tensor,
     position: tl.tensor,
+    last: tl.tensor,
+    block: tl.tensor,
     has_columns: tl.tensor,
     column_block: tl.tensor,
     rows: tl.tensor,
@@ -299,7 +302,7 @@ def quantize_block(
     """Both copies of a tile of 128 x 128 with a scale for each row, and another for each column.
 
     The tile has rows ``first`` to ``end`` of x; those from ``filled`` on are zeros. Its columns in a transposed copy
-    (``has_columns``) begin at ``position``, a multiple of 128.
+    (``has_columns``) begin at ``position`` and end before ``last``; their scales are those of ``block``.
 
     The tile has four dims, [128 / LANES, GROUPS, LANES, 128 / GROUPS], so that a warp holds whole columns: its lanes
     are the third dim, and the warps the second. With two dims the warps would lie along the rows, and the largest
@@ -321,14 +324,14 @@ def quantize_block(
         tl.store(place, elements, (row < end) & (column < rows_stride))
     if COLUMNS:
         encode, scale = block_encode(tl.max(tl.max(bits, 0), 1), EXPONENT)
-        block = (position // 128).to(tl.int64)
-        tl.store(column_scales + block * columns + columns_2d, scale, (columns_2d < columns) & has_columns)
+        scales = column_scales + block.to(tl.int64) * columns
+        tl.store(scales + columns_2d, scale, (columns_2d < columns) & has_columns)
         elements = elements_of(values * encode[None, :, None, :], MAX, by_columns.dtype.element_ty)
         elements = tl.reshape(tl.permute(elements, (1, 3, 0, 2)), (128, 128))
         column = (column_block * 128 + tl.arange(0, 128))[:, None]
         token = (position + tl.arange(0, 128))[None, :]
         place = by_columns + column.to(tl.int64) * columns_stride + token
-        tl.store(place, elements, (column < columns) & (token < columns_stride) & has_columns)
+        tl.store(place, elements, (column < columns) & (token < last) & has_columns)
 
 
 _launch_amax = Launches(_amax_kernel, num_warps=8)

@@ -42,7 +42,7 @@ _EXPERTS = {
     "base": "*bf16/16", "table": None, "first": "i32", "step": "i32", "stride_expert": "i32/16", "tiles": "i32",
     "DTYPE": "=tl.bfloat16", "SCATTERED": False, "ALIGNED": True, "E": "i32", "T": "i32", "R": "i32/16", "C": "i32/16",
     "stride": "i32/16", "rows_stride": "i32/16", "columns_stride": "i32/16", "ROWS": True, "COLUMNS": True,
-    "MAX": 448.0, "EXPONENT": 8, "BLOCK_E": 16, "GROUPS": 8, "LANES": 32,
+    "MAX": 448.0, "EXPONENT": 8, "BLOCK_E": 16, "SEGMENT": 16, "GROUPS": 8, "LANES": 32,
 }  # fmt: skip
 _AMAX = {"HEIGHT": 8, "WIDTH": 256, "CHUNK": 1024}
 _SCALED_GEMM = {
