@@ -3,12 +3,14 @@
 Legend: E experts, T rows, C columns. Expert e has the rows from offsets[e] up to, but not including, offsets[e + 1].
 Rows from offsets[E] on are padding. Offsets stay on the device, and the host reads nothing.
 
-Transposed, an expert's rows become columns, along which a product contracts. Columns of zeros fill up each expert's
-columns to a multiple of a width that depends on T and E alone. How many these are in all is known on the device alone;
-the host knows that there are at most (width - 1) for each expert.
+Transposed, an expert's rows become columns, along which a product contracts. First come the whole blocks of 128 columns
+of each expert, which begin at cache lines; behind the last expert's comes what is left of each expert, filled up with
+columns of zeros to a multiple of a small width. So a copy needs (width - 1) columns an expert more than there are rows
+at most, and kernels read nearly all of it by whole cache lines. The device alone knows how many columns there are.
 
-Blocks begin anew at each expert, so that no block lies in two, and its last block may be a part. The scales of expert e
-begin at ``columns before it // block + e``: then they fit, whatever the split sizes are.
+Blocks begin anew at each expert, so that no block lies in two. With part p = e of ``offsets`` for the whole blocks of
+expert e, and p = E + e for the rest, a part's scales begin at ``offsets[p] // block + max(p - E, 0)``: then they fit,
+whatever the split sizes are.
 """
 
 import math
@@ -24,30 +26,29 @@ __all__ = [
     "GroupedQuantized",
     "QuantizedExperts",
     "dequantize_grouped",
-    "expert_width",
-    "most_blocks",
-    "most_columns",
+    "empty_columns",
+    "empty_rows",
     "quantize_grouped",
+    "rows_of_experts",
 ]
 
 _ROTATED = 16
 """Columns that a Hadamard transform mixes."""
 _LINE = 128
-"""Bytes of a cache line. Where an expert's columns begin within one, kernels read two for each."""
+"""Bytes of a cache line. Where columns begin within one, kernels read two for each: a third slower."""
 _ALIGNED = 16
 """Bytes at whose multiples the copy engine of a GPU (TMA) begins to read."""
-_LARGE = 2048
-"""Mean number of rows from which on experts' columns begin at a cache line: it takes a sixteenth more memory."""
 
 
 class GroupedQuantized(NamedTuple):
     """A quantised matrix whose rows, or columns, are experts' one after the other."""
 
     matrix: Quantized
-    """[T, C]; transposed [C, T and what fills up]. Instead of one scale (where the spec has no blocks) and one factor of
-    the matrix there is one for each expert, [E]; transposed, scales of blocks are [C, ceil(columns / block) + E]."""
+    """[T, C]; transposed [C, T and what fills up]. Instead of one scale (where the spec has no blocks) and one factor
+    of the matrix there is one for each expert, [E]; transposed, blocks' scales are [C, ceil(columns / block) + E]."""
     offsets: Tensor
-    """[E + 1]: the rows of each expert; transposed: the columns."""
+    """[E + 1]: the rows of each expert; transposed [2 E + 1]: the columns of each expert's whole blocks, then of each
+    expert's rest."""
     transposed: bool
 
     @property
@@ -112,97 +113,136 @@ def dequantize_grouped(q: GroupedQuantized, dtype: torch.dtype = torch.float32) 
     return torch.where(filled, decode(q.matrix, dtype, parts), 0.0)  # kernels leave some of the rest unwritten
 
 
-def most_columns(rows: int, num_experts: int, spec: QuantSpec) -> int:
+def rows_of_experts(q: GroupedQuantized, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The values of a transposed copy as rows, each expert's together: [columns, C], and offsets [E + 1].
+
+    Zeros follow the rows of each expert.
+    """
+    sizes = q.offsets.diff().view(2, -1).sum(0)
+    owner = _Experts(q.offsets, q.matrix.columns, transposed=True).owner
+    in_order = dequantize_grouped(q, dtype).t()[owner.argsort(stable=True)]
+    return in_order, torch.nn.functional.pad(sizes.cumsum(0, dtype=q.offsets.dtype), (1, 0))
+
+
+def _most_columns(rows: int, num_experts: int, spec: QuantSpec) -> int:
     """The columns of a transposed copy of ``rows`` rows at most, whatever the split sizes are."""
-    width = expert_width(rows, num_experts, spec)
+    width = _width(spec)
     columns = (rows + (width - 1) * min(num_experts, rows)) // width * width
-    return columns if _has_small_blocks(spec) else -(-columns // _LINE) * _LINE  # so that each row begins at a line
+    return -(-columns // _LINE) * _LINE  # so that each row begins at a cache line
 
 
-def most_blocks(columns: int, num_experts: int, spec: QuantSpec) -> int:
+def _most_blocks(columns: int, num_experts: int, spec: QuantSpec) -> int:
     """The scales of each row of a transposed copy at most, where the spec has blocks."""
     assert spec.block is not None
     return -(-columns // spec.block[1]) + num_experts
 
 
-def expert_width(rows: int, num_experts: int, spec: QuantSpec) -> int:
+def empty_rows(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
+    """Memory for a copy of x [T, C] as it is."""
+    height, width = x.shape
+    data = x.new_empty(height, -(-width // 16) * 16, dtype=spec.element.dtype)
+    if spec.block is None:
+        scale = x.new_empty(num_experts, dtype=torch.float32)
+    else:  # those of a block column lie together: a tile of a product reads them for its rows
+        scale = x.new_empty(-(-width // spec.block[1]), height, dtype=torch.float32).t()
+    return Quantized(data, scale, None, spec, width)
+
+
+def empty_columns(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
+    """Memory for a transposed copy of x [T, C]."""
+    height, width = x.shape
+    columns = _most_columns(height, num_experts, spec)
+    data = x.new_empty(width, columns, dtype=spec.element.dtype)
+    if spec.block is None:
+        scale = x.new_empty(num_experts, dtype=torch.float32)
+    else:
+        scale = x.new_empty(_most_blocks(columns, num_experts, spec), width, dtype=torch.float32).t()
+    return Quantized(data, scale, None, spec, columns)
+
+
+def _width(spec: QuantSpec) -> int:
     """The columns of an expert are a multiple of this."""
-    if _has_small_blocks(spec):
-        assert spec.block is not None
-        return math.lcm(spec.block[1], _ROTATED if spec.rotated else 1)
-    return _LINE if rows >= _LARGE * num_experts else _ALIGNED
-
-
-def _has_small_blocks(spec: QuantSpec) -> bool:
-    return spec.block is not None and spec.block[1] < _LINE
+    if spec.block is None or spec.block[1] == _LINE:
+        return _ALIGNED
+    return math.lcm(spec.block[1], _ROTATED if spec.rotated else 1)
 
 
 def _segments(offsets: Tensor, rows: int, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The columns of each expert [E + 1], multiples of ``expert_width``; and for each column its row of x, or -1."""
-    experts = offsets.shape[0] - 1
-    width = expert_width(rows, experts, spec)
-    sizes = (offsets.diff() + (width - 1)).div(width, rounding_mode="floor") * width
-    columns = torch.nn.functional.pad(sizes.cumsum(0, dtype=offsets.dtype), (1, 0))
-    column = torch.arange(most_columns(rows, experts, spec), device=offsets.device, dtype=offsets.dtype)
-    expert = torch.searchsorted(columns[1:], column, right=True).clamp(max=experts - 1)
-    row = column - columns[expert] + offsets[expert]
-    return columns, torch.where(row < offsets[expert + 1], row, -1)
+    """``GroupedQuantized.offsets`` of a transposed copy; and for each of its columns the row of x, or -1."""
+    experts, width = offsets.shape[0] - 1, _width(spec)
+    sizes = offsets.diff()
+    whole = sizes.div(_LINE, rounding_mode="floor") * _LINE
+    rest = (sizes - whole + (width - 1)).div(width, rounding_mode="floor") * width
+    parts = torch.nn.functional.pad(torch.cat([whole, rest]).cumsum(0, dtype=offsets.dtype), (1, 0))
+    column = torch.arange(_most_columns(rows, experts, spec), device=offsets.device, dtype=offsets.dtype)
+    part = torch.searchsorted(parts[1:], column, right=True).clamp(max=2 * experts - 1)
+    expert = part % experts
+    row = column - parts[part] + offsets[expert] + torch.where(part < experts, 0, whole[expert])
+    return parts, torch.where(row < offsets[expert + 1], row, -1)
 
 
 class _Experts(Parts):
     """Each expert's rows, or columns (``transposed``). What is no expert's has the amax 0, scale and factor 1."""
 
     def __init__(self, offsets: Tensor, length: int, transposed: bool) -> None:
-        position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
-        self._position = position
+        parts = offsets.shape[0] - 1
+        experts = parts // 2 if transposed else parts
+        self._position = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
         self._starts = offsets
-        """[E + 1]: where there is no expert begins the last."""
+        """Of each part; and, last, of what is no expert's."""
         self._ends = torch.nn.functional.pad(offsets[1:], (0, 1), value=length)
-        self._owner = torch.searchsorted(offsets[1:], position, right=True)
-        """[T]: the expert; E where there is none."""
-        self._experts = torch.arange(offsets.shape[0] - 1, device=offsets.device)
-        self.filled = self._owner < offsets.shape[0] - 1
+        self._part = torch.searchsorted(offsets[1:], self._position, right=True)
+        """[T]."""
+        self._experts = torch.arange(experts, device=offsets.device)
+        part = torch.arange(parts + 1, device=offsets.device)
+        self._owners = torch.where(part < parts, part % experts, experts)
+        """Of each part the expert; E: none."""
+        self._firsts_more = (part - experts).clamp(min=0)
+        self.owner = self._owners[self._part]
+        """[T]."""
+        self.filled = self._part < parts
         """[T]: whether it is an expert's."""
         self._transposed = transposed
 
     def amax(self, values: Tensor) -> Tensor:
         """[E]."""
         each = values.abs().amax(1 - self._transposed)
-        return torch.where(self._owner == self._experts[:, None], each, 0.0).amax(1)
+        return torch.where(self.owner == self._experts[:, None], each, 0.0).amax(1)
 
     def block_amax(self, values: Tensor, block: tuple[int, int]) -> Tensor:
-        """Transposed [R, ``most_blocks``]: those behind an expert's last block are 0."""
+        """Transposed [R, ``_most_blocks``]: those behind an expert's last block are 0."""
         if not self._transposed:
             return super().block_amax(values, block)
-        number, expert = self._blocks(block)
-        starts = self._starts[expert] + (number - self._firsts(block)[expert]) * block[1]
+        number, part = self._blocks(block)
+        starts = self._starts[part] + (number - self._firsts(block)[part]) * block[1]
         columns = starts[:, None] + torch.arange(block[1], device=starts.device)
-        inside = columns < self._ends[expert][:, None]
+        inside = columns < self._ends[part][:, None]
         each = values.abs()[:, columns.clamp(max=values.shape[1] - 1)]  # [R, blocks, block columns]
         return torch.where(inside, each, 0.0).amax(2)
 
     def to_elements(self, per_part: Tensor) -> Tensor:
         """[E] -> [T, 1]; transposed [1, T]."""
-        each = self._padded(per_part)[self._owner]
+        each = self._padded(per_part)[self.owner]
         return each[None] if self._transposed else each[:, None]
 
     def to_blocks(self, per_part: Tensor, block: tuple[int, int]) -> Tensor:
-        """[E] -> [T, 1]; transposed [1, ``most_blocks``]."""
-        return self._padded(per_part)[self._blocks(block)[1]][None] if self._transposed else self.to_elements(per_part)
+        """[E] -> [T, 1]; transposed [1, ``_most_blocks``]."""
+        if not self._transposed:
+            return self.to_elements(per_part)
+        return self._padded(per_part)[self._owners[self._blocks(block)[1]]][None]
 
     def spread(self, per_block: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
         if not self._transposed:
             return super().spread(per_block, block, shape)
-        within = (self._position - self._starts[self._owner]).div(block[1], rounding_mode="floor")
-        return per_block[:, self._firsts(block)[self._owner] + within]
+        within = (self._position - self._starts[self._part]).div(block[1], rounding_mode="floor")
+        return per_block[:, self._firsts(block)[self._part] + within]
 
     def _firsts(self, block: tuple[int, int]) -> Tensor:
-        """[E + 1]: each expert's first block."""
-        counts = torch.arange(self._starts.shape[0], device=self._starts.device)
-        return self._starts.div(block[1], rounding_mode="floor") + counts
+        """Of each part the first block."""
+        return self._starts.div(block[1], rounding_mode="floor") + self._firsts_more
 
     def _blocks(self, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """The number of each block, and its expert; E where there is none."""
+        """The number of each block, and its part."""
         firsts = self._firsts(block)
         length = -(-self._position.shape[0] // block[1]) + self._experts.shape[0]
         number = torch.arange(length, device=firsts.device, dtype=firsts.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compat import HAS_TRITON
 from ..grouped.products import PerExpert, alike, by_layout, grouped_linear, grouped_wgrad_accumulate
-from .grouped import GroupedQuantized, QuantizedExperts, dequantize_grouped
+from .grouped import GroupedQuantized, QuantizedExperts, dequantize_grouped, rows_of_experts
 from .grouped_operands import has_grouped_kernels
 from .quantize import dequantize
 from .spec import Quantized
@@ -85,12 +85,13 @@ def scaled_grouped_wgrad_accumulate(
         return
     grads = list(main_grads)
     with torch.autocast(x.offsets.device.type, enabled=False):
-        operands = dequantize_grouped(dy).t(), dequantize_grouped(x).t()
+        of_dy, offsets = rows_of_experts(dy)
+        operands = of_dy, rows_of_experts(x)[0]
         if all(grad is None or grad.dtype is torch.float32 for grad in grads):
-            grouped_wgrad_accumulate(*operands, main_grads, dy.offsets, overwrite=overwrite)
+            grouped_wgrad_accumulate(*operands, main_grads, offsets, overwrite=overwrite)
             return
         products = torch.empty(len(grads), dy.matrix.shape[0], x.matrix.shape[0], device=dy.offsets.device)
-        grouped_wgrad_accumulate(*operands, products, dy.offsets, overwrite=True)
+        grouped_wgrad_accumulate(*operands, products, offsets, overwrite=True)
     bits = [overwrite] * len(grads) if isinstance(overwrite, bool) else overwrite
     for grad, product, once in zip(grads, products, bits, strict=True):
         if grad is not None:

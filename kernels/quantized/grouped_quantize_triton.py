@@ -1,8 +1,8 @@
 """The quantiser for experts as Triton kernels: rows of experts, and matrices of experts. The bits are the reference's.
 
 Legend: E experts, T rows, R rows of a matrix, C columns. The rows of an expert are cut into tiles of 128, beginning at
-its first row: a tile is one expert's. It is read once, and both copies are written. In a transposed copy an expert has
-a multiple of SEGMENT columns, which divides 128.
+its first row: a tile is one expert's. It is read once, and both copies are written. Where the columns of a transposed
+copy lie is in ``grouped.py``.
 
 Where an expert has one scale, a kernel finds its largest magnitude first, by atomic maxima of bits, which do not depend
 on the order.
@@ -18,9 +18,9 @@ from torch import Tensor
 from ..compat import device_of
 from ..experts import PerExpert, locate_experts
 from ..triton_support import Launches, expert_pointer, triton_dtype
-from .grouped import GroupedQuantized, QuantizedExperts, expert_width, most_blocks, most_columns
+from .grouped import GroupedQuantized, QuantizedExperts, empty_columns, empty_rows
 from .quantize_triton import block_encode, elements_of, quantize_block, tensor_encode
-from .spec import Quantized, QuantSpec
+from .spec import QuantSpec
 
 __all__ = ["quantize_experts_triton", "quantize_grouped_triton"]
 
@@ -42,9 +42,9 @@ def quantize_grouped_triton(
     if x.stride(1) != 1:
         x = x.contiguous()
     (height, width), num_experts = x.shape, offsets.shape[0] - 1
-    by_rows = None if rows is None else _rows_copy(x, rows, num_experts)
-    segments = None if columns is None else torch.empty_like(offsets)
-    by_columns = None if columns is None else _columns_copy(x, columns, num_experts)
+    by_rows = None if rows is None else empty_rows(x, rows, num_experts)
+    segments = None if columns is None else offsets.new_empty(2 * num_experts + 1)
+    by_columns = None if columns is None else empty_columns(x, columns, num_experts)
     if spec.block is None and by_rows is not None and by_columns is not None:
         by_columns = by_columns._replace(scale=by_rows.scale)
     left, right = by_rows or by_columns, by_columns or by_rows
@@ -53,7 +53,6 @@ def quantize_grouped_triton(
     across = width if by_rows is None else by_rows.data.shape[1]
     sizes = num_experts, height, width, x.stride(0), left.data.stride(0), right.data.stride(0)
     forms = rows is not None, columns is not None, spec.element.max, 1 << num_experts.bit_length()
-    forms = *forms, expert_width(height, num_experts, spec)
     key = (x.get_device(), x.dtype, x.data_ptr() % 16, offsets.dtype, offsets.data_ptr() % 16, sizes, forms)
     with device_of(x):
         if spec.block is None:
@@ -78,37 +77,9 @@ def quantize_grouped_triton(
     return None if by_rows is None else GroupedQuantized(by_rows, offsets, transposed=False), of_columns
 
 
-def _rows_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
-    height, width = x.shape
-    data = x.new_empty(height, -(-width // 16) * 16, dtype=spec.element.dtype)
-    if spec.block is None:
-        scale = x.new_empty(num_experts, dtype=torch.float32)
-    else:  # those of a block column lie together: a tile of a product reads them for its rows
-        scale = x.new_empty(-(-width // spec.block[1]), height, dtype=torch.float32).t()
-    return Quantized(data, scale, None, spec, width)
-
-
-def _columns_copy(x: Tensor, spec: QuantSpec, num_experts: int) -> Quantized:
-    height, width = x.shape
-    columns = most_columns(height, num_experts, spec)
-    data = x.new_empty(width, columns, dtype=spec.element.dtype)
-    if spec.block is None:
-        scale = x.new_empty(num_experts, dtype=torch.float32)
-    else:
-        scale = x.new_empty(most_blocks(columns, num_experts, spec), width, dtype=torch.float32).t()
-    return Quantized(data, scale, None, spec, columns)
-
-
 @triton.jit
-def _find_tile(
-    program: tl.tensor,
-    offsets: tl.tensor,
-    E: tl.tensor,
-    T: tl.tensor,
-    BLOCK_E: tl.constexpr,
-    SEGMENT: tl.constexpr,
-) -> tl.tensor:
-    """Expert, first row of the tile, end of the expert's rows, and the tile's first column in a transposed copy.
+def _find_tile(program: tl.tensor, offsets: tl.tensor, E: tl.tensor, T: tl.tensor, BLOCK_E: tl.constexpr) -> tl.tensor:
+    """Expert, first row of the tile, end of the expert's rows; the tile's columns in a transposed copy, and its block.
 
     Expert E stands for the rows behind the last expert. A program without a tile gets an expert above E.
     """
@@ -116,25 +87,38 @@ def _find_tile(
     starts = tl.load(offsets + groups, mask=groups <= E, other=0).to(tl.int32)
     ends = tl.load(offsets + groups + 1, mask=groups < E, other=0).to(tl.int32)
     ends = tl.where(groups == E, T, ends)
-    tiles = tl.where(groups <= E, tl.cdiv(ends - starts, 128), 0)
+    sizes = tl.where(groups <= E, ends - starts, 0)
+    tiles = tl.cdiv(sizes, 128)
     tiles_until = tl.cumsum(tiles, 0)
     expert = tl.sum((tiles_until <= program).to(tl.int32), 0)
     mine = groups == expert
     down = (program - tl.sum(tl.where(mine, tiles_until - tiles, 0), 0)) * 128
     row = tl.sum(tl.where(mine, starts, 0), 0) + down
-    before = tl.sum(tl.where(groups < expert, tl.cdiv(ends - starts, SEGMENT) * SEGMENT, 0), 0)
-    return expert, row, tl.sum(tl.where(mine, ends, 0), 0), before + down
+    end = tl.sum(tl.where(mine, ends, 0), 0)
+    whole, rest = _parts(tl.where(groups < E, sizes, 0))
+    complete = row + 128 <= end
+    of_rest = tl.sum(whole, 0) + tl.sum(tl.where(groups < expert, rest, 0), 0)
+    first = tl.where(complete, tl.sum(tl.where(groups < expert, whole, 0), 0) + down, of_rest)
+    last = first + tl.where(complete, 128, tl.sum(tl.where(mine, rest, 0), 0))
+    return expert, row, end, first, last, first // 128 + tl.where(complete, 0, expert)
 
 
 @triton.jit
-def _store_segments(
-    segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK_E: tl.constexpr, SEGMENT: tl.constexpr
-) -> None:
+def _parts(sizes: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The columns of experts' whole blocks, and of the rest."""
+    whole = sizes // 128 * 128
+    return whole, tl.cdiv(sizes - whole, 16) * 16
+
+
+@triton.jit
+def _store_segments(segments: tl.tensor, offsets: tl.tensor, E: tl.tensor, BLOCK_E: tl.constexpr) -> None:
     groups = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets + groups, mask=groups < E, other=0)
     ends = tl.load(offsets + groups + 1, mask=groups < E, other=0)
+    whole, rest = _parts(ends - starts)
     tl.store(segments, 0)
-    tl.store(segments + 1 + groups, tl.cumsum(tl.cdiv(ends - starts, SEGMENT) * SEGMENT, 0), groups < E)
+    tl.store(segments + 1 + groups, tl.cumsum(whole, 0), groups < E)
+    tl.store(segments + 1 + E + groups, tl.sum(whole, 0) + tl.cumsum(rest, 0), groups < E)
 
 
 @triton.jit
@@ -152,7 +136,7 @@ def _rows_amax_kernel(
     CHUNK: tl.constexpr,
 ) -> None:
     """amax [E]: bits of the largest magnitude of each expert's rows. NaN is larger than Inf, as bits."""
-    expert, row, end, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, 128)
+    expert, row, end, _, _, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
     if expert < E:
         bits = _largest(x, row, tl.minimum(row + 128, end), C, stride, HEIGHT, WIDTH, CHUNK)
         tl.atomic_max(amax + expert, bits)
@@ -199,20 +183,18 @@ def _rows_of_experts_kernel(
     COLUMNS: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    SEGMENT: tl.constexpr,
 ) -> None:
     """Both copies of a tile [128, 256] that has its expert's scale, 64 columns at a time."""
-    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, SEGMENT)
+    expert, row, end, position, last, _ = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         groups = tl.arange(0, BLOCK_E)
         each = tl.load(amax + groups, mask=groups < E, other=0)
         tl.store(scales + groups, tl.div_rn(1.0, tensor_encode(each, MAX)), groups < E)
         if COLUMNS:
-            _store_segments(segments, offsets, E, BLOCK_E, SEGMENT)
+            _store_segments(segments, offsets, E, BLOCK_E)
     if expert <= E:
         m = (row + tl.arange(0, 128))[:, None]
         token = (position + tl.arange(0, 128))[None, :]
-        last = position + tl.cdiv(end - row, SEGMENT) * SEGMENT
         encode = tensor_encode(tl.load(amax + expert, expert < E, other=0), MAX)
         filled = tl.where(expert < E, end, row)  # pad rows, which may hold anything, become zeros
         for block in tl.range(tl.program_id(1) * 256, tl.program_id(1) * 256 + 256, 64):
@@ -249,21 +231,19 @@ def _blocks_of_experts_kernel(
     COLUMNS: tl.constexpr,
     MAX: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    SEGMENT: tl.constexpr,
     EXPONENT: tl.constexpr,
     GROUPS: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
     """Both copies of a tile [128, 128] with scales of 1 x 128, along the columns and along the rows."""
-    expert, row, end, position = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E, SEGMENT)
+    expert, row, end, position, last, block = _find_tile(tl.program_id(0), offsets, E, T, BLOCK_E)
     if COLUMNS and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        _store_segments(segments, offsets, E, BLOCK_E, SEGMENT)
+        _store_segments(segments, offsets, E, BLOCK_E)
     if expert <= E:
         # fmt: off
         quantize_block(
             x, by_rows, row_scales, by_columns, column_scales,
-            row, end, tl.where(expert < E, end, row), position, position + tl.cdiv(end - row, SEGMENT) * SEGMENT,
-            position // 128 + expert, expert < E, tl.program_id(1),
+            row, end, tl.where(expert < E, end, row), position, last, block, expert < E, tl.program_id(1),
             T, C, stride, rows_stride, columns_stride, MAX, EXPONENT, ROWS, COLUMNS, GROUPS, LANES,
         )
         # fmt: on

@@ -1,11 +1,10 @@
 """Triton kernel of the weight gradients of experts, with quantised operands: ``G_e = beta_e G_e + dy_e^T x_e``.
 
 Legend: E experts, N output features, K input features, T the tokens, along which a product contracts. Both operands are
-transposed copies, [N, T] and [K, T], in which each expert's tokens begin at a multiple of 16. What lies behind an
-expert's last token, in what is read together with it, becomes zeros: it may be another expert's. How G is read and
-written is in ``grouped/wgrad_triton.py``.
+transposed copies, [N, T] and [K, T]: ``grouped.py`` says where an expert's tokens lie. What is read behind an expert's
+last token becomes zeros: it may be another expert's. How G is read and written is in ``grouped/wgrad_triton.py``.
 
-A sum leaves the tensor cores after each BLOCK_T terms, and is added in fp32.
+A sum leaves the tensor cores after each 128 terms, and is added in fp32.
 """
 
 from collections.abc import Sequence
@@ -26,12 +25,10 @@ __all__ = ["ScaledWgradConfig", "default_scaled_wgrad_config", "scaled_grouped_w
 
 
 class ScaledWgradConfig(NamedTuple):
-    """Tile sizes and compiler options. Each is correct for every shape; block_t divides 128, and is 128 under scales of
-    blocks."""
+    """Tile sizes and compiler options. Each is correct for every shape."""
 
     block_n: int
     block_k: int
-    block_t: int
     num_warps: int
     num_stages: int
     parts: int = 1
@@ -43,8 +40,8 @@ class ScaledWgradConfig(NamedTuple):
 def default_scaled_wgrad_config(rows_per_expert: float, *, blocks: bool) -> ScaledWgradConfig:
     """The fastest of those measured (H200; 8 experts of 2,048 rows, 64 of 512); ``blocks``: scales of blocks."""
     if blocks or rows_per_expert <= 1024:
-        return ScaledWgradConfig(64, 128, 128, 4, 3, parts=2)
-    return ScaledWgradConfig(128, 128, 128, 4, 3, parts=2)
+        return ScaledWgradConfig(64, 128, 4, 3, parts=2)
+    return ScaledWgradConfig(128, 128, 4, 3, parts=2)
 
 
 @triton.jit
@@ -53,21 +50,21 @@ def _sum_of_experts(
     x_desc: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
+    rest: tl.tensor,
+    rest_end: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """Products of elements over tokens start to end: [BLOCK_N, BLOCK_K] fp32."""
+    """Products of elements over the tokens of whole blocks, start to end, and of the rest: [BLOCK_N, BLOCK_K] fp32."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    whole = start + (end - start) // BLOCK_T * BLOCK_T
-    for t in tl.range(start, whole, BLOCK_T):
+    for t in tl.range(start, end, 128):
         dy = dy_desc.load([row, t])
         x = x_desc.load([column, t])
-        acc = tl.dot(dy, x.T, acc, max_num_imprecise_acc=BLOCK_T)
-    if whole < end:
-        acc += _last_product(dy_desc, x_desc, whole, end, row, column, BLOCK_T)
+        acc = tl.dot(dy, x.T, acc, max_num_imprecise_acc=128)
+    if rest < rest_end:
+        acc += _last_product(dy_desc, x_desc, rest, rest_end, row, column)
     return acc
 
 
@@ -79,7 +76,9 @@ def _sum_of_blocks(
     x_scale: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
-    block: tl.tensor,
+    rest: tl.tensor,
+    rest_end: tl.tensor,
+    rest_block: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
     N: tl.tensor,
@@ -87,18 +86,17 @@ def _sum_of_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """The same where each 128 tokens of a feature have a scale; those of the first have the number ``block``."""
+    """The same where each 128 tokens of a feature have a scale; those of the rest have the number ``rest_block``."""
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     n = row + tl.arange(0, BLOCK_N)
     k = column + tl.arange(0, BLOCK_K)
-    whole = (end - start) // 128
-    for index in tl.range(0, whole):
-        dy = dy_desc.load([row, start + index * 128])
-        x = x_desc.load([column, start + index * 128])
-        acc += _scaled(tl.dot(dy, x.T), dy_scale, x_scale, block + index, n, k, N, K)
-    if start + whole * 128 < end:
-        product = _last_product(dy_desc, x_desc, start + whole * 128, end, row, column, 128)
-        acc += _scaled(product, dy_scale, x_scale, block + whole, n, k, N, K)
+    for block in tl.range(start // 128, end // 128):
+        dy = dy_desc.load([row, block * 128])
+        x = x_desc.load([column, block * 128])
+        acc += _scaled(tl.dot(dy, x.T), dy_scale, x_scale, block, n, k, N, K)
+    if rest < rest_end:
+        product = _last_product(dy_desc, x_desc, rest, rest_end, row, column)
+        acc += _scaled(product, dy_scale, x_scale, rest_block, n, k, N, K)
     return acc
 
 
@@ -110,10 +108,9 @@ def _last_product(
     end: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
-    BLOCK_T: tl.constexpr,
 ) -> tl.tensor:
-    """The product over fewer than BLOCK_T tokens."""
-    inside = (start + tl.arange(0, BLOCK_T) < end)[None, :]
+    """The product over at most 128 tokens."""
+    inside = (start + tl.arange(0, 128) < end)[None, :]
     dy, x = dy_desc.load([row, start]), x_desc.load([column, start])
     # As bits: a NaN behind the end becomes 0 too.
     dy = tl.where(inside, dy.to(tl.uint8, bitcast=True), 0).to(dy.dtype, bitcast=True)
@@ -158,7 +155,6 @@ def _scaled_wgrad_kernel(
     DTYPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -173,12 +169,16 @@ def _scaled_wgrad_kernel(
     tile_n, tile_k = tile_of(program % tiles, tiles_n, tiles_k, GROUP)
     start = tl.load(offsets_ptr + expert).to(tl.int32)
     end = tl.load(offsets_ptr + expert + 1).to(tl.int32)
-    live = (BETA == 0) | (start < end)
+    experts = tl.num_programs(0) // tiles
+    rest = tl.load(offsets_ptr + experts + expert).to(tl.int32)
+    rest_end = tl.load(offsets_ptr + experts + expert + 1).to(tl.int32)
+    has_tokens = (start < end) | (rest < rest_end)
+    live = (BETA == 0) | has_tokens
     reads = BETA == 1
     if BETA == 2:
         beta = tl.load(beta_ptr + expert)
         reads = beta == 1
-        live = (beta == 0) | (reads & (start < end))
+        live = (beta == 0) | (reads & has_tokens)
     if live:
         grad = expert_pointer(grad_ptr, table_ptr, expert, first, step, stride_expert, DTYPE, SCATTERED, ALIGNED)
         row, column = tile_n * BLOCK_N, tile_k * BLOCK_K
@@ -188,18 +188,15 @@ def _scaled_wgrad_kernel(
             n = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1)[:, None]
             k = tl.minimum(column + tl.arange(0, lines) * (BLOCK_K // lines), K - 1)[None, :]
             prefetch_to_l2(grad + n.to(tl.int64) * stride_grad + k)
-        if BLOCKS:
-            tl.static_assert(BLOCK_T == 128)
-            block = start // 128 + expert
-            # fmt: off
-            acc = _sum_of_blocks(
-                dy_desc, x_desc, dy_scale, x_scale, start, end, block, row, column, N, K, BLOCK_N, BLOCK_K
-            )
-            # fmt: on
-        else:
-            acc = _sum_of_experts(dy_desc, x_desc, start, end, row, column, BLOCK_N, BLOCK_K, BLOCK_T)
-            acc *= tl.load(dy_scale + expert) * tl.load(x_scale + expert)
         # fmt: off
+        if BLOCKS:
+            acc = _sum_of_blocks(
+                dy_desc, x_desc, dy_scale, x_scale, start, end, rest, rest_end, rest // 128 + expert, row, column, N, K,
+                BLOCK_N, BLOCK_K,
+            )
+        else:
+            acc = _sum_of_experts(dy_desc, x_desc, start, end, rest, rest_end, row, column, BLOCK_N, BLOCK_K)
+            acc *= tl.load(dy_scale + expert) * tl.load(x_scale + expert)
         update_in_parts(
             acc, grad, None, 0, row, column, N, K, stride_grad, reads, BLOCK_N, BLOCK_K, BETA, PARTS, False
         )
@@ -231,8 +228,8 @@ def scaled_grouped_wgrad_triton(
         _launch(
             key,
             (num_experts * tiles_n * tiles_k, 1, 1),
-            TensorDescriptor.from_tensor(dy.matrix.data, [config.block_n, config.block_t]),
-            TensorDescriptor.from_tensor(x.matrix.data, [config.block_k, config.block_t]),
+            TensorDescriptor.from_tensor(dy.matrix.data, [config.block_n, 128]),
+            TensorDescriptor.from_tensor(x.matrix.data, [config.block_k, 128]),
             dy.matrix.scale,
             x.matrix.scale,
             experts.base,
@@ -243,7 +240,6 @@ def scaled_grouped_wgrad_triton(
             triton_dtype(experts.base.dtype),
             config.block_n,
             config.block_k,
-            config.block_t,
             config.group,
             config.parts,
             *forms,

@@ -42,7 +42,7 @@ _EXPERTS = {
     "base": "*bf16/16", "table": None, "first": "i32", "step": "i32", "stride_expert": "i32/16", "tiles": "i32",
     "DTYPE": "=tl.bfloat16", "SCATTERED": False, "ALIGNED": True, "E": "i32", "T": "i32", "R": "i32/16", "C": "i32/16",
     "stride": "i32/16", "rows_stride": "i32/16", "columns_stride": "i32/16", "ROWS": True, "COLUMNS": True,
-    "MAX": 448.0, "EXPONENT": 8, "BLOCK_E": 16, "SEGMENT": 16, "GROUPS": 8, "LANES": 32,
+    "MAX": 448.0, "EXPONENT": 8, "BLOCK_E": 16, "GROUPS": 8, "LANES": 32,
 }  # fmt: skip
 _AMAX = {"HEIGHT": 8, "WIDTH": 256, "CHUNK": 1024}
 _SCALED_GEMM = {
@@ -57,7 +57,7 @@ _SCALED_WGRAD = {
     "x_desc": "tensordesc<fp8e4nv[128,128]>", "dy_scale": "*fp32/16", "x_scale": "*fp32/16", "grad_ptr": "*fp32/16",
     "table_ptr": None, "beta_ptr": "*i64/16", "offsets_ptr": "*i64/16", "N": "i32/16", "K": "i32/16",
     "stride_expert": "i64/16", "stride_grad": "i32/16", "first": "i32", "step": "i32", "tiles_n": "i32",
-    "tiles_k": "i32", "DTYPE": "=tl.float32", "BLOCK_K": 128, "BLOCK_T": 128, "GROUP": 8, "PARTS": 2, "BETA": 2,
+    "tiles_k": "i32", "DTYPE": "=tl.float32", "BLOCK_K": 128, "GROUP": 8, "PARTS": 2, "BETA": 2,
     "SCATTERED": False, "ALIGNED": True,
 }  # fmt: skip
 _GLU_TILE = {"FUNCTION": "=gelu", "CLAMPED": True, "SCALED": True, "BLOCK_T": 4, "BLOCK_F": 512}

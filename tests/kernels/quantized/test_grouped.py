@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from maingrad.kernels.quantized import (
     Element,
     GroupedQuantized,
+    Quantized,
     QuantSpec,
     ScaleForm,
     dequantize,
@@ -22,6 +23,7 @@ from maingrad.kernels.quantized import (
     scaled_grouped_product,
     scaled_grouped_wgrad_accumulate,
 )
+from maingrad.kernels.quantized.grouped import rows_of_experts
 from maingrad.kernels.wgrad import grouped_wgrad, tensors_of, wgrad_features
 
 GROUPED = {name: spec for name, spec in SPECS.items() if "weights" not in name} | {
@@ -50,20 +52,20 @@ def rows_of(splits: list[int], padding: int, dtype: torch.dtype = torch.bfloat16
 
 def expert_of(q: GroupedQuantized, expert: int, spec: QuantSpec) -> tuple[Tensor, Tensor, Tensor | None]:
     """Elements, scales and factor of one expert, in what a matrix of its own would have."""
-    start, end = (int(offset) for offset in q.offsets[expert : expert + 2])
     data, scale, factor, _, _ = q.matrix
+    factor = None if factor is None else factor[expert]
     if not q.transposed:
-        return data[start:end], scale[expert] if spec.block is None else scale[start:end], _at(factor, expert)
-    in_byte = 2 if spec.element is Element.E2M1 else 1
-    data = data[:, start // in_byte : end // in_byte]
-    if spec.block is None:
-        return data, scale[expert], _at(factor, expert)
-    first = start // spec.block[1] + expert
-    return data, scale[:, first : first - (start - end) // spec.block[1]], _at(factor, expert)
-
-
-def _at(factor: Tensor | None, expert: int) -> Tensor | None:
-    return None if factor is None else factor[expert]
+        start, end = (int(offset) for offset in q.offsets[expert : expert + 2])
+        return data[start:end], scale[expert] if spec.block is None else scale[start:end], factor
+    count, in_byte = len(q.offsets) // 2, 2 if spec.element is Element.E2M1 else 1
+    elements, scales = [], []
+    for more, part in enumerate((expert, count + expert)):  # whole blocks, and the rest
+        start, end = (int(offset) for offset in q.offsets[part : part + 2])
+        elements.append(data[:, start // in_byte : end // in_byte].view(torch.uint8))
+        if spec.block is not None:
+            first = start // spec.block[1] + more * expert
+            scales.append(scale[:, first : first - (start - end) // spec.block[1]].float())
+    return torch.cat(elements, 1).view(data.dtype), torch.cat(scales, 1) if scales else scale[expert], factor
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -86,6 +88,12 @@ def test_each_expert_has_the_bits_of_its_rows_alone(name: str, splits: str, tran
             assert torch.equal(scale.float(), alone.scale.float())
             assert (factor is None) is (alone.factor is None)
             assert factor is None or torch.equal(factor, alone.factor)
+        if transposed:
+            together, borders = rows_of_experts(q)
+            for expert, rows in enumerate(together[: borders[-1]].split(borders.diff().tolist())):
+                data, scale, factor = expert_of(q, expert, spec)
+                alone = Quantized(data, scale, factor, spec, len(rows))
+                assert not len(rows) or torch.equal(rows.t(), dequantize(alone))
         outside = dequantize_grouped(q)
         outside = outside[:, q.offsets[-1] :] if transposed else outside[q.offsets[-1] :]
         assert outside.count_nonzero() == 0  # NaN would count
@@ -96,14 +104,14 @@ def test_each_expert_has_the_bits_of_its_rows_alone(name: str, splits: str, tran
 def test_what_is_not_finite_stays_with_its_expert(name: str) -> None:
     spec = GROUPED[name]
     x, offsets = rows_of(*SPLITS["uneven"])
-    clean = {each: dequantize_grouped(quantize_grouped(x, spec, offsets, transposed=each)) for each in (False, True)}
+    clean = [dequantize_grouped(quantize_grouped(x, spec, offsets))]
+    clean.append(rows_of_experts(quantize_grouped(x, spec, offsets, transposed=True))[0])
     x[131, 3] = NAN  # of the fourth expert
     for transposed in (False, True):
         q = quantize_grouped(x, spec, offsets, transposed=transposed)
-        found, expected = dequantize_grouped(q), clean[transposed]
-        if transposed:
-            found, expected = found.t(), expected.t()
-        start, end = (int(each) for each in q.offsets[3:5])
+        found, borders = rows_of_experts(q) if transposed else (dequantize_grouped(q), q.offsets)
+        expected = clean[transposed]
+        start, end = (int(each) for each in borders[3:5])
         assert found[start:end].isnan().any()
         assert torch.equal(found[:start], expected[:start])
         assert torch.equal(found[end:], expected[end:])
@@ -117,7 +125,7 @@ def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
         x, offsets = torch.empty(1000, 64, dtype=torch.bfloat16), torch.empty(9, dtype=torch.int64)
         q = quantize_grouped(x, GROUPED[name], offsets, transposed=transposed)
         found = dequantize_grouped(q)
-    columns = {"MXFP8": 1248, "NVFP4": 1120}.get(name.split(",")[0], 1152)  # a cache line has 128
+    columns = {"MXFP8": 1280}.get(name, 1152)  # a cache line has 128
     assert found.shape == ((64, columns) if transposed else (1000, 64))
 
 
