@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from apart import Child, finished, run_apart, shrink_apart, start, warm_up
 from drawing import draw_any
 from pipeline_programs import Pipeline
-from programs import Program, dimensions
+from programs import Block, Model, Program, dimensions
 from running import Outcome, run_program
 from scripts import script
 from tally import Tally
@@ -137,6 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     warm_up(Program())
+    if options.seconds is not None:  # transformers takes seconds to import
+        warm_up(Program(Model((Block("mixtral experts"), Block("gpt-oss experts")))))
     if options.seed is not None:
         return replay(options.seed, options)
     first = int.from_bytes(os.urandom(4), "little") * 1000

@@ -26,7 +26,7 @@ class Block:
     packed: bool = False
     """Experts of a group in one weight."""
     padded: bool = False
-    """A group gets rows that belong to no expert."""
+    """A group gets rows that belong to no expert; of transformers' experts, some choices are dropped."""
     rms: bool = False
     gated: bool = False
     hidden: int = 4
@@ -239,6 +239,8 @@ class Phase:
     """When the collector runs: never by itself ("off"), or often."""
     loads: str = "all"
     """What it takes from the checkpoint: "all", or "weights" only."""
+    saves: str = "waits"
+    """How it saves for the phase after it: training "waits", or goes on "beside" it for steps that nobody sees."""
     damages: tuple[Damage, ...] = ()
     """Of copies of the checkpoint, which it tries to load before."""
     second: Second | None = None

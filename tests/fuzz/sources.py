@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-from extras import DURING, write_extra
+from extras import DURING, saves_beside, write_extra, write_free_disk
 from gradients import write_gradients
 from graphed_steps import write_call, write_graphed_step, write_remade
 from layers import expert_paths, lines_of_model
@@ -22,6 +22,7 @@ from wrappers import (
     write_first_half,
     write_plain_optimizer,
     write_step,
+    write_unseen_iteration,
     write_wrapping,
     write_zero,
 )
@@ -83,6 +84,8 @@ def _trainers(program: Program) -> Iterator[str]:
         yield f"def train_{index}(records, folder):"
         pen("rank, size = dist.get_rank(), dist.get_world_size()")
         pen("seen, kept, log, average, averaged = records[rank], [], [], None, None")
+        if saves_beside(phase):
+            pen("disk = None")
         _write_model(pen)
         write_wrapping(pen)
         write_beside_optimizer(pen)
@@ -101,6 +104,7 @@ def _trainers(program: Program) -> Iterator[str]:
             _write_iteration(pen, iteration, number)
             number += 1
         _write_end(pen)
+        write_free_disk(pen)
         if index < len(program.phases) - 1:
             _write_save(pen)
         yield from pen.lines
@@ -126,7 +130,13 @@ def _write_save(pen: Pen, when: str = "") -> None:
         arguments.append("optimizer")
         if pen.program.optimizer.schedule != "no":
             arguments.append('extra={"schedule": schedule.state_dict()}')
-    pen(f"save_checkpoint({', '.join(arguments)})")
+    if when or pen.phase.saves == "waits":
+        pen(f"save_checkpoint({', '.join(arguments)})")
+        return
+    pen("disk = busy_disk()", f"saving = save_checkpoint({', '.join(arguments)}, background=True)")
+    for index in range(2):
+        write_unseen_iteration(pen, f"batch(rank, 0, {90 + index})")
+    pen("dist.barrier()", "disk.set()", "saving.wait()")
 
 
 def _write_load(pen: Pen) -> None:

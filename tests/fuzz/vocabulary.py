@@ -61,7 +61,9 @@ TORCH = {
     "fsdp": "from maingrad import fsdp",
 }
 TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
-STANDARD = {name: f"import {name}" for name in ("copy", "gc", "math", "os", "random", "shutil", "tempfile", "zlib")}
+STANDARD = {
+    name: f"import {name}" for name in ("copy", "gc", "math", "os", "random", "shutil", "tempfile", "threading", "zlib")
+}
 
 
 def namespace() -> dict[str, Any]:
