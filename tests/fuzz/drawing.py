@@ -30,6 +30,7 @@ from programs import (
     Second,
     UnitOf,
 )
+from run_programs import Run, draw_run
 from user_checkpoints import DAMAGES
 from valid import valid
 from valid_models import valid_model
@@ -61,8 +62,14 @@ PIPELINES = 8
 """Every so many seeds one is a pipeline."""
 
 
-def draw_any(seed: int) -> Program | Pipeline:
-    """The program of a seed, of either family."""
+RUNS = 24
+"""Likewise, a run of ``maingrad train``."""
+
+
+def draw_any(seed: int) -> Program | Pipeline | Run:
+    """The program of a seed, of any family."""
+    if seed % RUNS == RUNS - 2:
+        return draw_run(seed)
     return draw_pipeline(seed) if seed % PIPELINES == PIPELINES - 1 else draw(seed)
 
 
