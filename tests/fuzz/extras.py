@@ -317,7 +317,7 @@ def _saved_beside(pen: Pen, extra: Extra, name: str, step: int) -> None:
     if pen.plain:
         pen("beside = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
         return
-    write_free_disk(pen)
+    write_free_disk(pen, waits=_waits_by_itself(pen))
     pen("disk = busy_disk()")
     pen('saving = save_checkpoint(f"{folder}/beside", model, optimizer, background=True)')
 
@@ -328,18 +328,20 @@ def _gone_back_to(pen: Pen, extra: Extra, name: str, step: int) -> None:
         pen("model.load_state_dict(beside[0])")
         pen("optimizer.load_state_dict(copy.deepcopy(beside[1]))")
         return
-    write_free_disk(pen)
-    kinds = {each.kind for iteration in pen.phase.iterations for each in iteration.extras}
-    if extra.where % 2 or "unwrapped" in kinds:
-        pen("saving.wait()")
+    write_free_disk(pen, waits=extra.where % 2 == 1 or _waits_by_itself(pen))
     pen('load_checkpoint(f"{folder}/beside", model, optimizer)')
 
 
-def write_free_disk(pen: Pen) -> None:
+def _waits_by_itself(pen: Pen) -> bool:
+    """Whether the next save or load may be of a model in another wrapper, which knows of no save before."""
+    return any(extra.kind == "unwrapped" for iteration in pen.phase.iterations for extra in iteration.extras)
+
+
+def write_free_disk(pen: Pen, *, waits: bool) -> None:
     """All that is to be saved in the background may be written now."""
     if not pen.plain and saves_beside(pen.phase):
         with pen.inside("if disk is not None:"):
-            pen("dist.barrier()", "disk.set()")
+            pen("dist.barrier()", "disk.set()", *(["saving.wait()"] if waits else []))
 
 
 def saves_beside(phase: Phase) -> bool:

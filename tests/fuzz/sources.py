@@ -110,7 +110,7 @@ def _trainers(program: Program) -> Iterator[str]:
             _write_iteration(pen, iteration, number)
             number += 1
         _write_end(pen)
-        write_free_disk(pen)
+        write_free_disk(pen, waits=True)
         if index < len(program.phases) - 1:
             _write_save(pen)
         yield from pen.lines
