@@ -142,6 +142,8 @@ class Watched:
         self.watched, self.written, self.there = watched, written, list[int]()
 
     def update(self, status: Any) -> None:
+        while status.step == 5 and not self.watched.exists():  # it is written in the background too
+            time.sleep(0.01)
         time.sleep(0.01)
         if self.watched.exists():
             self.there.append(status.step)
