@@ -68,6 +68,7 @@ PUBLIC = {
         "DistributedOptimizer",
         "GradScaler",
         "GraphedTrainingStep",
+        "PendingSave",
         "add_grad",
         "clip_grad_norm",
         "load_checkpoint",

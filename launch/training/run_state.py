@@ -169,8 +169,8 @@ class RunSaver:
             number = path.name.removeprefix("step-")
             if not number.isdecimal() or int(number) > newest:  # those after it are of a run that was resumed earlier
                 continue
-            older = [step for step in self._steps() if int(number) < step <= newest]
-            stays = keep.keep_last is None or len(older) < keep.keep_last
+            newer = [step for step in self._steps() if int(number) < step <= newest]
+            stays = keep.keep_last is None or len(newer) < keep.keep_last
             stays = stays or (keep.keep_every is not None and int(number) % keep.keep_every == 0)
             if stays and not is_being_deleted(path):
                 continue

@@ -10,7 +10,7 @@ fsdp, hsdp             the module itself, after ``fully_shard``        the optim
 
 import abc
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -284,29 +284,24 @@ class _FullySharded(Wrapped):
             if pair.whole.requires_grad
         ]
 
-    @torch.no_grad()
     def whole_weights(self, *, wanted: bool) -> dict[str, Tensor]:
-        """One unit after the other is whole."""
-        found: dict[str, Tensor] = {}
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                for pair in unit_of(module).pairs if wanted else ():
-                    found[pair.sharded.shard.name] = pair.whole.detach().to("cpu", copy=True)
-                module.reshard()
-        return found | {name: value.cpu() for name, value in self.model.named_buffers() if wanted}
+        whole = {name: param.detach().to("cpu", copy=True) for name, param in self._whole_params() if wanted}
+        return whole | {name: value.cpu() for name, value in self.model.named_buffers() if wanted}
 
-    @torch.no_grad()
     def digest(self, *, wanted: bool) -> str | None:
-        """One unit after the other is whole."""
-        found: dict[str, str] = {}
+        found = {name: _digest(name, param) for name, param in self._whole_params() if wanted}
+        return _joined({name: found[name] for name in self._names}) if wanted else None
+
+    def _whole_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name; one unit after the other is whole. Collective: take all of them on every rank."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.unshard()
-                for pair in unit_of(module).pairs if wanted else ():
-                    found[pair.sharded.shard.name] = _digest(pair.sharded.shard.name, pair.whole)
-                module.reshard()
-        return _joined({name: found[name] for name in self._names}) if wanted else None
+                with torch.no_grad():
+                    module.unshard()
+                for pair in unit_of(module).pairs:
+                    yield pair.sharded.shard.name, pair.whole
+                with torch.no_grad():
+                    module.reshard()
 
 
 def _mesh(config: Config, device: torch.device) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..simulation.simulate import SimulatedRankError, simulate
+from ..simulation.simulate import SimulatedDeadlockError, SimulatedRankError, simulate
 from .comparison import allowed_between, allowed_of_both, differences, distance, norm_of, parts_in, total_norm
 from .diagnosis import Case, has_grad_hooks, in_words, not_reproducible, remove_grad_hooks
 from .findings import Cause, Finding, WayResult
@@ -101,7 +101,7 @@ class WayJudge:
             return simulate(run, len(case.parts))
         except SimulatedRankError as error:
             return error.__cause__ or error
-        except RuntimeError as error:  # a deadlock
+        except SimulatedDeadlockError as error:
             return error
 
     # ---- Comparing. ----
@@ -134,10 +134,11 @@ class WayJudge:
                 square = distance(values, of_piece) ** 2
                 pieces = squares.setdefault(name, {})
                 pieces[start] = max(square, pieces.get(start, 0.0))
-        return max(
+        errors = (
             math.sqrt(sum(pieces.values())) / max(norm_of(wanted[name]), 1e3 * self.allowed.by_name[name], 1e-30)
             for name, pieces in squares.items()
         )
+        return max(errors, default=math.inf)
 
     def _norm_error(self, results: Sequence[RankResult]) -> float:
         wanted = total_norm(self.parts_mean.values())

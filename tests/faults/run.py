@@ -35,7 +35,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 # The faults of docs/main_grad.md that must have a patch here.
-REQUIRED = (*range(1, 30), *range(33, 38))
+REQUIRED = (*range(1, 30), *range(33, 42))
 
 # A patch that only breaks the code raises one of these: no test of behaviour noticed anything.
 BROKEN_CODE = (
@@ -155,6 +155,14 @@ NEEDLESS = "another case of this test has failed"
 WARM = multiprocessing.get_context("forkserver")
 """Makes processes that have imported what takes seconds, and nothing of the library."""
 PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "pytest", "hypothesis")
+PRELOADED_OF = {
+    "hugging_face": (
+        "transformers.models.mixtral.modeling_mixtral",
+        "transformers.models.gpt_oss.modeling_gpt_oss",
+        "transformers.trainer",
+    ),
+}
+"""Part of a test's name -> what is imported as well where a fault has such a test."""
 
 
 def run_here(copy: Path, results: Path, output: Path, timeout: float, tests: Sequence[str], all_cases: bool) -> None:
@@ -356,13 +364,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As tests/conftest.py has it: Triton is asked when it is imported, which torch._dynamo does.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    WARM.set_forkserver_preload(list(options.preload))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may download
     began = time.perf_counter()
     try:
         faults = select(options.patches.resolve().glob("*.patch"), options.only, options.require)
     except HarnessError as error:
         print(f"faults: {error}")
         return 1
+    tests = [test for fault in faults for test in fault.tests]
+    more = [name for part, names in PRELOADED_OF.items() if any(part in test for test in tests) for name in names]
+    WARM.set_forkserver_preload([*options.preload, *more])
     with tempfile.TemporaryDirectory(prefix="faults-") as scratch:
         copies = [Path(scratch, str(index), "maingrad") for index in range(min(options.jobs, len(faults)))]
         for copy in copies:

@@ -29,7 +29,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from apart import Child, finished, run_apart, shrink_apart, start, warm_up
 from drawing import draw_any
 from pipeline_programs import Pipeline
-from programs import Program, dimensions
+from programs import Block, Model, Program, dimensions
+from run_programs import Run
 from running import Outcome, run_program
 from scripts import script
 from tally import Tally
@@ -40,7 +41,7 @@ SHRINKING_SECONDS = 120.0
 """That a finding is made simple for."""
 
 
-def report(seed: int, program: Program | Pipeline, outcome: Outcome, simple: bool) -> str:
+def report(seed: int, program: Program | Pipeline | Run, outcome: Outcome, simple: bool) -> str:
     """A finding in full."""
     title = f"{outcome.kind}: {'made simple from ' if simple else ''}seed {seed}"
     source = script(program, title, compares=outcome.kind.startswith("differs"))
@@ -137,6 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     warm_up(Program())
+    if options.seconds is not None:  # transformers takes seconds to import
+        warm_up(Program(Model((Block("mixtral experts"), Block("gpt-oss experts")))))
     if options.seed is not None:
         return replay(options.seed, options)
     first = int.from_bytes(os.urandom(4), "little") * 1000

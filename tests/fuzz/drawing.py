@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from extras import AFTER, DURING
 from gradients import CHANGES, WAYS
 from graphed_steps import AS_ONE_CALL, FUSED, HOST_READS
-from layers import KINDS, all_paths
+from layers import HUGGING_FACE, KINDS, all_paths
 from microbatches import PATTERNS
 from pipeline_programs import Pipeline, draw_pipeline
 from programs import (
@@ -30,6 +30,7 @@ from programs import (
     Second,
     UnitOf,
 )
+from run_programs import Run, draw_run
 from user_checkpoints import DAMAGES
 from valid import valid
 from valid_models import valid_model
@@ -61,8 +62,14 @@ PIPELINES = 8
 """Every so many seeds one is a pipeline."""
 
 
-def draw_any(seed: int) -> Program | Pipeline:
-    """The program of a seed, of either family."""
+RUNS = 24
+"""Likewise, a run of ``maingrad train``."""
+
+
+def draw_any(seed: int) -> Program | Pipeline | Run:
+    """The program of a seed, of any family."""
+    if seed % RUNS == RUNS - 2:
+        return draw_run(seed)
     return draw_pipeline(seed) if seed % PIPELINES == PIPELINES - 1 else draw(seed)
 
 
@@ -77,7 +84,7 @@ def draw(seed: int) -> Program:
     model = valid_model(model, dtype)  # units are drawn of the modules that there are
     phases = tuple(_phase(dice, model) for _ in range(dice.one_of({1: 8, 2: 2, 3: 0.3})))
     program = Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000))
-    program = _beside(Dice(f"beside {seed}"), program)
+    program = _later(Dice(f"later {seed}"), _beside(Dice(f"beside {seed}"), program))
     return valid(_graphed(Dice(f"graphed {seed}"), program))
 
 
@@ -106,6 +113,30 @@ def _beside_iteration(dice: Dice, iteration: Iteration) -> Iteration:
         second=dice.one_of({"together": 2, "through": 1, "frozen": 1}),
         alternates=dice.chance(0.5),
     )
+
+
+def _later(dice: Dice, program: Program) -> Program:
+    """Experts of transformers, and saves in the background."""
+    model = program.model
+    if dice.chance(0.2):
+        blocks = [
+            replace(block, kind=dice.choice(HUGGING_FACE), library=dice.chance(0.8)) if dice.chance(0.7) else block
+            for block in model.blocks
+        ]
+        model = valid_model(replace(model, blocks=tuple(blocks)), program.dtype)
+    return replace(program, model=model, phases=tuple(_later_phase(dice, phase) for phase in program.phases))
+
+
+def _later_phase(dice: Dice, phase: Phase) -> Phase:
+    phase = replace(phase, saves=dice.one_of({"waits": 1, "beside": 1}))
+    if not dice.chance(0.15):
+        return phase
+    iterations = list(phase.iterations)
+    for kind in ("saved beside", "gone back to"):
+        index = dice.randrange(len(iterations))
+        extra = Extra(kind, where=dice.randrange(4))
+        iterations[index] = replace(iterations[index], extras=(*iterations[index].extras, extra))
+    return replace(phase, iterations=tuple(iterations))
 
 
 # ---- Iterations as one function, which is captured. Dice of its own again. ----
@@ -215,6 +246,7 @@ _WEIGHTS = {
     "shared branch": 1.5,
     "idle": 1.5,
     "scale": 1.5,
+    **dict.fromkeys(HUGGING_FACE, 0.0),  # beside
 }
 
 
@@ -373,6 +405,8 @@ def _extra(dice: Dice, ranks: int, count: int) -> Extra:
         "rollback": 1.5,
         "unwrapped": 1.5,
         "decay raised": 0.0,  # beside graphed steps
+        "saved beside": 0.0,
+        "gone back to": 0.0,
     }
     return Extra(
         kind=dice.one_of(kinds),

@@ -7,7 +7,7 @@ for each rank) or to ``AFTER`` (between steps; in plain PyTorch it runs once, an
 from collections.abc import Callable
 
 from pen import Pen
-from programs import Ddp, Extra, Fsdp
+from programs import Ddp, Extra, Fsdp, Phase
 from wrappers import write_beside_optimizer, write_plain_optimizer, write_wrapping, write_zero
 
 Writer = Callable[[Pen, Extra, str, int], None]
@@ -312,6 +312,43 @@ def _decay_raised(pen: Pen, extra: Extra, name: str, step: int) -> None:
         pen('group["weight_decay"] += 0.125')
 
 
+def _saved_beside(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """A checkpoint in the background: it is written while training goes on."""
+    if pen.plain:
+        pen("beside = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
+        return
+    write_free_disk(pen, waits=_waits_by_itself(pen))
+    pen("disk = busy_disk()")
+    pen('saving = save_checkpoint(f"{folder}/beside", model, optimizer, background=True)')
+
+
+def _gone_back_to(pen: Pen, extra: Extra, name: str, step: int) -> None:
+    """A load waits for the save; a model in another wrapper has to ask for it."""
+    if pen.plain:
+        pen("model.load_state_dict(beside[0])")
+        pen("optimizer.load_state_dict(copy.deepcopy(beside[1]))")
+        return
+    write_free_disk(pen, waits=extra.where % 2 == 1 or _waits_by_itself(pen))
+    pen('load_checkpoint(f"{folder}/beside", model, optimizer)')
+
+
+def _waits_by_itself(pen: Pen) -> bool:
+    """Whether the next save or load may be of a model in another wrapper, which knows of no save before."""
+    return any(extra.kind == "unwrapped" for iteration in pen.phase.iterations for extra in iteration.extras)
+
+
+def write_free_disk(pen: Pen, *, waits: bool) -> None:
+    """All that is to be saved in the background may be written now."""
+    if not pen.plain and saves_beside(pen.phase):
+        with pen.inside("if disk is not None:"):
+            pen("dist.barrier()", "disk.set()", *(["saving.wait()"] if waits else []))
+
+
+def saves_beside(phase: Phase) -> bool:
+    """Whether something is saved in the background between iterations."""
+    return any(extra.kind == "saved beside" for iteration in phase.iterations for extra in iteration.extras)
+
+
 AFTER: dict[str, Writer] = {
     "load_state_dict": _load_state_dict,
     "snapshot": _snapshot,
@@ -328,6 +365,8 @@ AFTER: dict[str, Writer] = {
     "attribute set": _attribute_set,
     "put by hand": _put_by_hand,
     "decay raised": _decay_raised,
+    "saved beside": _saved_beside,
+    "gone back to": _gone_back_to,
 }
 
 FORWARDS = (
@@ -345,7 +384,7 @@ FORWARDS = (
 RANK_DEPENDENT = ("kept forward", "failed forward", "no backward", "gc.collect", "forgetting", "attributes")
 """Kinds that look at ``Extra.ranks``."""
 
-VARIED = ("unwrapped", "attributes", "attribute set")
+VARIED = ("unwrapped", "attributes", "attribute set", "gone back to")
 """Kinds that ``Extra.where`` makes one of several variants of."""
 
 

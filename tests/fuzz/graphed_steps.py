@@ -13,7 +13,7 @@ from wrappers import write_finish, write_step, write_zero
 
 FUSED = ("SGD", "Adam", "AdamW")
 """Optimizers that can be captured."""
-HOST_READS = ("branch", "shared branch", "grouped linear", "grouped mlp")
+HOST_READS = ("branch", "shared branch", "grouped linear", "grouped mlp", "mixtral experts", "gpt-oss experts")
 """Kinds of blocks that look at values on the host, of experts on CPUs alone."""
 AS_ONE_CALL = tuple(pattern for pattern in PATTERNS if pattern not in ("offloaded", "attack", "judged"))
 """Patterns that may be captured: they copy nothing to the host, and gradients are thrown away nowhere."""

@@ -86,6 +86,15 @@ def _grouped_mlp(block: Block, width: int, plain: bool) -> str:
     return _routed(block, made)
 
 
+def _hugging_face(name: str) -> Writer:
+    def write(block: Block, width: int, plain: bool) -> str:
+        drops = {"drops": True} if block.padded else {}
+        made = _call("TopExperts", name, NUM_EXPERTS, width, block.hidden, **drops)
+        return made if plain or not block.library else f"converted({made})"
+
+    return write
+
+
 def _branch(block: Block, width: int, plain: bool) -> str:
     return f"Branch({_square(block, width, plain)}, {_square(block, width, plain)})"
 
@@ -116,6 +125,8 @@ KINDS: dict[str, Writer] = {
     "batch norm": lambda block, width, plain: _call("nn.BatchNorm1d", width),
     "weight norm": lambda block, width, plain: f"nn.utils.parametrizations.weight_norm(nn.Linear({width}, {width}))",
     "nothing": lambda block, width, plain: "nn.Identity()",
+    "mixtral experts": _hugging_face("mixtral"),
+    "gpt-oss experts": _hugging_face("gpt_oss"),
 }
 
 OURS = (
@@ -129,8 +140,12 @@ OURS = (
     "branch",
     "shared branch",
     "idle",
+    "mixtral experts",
+    "gpt-oss experts",
 )
 """Kinds that the library has modules for."""
+HUGGING_FACE = ("mixtral experts", "gpt-oss experts")
+"""Kinds whose modules are transformers', made the library's by ``convert_linears``."""
 ONCE_DIFFERENTIABLE = ("attention", "recurrent")
 """Kinds of which torch has no second derivatives everywhere."""
 IN_HALF = (*(kind for kind in OURS if kind != "experts"), "scale")

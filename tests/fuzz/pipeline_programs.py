@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from layers import KINDS, OURS
+from layers import HUGGING_FACE, KINDS, OURS
 from programs import Block, Phase
 
 T = TypeVar("T")
@@ -24,7 +24,8 @@ SCHEDULES = {
 ONE_STAGE = ("ScheduleGPipe", "Schedule1F1B")
 """Schedules that take a stage instead of a list."""
 
-OF_A_ROW = tuple(kind for kind in KINDS if kind not in ("experts", "lookup", "counted", "batch norm", "nothing"))
+_NOT_OF_A_ROW = ("experts", "lookup", "counted", "batch norm", "nothing", *HUGGING_FACE)
+OF_A_ROW = tuple(kind for kind in KINDS if kind not in _NOT_OF_A_ROW)
 """Kinds without state, whose output is made of their input."""
 
 

@@ -42,8 +42,20 @@ OUT_OF_REACH = {
     "14c": "another library's provider",
     "17a": "CUDA streams",
     "17b": "CUDA streams",
+    "34l": "files of a run that change",
+    "34x": "a run's folder of checkpoints",
+    "38c": "a report",
+    "39a": "a run beside the same run",
+    "39b": "a run beside the same run",
+    "40a": "another library's trainer",
+    "40b": "another library's trainer",
+    "40c": "another library's trainer",
+    "41a": "a tool that compares",
+    "41b": "a tool that compares",
+    "41c": "a tool that compares",
+    "41d": "a tool that compares",
 }
-"""Faults of what programs here have not: CUDA, other libraries."""
+"""Faults of what programs here have not: CUDA, other libraries, tools."""
 
 
 @dataclass(frozen=True)

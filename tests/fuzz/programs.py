@@ -26,7 +26,7 @@ class Block:
     packed: bool = False
     """Experts of a group in one weight."""
     padded: bool = False
-    """A group gets rows that belong to no expert."""
+    """A group gets rows that belong to no expert; of transformers' experts, some choices are dropped."""
     rms: bool = False
     gated: bool = False
     hidden: int = 4
@@ -239,6 +239,8 @@ class Phase:
     """When the collector runs: never by itself ("off"), or often."""
     loads: str = "all"
     """What it takes from the checkpoint: "all", or "weights" only."""
+    saves: str = "waits"
+    """How it saves for the phase after it: training "waits", or goes on "beside" it for steps that nobody sees."""
     damages: tuple[Damage, ...] = ()
     """Of copies of the checkpoint, which it tries to load before."""
     second: Second | None = None
@@ -294,7 +296,7 @@ def _count(value: Any, name: str, found: Counter[tuple[str, str]]) -> None:
             _count(each, name, found)
     elif value and isinstance(value, tuple) and all(isinstance(each, str) for each in value):
         found.update((name, each) for each in value)
-    elif name not in ("program.order", "pipeline.order", "unitof.path", "extra.where", "damage.seed"):
+    elif name not in ("program.order", "pipeline.order", "run.order", "unitof.path", "extra.where", "damage.seed"):
         found[name, _spelt(value)] += 1
 
 

@@ -15,6 +15,7 @@ import vocabulary
 from comparison import Differs, compare
 from pipeline_programs import Pipeline
 from programs import Phase, Program
+from run_programs import Run
 from scripts import default_dtype, garbage_lines
 from sources import program_source, tolerance_of
 
@@ -42,7 +43,7 @@ class Outcome:
         return self.kind not in ("fine", "refused")
 
 
-def run_program(program: Program | Pipeline) -> Outcome:
+def run_program(program: Program | Pipeline | Run) -> Outcome:
     """Both ways, and compared."""
     names = vocabulary.namespace()
     source = program_source(program)
@@ -58,7 +59,7 @@ def run_program(program: Program | Pipeline) -> Outcome:
         gc.unfreeze()
 
 
-def _run_both(program: Program | Pipeline, names: dict[str, Any]) -> Outcome:
+def _run_both(program: Program | Pipeline | Run, names: dict[str, Any]) -> Outcome:
     expected = [[{} for _ in range(phase.ranks)] for phase in program.phases]
     try:
         names["plain"](expected)
@@ -73,7 +74,11 @@ def _run_both(program: Program | Pipeline, names: dict[str, Any]) -> Outcome:
 
 
 def _run_phase(
-    program: Program | Pipeline, phase: Phase, train: Callable[..., None], expected: list[dict[str, Any]], folder: str
+    program: Program | Pipeline | Run,
+    phase: Phase,
+    train: Callable[..., None],
+    expected: list[dict[str, Any]],
+    folder: str,
 ) -> Outcome:
     found: list[dict[str, Any]] = [{} for _ in range(phase.ranks)]
     raised: dict[int, Exception] = {}

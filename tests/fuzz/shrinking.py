@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from pipeline_programs import Pipeline, simpler_pipelines, valid_pipeline
 from programs import Block, Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Second, UnitOf
+from run_programs import Run, simpler_runs, valid_run
 from valid import valid
 
-T = TypeVar("T", Program, Pipeline)
+T = TypeVar("T", Program, Pipeline, Run)
 Way = Callable[[Program], Iterator[Program]]
 
 
@@ -26,7 +27,7 @@ def shrink(program: T, same: Callable[[T], bool], *, seconds: float = 60.0) -> T
     while again:
         again = False
         for candidate in simpler(program):
-            candidate = valid_pipeline(candidate) if isinstance(candidate, Pipeline) else valid(candidate)
+            candidate = _valid(candidate)
             if candidate in tried or size_of(candidate) >= size_of(program):
                 continue
             if time.monotonic() > ends:
@@ -36,6 +37,12 @@ def shrink(program: T, same: Callable[[T], bool], *, seconds: float = 60.0) -> T
                 program, again = candidate, True
                 break
     return program
+
+
+def _valid(program: T) -> T:
+    if isinstance(program, Pipeline):
+        return valid_pipeline(program)
+    return valid_run(program) if isinstance(program, Run) else valid(program)
 
 
 def size_of(program: Any) -> float:
@@ -65,6 +72,9 @@ def simpler(program: Any) -> Iterator[Any]:
     """Large steps first."""
     if isinstance(program, Pipeline):
         yield from simpler_pipelines(program)
+        return
+    if isinstance(program, Run):
+        yield from simpler_runs(program)
         return
     for way in (
         _fewer_phases,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-from extras import DURING, write_extra
+from extras import DURING, saves_beside, write_extra, write_free_disk
 from gradients import write_gradients
 from graphed_steps import write_call, write_graphed_step, write_remade
 from layers import expert_paths, lines_of_model
@@ -13,6 +13,7 @@ from pipeline_programs import Pipeline
 from pipeline_sources import pipeline_source
 from programs import Ddp, Iteration, Program
 from projections import write_projected
+from run_programs import Run, run_source
 from second_model import write_alone, write_end, write_second
 from wrappers import (
     write_beside_optimizer,
@@ -22,19 +23,22 @@ from wrappers import (
     write_first_half,
     write_plain_optimizer,
     write_step,
+    write_unseen_iteration,
     write_wrapping,
     write_zero,
 )
 
 
-def program_source(program: Program | Pipeline) -> str:
+def program_source(program: Program | Pipeline | Run) -> str:
     """The functions ``make_model``, ``make_plain``, ``train_0`` and so on, and ``plain``."""
     if isinstance(program, Pipeline):
         return pipeline_source(program)
+    if isinstance(program, Run):
+        return run_source(program)
     return "\n".join([*_makers(program), *_trainers(program), *_plain(program)])
 
 
-def tolerance_of(program: Program | Pipeline) -> float:
+def tolerance_of(program: Program | Pipeline | Run) -> float:
     """How far a tensor may be from what plain PyTorch computes, relative to its norm.
 
     fp64 has 16 digits, sums of other orders cost a few of them, and Adam's kind of step amplifies what is left of a
@@ -42,7 +46,10 @@ def tolerance_of(program: Program | Pipeline) -> float:
     torch's fused kernels take no other. In bf16 the library's products and plain ones are rounded at other places, by
     1 / 256 each; with a few steps behind them weights are another number's roundings here and there. Gradients of the
     first iteration, where the library's products have no part in them, differ by sums in fp32 alone: 1e-4.
+    Logged losses of a run are those of fp32 steps; another batch changes them by a hundredth.
     """
+    if isinstance(program, Run):
+        return 3e-4
     if isinstance(program, Pipeline):
         return 1e-6 if program.clip is not None else 1e-9
     if program.dtype in ("bfloat16", "autocast"):
@@ -83,6 +90,8 @@ def _trainers(program: Program) -> Iterator[str]:
         yield f"def train_{index}(records, folder):"
         pen("rank, size = dist.get_rank(), dist.get_world_size()")
         pen("seen, kept, log, average, averaged = records[rank], [], [], None, None")
+        if saves_beside(phase):
+            pen("disk = None")
         _write_model(pen)
         write_wrapping(pen)
         write_beside_optimizer(pen)
@@ -101,6 +110,7 @@ def _trainers(program: Program) -> Iterator[str]:
             _write_iteration(pen, iteration, number)
             number += 1
         _write_end(pen)
+        write_free_disk(pen, waits=True)
         if index < len(program.phases) - 1:
             _write_save(pen)
         yield from pen.lines
@@ -126,7 +136,19 @@ def _write_save(pen: Pen, when: str = "") -> None:
         arguments.append("optimizer")
         if pen.program.optimizer.schedule != "no":
             arguments.append('extra={"schedule": schedule.state_dict()}')
-    pen(f"save_checkpoint({', '.join(arguments)})")
+    if when or pen.phase.saves == "waits":
+        pen(f"save_checkpoint({', '.join(arguments)})")
+        return
+    pen("disk = busy_disk()")
+    if arguments[-1].startswith("extra="):
+        pen(f"notes = {arguments.pop().removeprefix('extra=')}")
+        arguments.append("extra=notes")
+    pen(f"saving = save_checkpoint({', '.join(arguments)}, background=True)")
+    if arguments[-1] == "extra=notes":
+        pen("notes.clear()")
+    for index in range(2):
+        write_unseen_iteration(pen, f"batch(rank, 0, {90 + index})")
+    pen("dist.barrier()", "disk.set()", "saving.wait()")
 
 
 def _write_load(pen: Pen) -> None:

@@ -17,6 +17,7 @@ from drawing import OPTIMIZERS, draw, draw_any
 from graphed_steps import AS_ONE_CALL
 from pipeline_programs import OF_A_ROW, SCHEDULES, Pipeline, draw_pipeline, valid_pipeline
 from programs import Program, dimensions, wrapper_kind
+from run_programs import PARALLELS, STEPS, Run, draw_run, valid_run
 from sources import program_source
 
 from maingrad.fsdp import PLACEMENTS
@@ -65,6 +66,7 @@ def test_every_value_comes(drawn: list[Program]) -> None:
         "iteration.outcome": ("step", "skip", "accumulate", "given up", "fails"),
         "model.tie": ("no", "blocks", "embedding"),
         "damage.kind": user_checkpoints.DAMAGES,
+        "phase.saves": ("waits", "beside"),
         "program.dtype": ("float64", "float32", "bfloat16", "autocast"),
     }
     missing = [(name, value) for name, values in tables.items() for value in values if not counts[name, value]]
@@ -105,7 +107,26 @@ def test_pipelines_are_drawn_and_valid() -> None:
     assert {program.tied for program in found if program.whole} == {True, False}
 
 
+def test_runs_are_drawn_and_valid() -> None:
+    """One in 24 seeds is one. Legs follow each other, or go on from an earlier checkpoint, up to the last step."""
+    assert [isinstance(draw_any(seed), Run) for seed in range(48)] == [seed % 24 == 22 for seed in range(48)]
+    found = [draw_run(seed) for seed in range(COUNT)]
+    assert all(valid_run(run) == run for run in found)
+    for run in found:
+        assert run.ranges[0][0] == 0 and run.ranges[-1][1] == STEPS
+        assert all(start < end and not start % run.log_every for start, end in run.ranges)
+        ends = [end for _, end in run.ranges]
+        assert all(start in ends[:index] for index, (start, _) in enumerate(run.ranges) if index)
+    legs = [leg for run in found for leg in run.legs]
+    assert {leg.parallel for leg in legs} == set(PARALLELS)
+    assert {leg.ranks for leg in legs} == {1, 2, 3}
+    assert {(run.source, run.documents) for run in found} == {
+        (source, documents) for source in ("text", "tokens", "megatron") for documents in ("join", "mask", "pad")
+    }
+    assert sum(leg.older for leg in legs) > COUNT // 30
+
+
 @pytest.mark.slow
 def test_programs_are_written_as_python(drawn: list[Program]) -> None:
-    for program in [*drawn, *map(draw_pipeline, range(COUNT))]:
+    for program in [*drawn, *map(draw_pipeline, range(COUNT)), *map(draw_run, range(COUNT))]:
         compile(program_source(program), "<program>", "exec")

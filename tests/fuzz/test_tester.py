@@ -34,6 +34,7 @@ from programs import (
     Second,
     UnitOf,
 )
+from run_programs import Leg, Run, valid_run
 from running import Outcome, run_program
 from scripts import script
 from shrinking import shrink, size_of
@@ -119,6 +120,45 @@ def test_a_script_of_several_models_stands_alone(tmp_path: Path) -> None:
     path.write_text(source.replace("param.grad = grad", "param.grad = 2 * grad", 1))
     found = run_apart(lambda: runpy.run_path(str(path), run_name="__main__"), limit=60.0)
     assert "Differs: rank 0" in found.details
+
+
+def test_a_script_of_what_is_saved_beside_training_stands_alone(tmp_path: Path) -> None:
+    """Training goes back to a save in the background, and other ranks load another one; with transformers' experts."""
+    model = Model((Block("mixtral experts", library=True, padded=True), Block("gpt-oss experts", library=True)))
+    first = Iteration(extras=(Extra("saved beside"),))
+    back = Iteration(extras=(Extra("gone back to", where=1),))
+    optimizer = Optimizer("AdamW", (("lr", 0.01),), schedule="steps")
+    phases = (Phase(2, Ddp(sharded=True), (first, back), saves="beside"), Phase(3, Fsdp()))
+    program = valid(Program(model, optimizer, phases))
+    assert program.phases[0].saves == "beside"
+    assert run_program(program).kind == "fine"
+    path = tmp_path / "program.py"
+    source = script(program, "a program")
+    assert source.count("background=True") == 2 and source.count("converted(TopExperts(") == 2
+    for changed, finding in (
+        (source, ""),
+        (source.replace("drops=True", "drops=False", 1), "Differs: rank 0: loss 0"),
+        (source.replace('    load_checkpoint(f"{folder}/beside", model, optimizer)\n', ""), "Differs: rank 0: weights"),
+    ):
+        path.write_text(changed)
+        found = run_apart(lambda: runpy.run_path(str(path), run_name="__main__") and None, limit=60.0)
+        assert (found is None) if not finding else finding in found.details, found
+
+
+def test_a_script_of_a_run_stands_alone(tmp_path: Path) -> None:
+    legs = (Leg(2, 2, "zero1"), Leg(1, 3, "fsdp", recompute="blocks"), Leg(2, 2, "ddp", 2, older=True))
+    run = valid_run(Run("megatron", 2, weighted=True, documents="mask", clip=True, legs=legs))
+    assert run.ranges == [(0, 2), (2, 3), (2, 6)]
+    path = tmp_path / "program.py"
+    source = script(run, "a run")
+    assert source.count("'lr': 0.003") == 4
+    for changed, finding in (
+        (source, ""),
+        (source.replace("'lr': 0.003", "'lr': 0.006", 3), "Differs: rank 0: losses"),
+    ):
+        path.write_text(changed)
+        found = run_apart(lambda: runpy.run_path(str(path), run_name="__main__") and None, limit=60.0)
+        assert (found is None) if not finding else finding in found.details, found
 
 
 @pytest.mark.parametrize("loads, finding", [("nothing", "no file is named"), ("a part", "something was changed")])

@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import shutil
+import threading
 import zlib
 
 import torch
@@ -35,6 +36,22 @@ def load_damaged(kind, seed, path, model, optimizer=None, other=None):
     if int(numbers.sum()):
         raise NotAsPromised(f"ranks do not say the same: {said}")
     return not said, extra
+
+
+def busy_disk():
+    """An event, the same for all ranks: nothing is written in the background before it is set."""
+    if not hasattr(busy_disk, "free"):
+        run = threading.Thread.run
+
+        def run_later(thread):
+            if thread.name.startswith("save of "):
+                busy_disk.free.wait(20.0)
+            run(thread)
+
+        threading.Thread.run = run_later
+    if not hasattr(busy_disk, "free") or busy_disk.free.is_set():
+        busy_disk.free = threading.Event()
+    return busy_disk.free
 
 
 def damage(folder, kind, draw, other):

@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from user_training import loss_of
 
+from maingrad.te_integration import convert_linears
+
 
 class BadBatch(Exception):
     """What users raise, catch and go on from."""
@@ -284,6 +286,42 @@ class Routed(nn.Module):
         rows = torch.cat([x[order], x.new_full((2, x.shape[-1]), 7.0)]) if self.padded else x[order]
         y = self.experts(rows, torch.bincount(chosen, minlength=self.num_experts))
         return y[order.argsort()] + y[len(x) :].sum()
+
+
+class TopExperts(nn.Module):
+    """Each row goes to two of the experts of a model of transformers, by probabilities that are learnt."""
+
+    def __init__(self, name, num_experts, features, hidden, drops=False):
+        super().__init__()
+        self.gate = nn.Linear(features, num_experts, bias=False)
+        self.experts = experts_of(name, num_experts, features, hidden)
+        self.drops = drops  # the second choice of every third row
+
+    def forward(self, x):
+        first, count = choices(x) % self.gate.out_features, self.gate.out_features
+        index = torch.stack([first, (first + 1) % count], dim=-1)
+        probs = torch.sigmoid(self.gate(x)).gather(-1, index).to(x.dtype)
+        if self.drops:
+            index = index.clone()
+            index[::3, 1] = count
+        return self.experts(x, index, probs)
+
+
+def experts_of(name, num_experts, features, hidden):
+    """As the package has them: weights of all experts in one parameter."""
+    options = {"hidden_size": features, "intermediate_size": hidden, "num_local_experts": num_experts}
+    if name == "mixtral":
+        from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
+
+        return MixtralExperts(MixtralConfig(**options, experts_implementation="eager"))
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    return GptOssExperts(GptOssConfig(**options, experts_implementation="eager"))
+
+
+def converted(module):
+    convert_linears(module)
+    return module
 
 
 def initialise(model, seed=0, variant=0, experts=()):

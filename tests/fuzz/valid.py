@@ -35,6 +35,8 @@ NEEDS_ONE_MODEL = (
     "average taken",
     "averaged model",
     "unwrapped",
+    "saved beside",
+    "gone back to",
 )
 """Extras that speak of all parameters, which no rank has where experts differ."""
 
@@ -55,7 +57,7 @@ def _valid(program: Program) -> Program:
     phases = [_phase(program, phase) for phase in program.phases]
     if any(phase.graphed for phase in phases):
         program = replace(program, optimizer=with_exact_rate(program.optimizer))
-    return replace(program, phases=tuple(_checkpoints(phases)))
+    return replace(program, phases=tuple(_checkpoints(program, phases)))
 
 
 # ---- Optimizers. ----
@@ -89,7 +91,7 @@ def _for_closures(program: Program) -> Program:
 # ---- Phases. ----
 
 
-def _checkpoints(phases: Sequence[Phase]) -> list[Phase]:
+def _checkpoints(program: Program, phases: Sequence[Phase]) -> list[Phase]:
     """An optimizer of torch's under DistributedDataParallel is not saved."""
     found = list(phases)
     for index, phase in enumerate(found):
@@ -97,8 +99,15 @@ def _checkpoints(phases: Sequence[Phase]) -> list[Phase]:
         stock = any(isinstance(each, Ddp) and each.stock for each in (before, phase.wrapper))
         loads = "weights" if index and stock else phase.loads if index else "all"
         damages = () if not index or _left_out(found[:index], phase) else phase.damages
-        found[index] = replace(phase, loads=loads, damages=damages)
+        saves = phase.saves if _goes_on(program, phase) and index < len(found) - 1 else "waits"
+        found[index] = replace(phase, loads=loads, damages=damages, saves=saves)
     return found
+
+
+def _goes_on(program: Program, phase: Phase) -> bool:
+    """Whether an iteration of the simplest kind may follow the last one."""
+    scales = program.optimizer.scaled or (isinstance(phase.wrapper, Ddp) and phase.wrapper.per_token)
+    return not (scales or _steps_in_hooks(phase.wrapper) or program.optimizer.name == "LBFGS")
 
 
 def _left_out(before: Sequence[Phase], phase: Phase) -> bool:
@@ -440,6 +449,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         return None
     if kind in ("snapshot", "rollback") and _steps_in_hooks(phase.wrapper):
         return None
+    if kind in ("saved beside", "gone back to") and not _saves_all(program, phase):
+        return None
     if kind in ("averaged model", "attributes") and program.dtype in ROUNDED:
         return None
     if kind == "gone through" and (program.model.stem == "lookup" or program.dtype in ROUNDED):
@@ -471,6 +482,12 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
     return replace(extra, at=at, ranks=ranks, where=where)
 
 
+def _saves_all(program: Program, phase: Phase) -> bool:
+    """Whether a checkpoint has the optimizer, and plain PyTorch's state dicts have all that it has."""
+    stock = isinstance(phase.wrapper, Ddp) and phase.wrapper.stock
+    return not stock and not _steps_in_hooks(phase.wrapper) and program.dtype != "bfloat16"
+
+
 def _launches_alike(program: Program, phase: Phase) -> bool:
     """Whether ranks that run the same microbatches do."""
     uses_differ = any("branch" in block.kind for block in program.model.blocks)
@@ -480,7 +497,12 @@ def _launches_alike(program: Program, phase: Phase) -> bool:
 
 def _with_states(iterations: Sequence[Iteration]) -> list[Iteration]:
     """What is loaded was taken before: what comes too early is taken then."""
-    pairs = {"load_state_dict": "state_dict", "rollback": "snapshot", "average taken": "average"}
+    pairs = {
+        "load_state_dict": "state_dict",
+        "rollback": "snapshot",
+        "average taken": "average",
+        "gone back to": "saved beside",
+    }
     taken: set[str] = set()
     found = []
     for iteration in iterations:

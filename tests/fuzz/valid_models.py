@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from layers import IN_HALF, OURS, expert_paths
+from layers import HUGGING_FACE, IN_HALF, OURS, expert_paths
 from programs import Block, Model
 
 ROUNDED = ("bfloat16", "autocast")
@@ -44,7 +44,9 @@ def _block(block: Block, dtype: str) -> Block:
     if not block.library:
         block = replace(block, fused=plain.fused, delayed=plain.delayed)
     if "grouped" not in kind:
-        block = replace(block, packed=False, padded=False)
+        block = replace(block, packed=False, padded=block.padded and kind == "mixtral experts")
+    if kind in HUGGING_FACE:
+        block = replace(block, fused=plain.fused, delayed=plain.delayed)
     if not kind.startswith("norm "):
         block = replace(block, rms=False)
     if kind != "norm mlp":

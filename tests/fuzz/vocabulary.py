@@ -14,10 +14,11 @@ import plain_modules
 import plain_training
 import user_checkpoints
 import user_models
+import user_runs
 import user_training
 from pipeline_programs import SCHEDULES
 
-OURS = (user_models, plain_modules, user_training, user_checkpoints, plain_training, comparison)
+OURS = (user_models, plain_modules, user_training, user_checkpoints, plain_training, comparison, user_runs)
 
 LIBRARY = {
     "maingrad.ddp": (
@@ -34,6 +35,10 @@ LIBRARY = {
     ),
     "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard"),
     "maingrad.launch": ("simulate",),
+    "maingrad.launch.config.file": ("structure",),
+    "maingrad.launch.data.indexed": ("write_indexed",),
+    "maingrad.launch.training.signals": ("StopRequest",),
+    "maingrad.launch.training.train": ("train",),
     "maingrad.te_integration": (
         "GroupedLinear",
         "GroupedMLP",
@@ -61,7 +66,9 @@ TORCH = {
     "fsdp": "from maingrad import fsdp",
 }
 TORCH |= {name: f"from torch.distributed.pipelining import {name}" for names in SCHEDULES.values() for name in names}
-STANDARD = {name: f"import {name}" for name in ("copy", "gc", "math", "os", "random", "shutil", "tempfile", "zlib")}
+STANDARD = {
+    name: f"import {name}" for name in ("copy", "gc", "math", "os", "random", "shutil", "tempfile", "threading", "zlib")
+}
 
 
 def namespace() -> dict[str, Any]:

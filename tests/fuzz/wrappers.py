@@ -226,6 +226,21 @@ def write_step(pen: Pen, iteration: Iteration, name: str) -> None:
         pen("schedule.step()")
 
 
+def write_unseen_iteration(pen: Pen, data: str) -> None:
+    """One of which nothing is noted, and that plain PyTorch does not run."""
+    pen.backward(f"loss_of({pen.forward(data)})")
+    if pen.delays:
+        pen.drain()
+    if not pen.fsdp or pen.delays:
+        pen("model.finish_grad_sync()")
+    if pen.ddp and pen.ddp.stock:
+        pen("model.expose_grads()")
+    pen("optimizer.step()")
+    if pen.program.optimizer.schedule != "no":
+        pen("schedule.step()")
+    write_zero(pen)
+
+
 def write_first_half(pen: Pen, step: int) -> None:
     """Sharpness-aware minimisation: a backward that moves the weights, to which the step's gradients belong."""
     with pen.for_each_rank():

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,64 @@ def test_a_load_waits_for_the_save_on_simulated_ranks(tmp_path: Path) -> None:
     plain = Everything()
     load_checkpoint(tmp_path / "c", plain)
     assert all(torch.equal(saved[name], value) for name, value in plain.named_parameters())
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written in the background before this is set: a busy file system."""
+    event, run = threading.Event(), threading.Thread.run
+
+    def run_when_released(thread: threading.Thread) -> None:
+        if thread.name.startswith("save of "):
+            event.wait(20.0)
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_when_released)
+    return event
+
+
+def save_and_go_on(path: Path, released: threading.Event) -> tuple[Any, ...]:
+    """What a checkpoint must hold that is written two steps later; and weights after those steps."""
+    ddp, optimizer = build(use_distributed_optimizer=True)
+    take_steps(ddp, optimizer, [0], dist.get_rank())
+    saved, extra = model_state(ddp), {"step": 1, "seen": ["a"]}
+    pending = save_checkpoint(path, ddp, optimizer, extra=extra, background=True)
+    extra["step"] = 3
+    extra["seen"].append("b")
+    take_steps(ddp, optimizer, [1, 2], dist.get_rank())
+    assert not pending.done() and not path.exists()
+    dist.barrier()
+    released.set()
+    pending.wait()
+    return saved, model_state(ddp)
+
+
+def go_on(path: Path) -> tuple[Any, ...]:
+    ddp, optimizer = build(torch.float32, use_distributed_optimizer=True)
+    extra = load_checkpoint(path, ddp, optimizer)
+    loaded = model_state(ddp)
+    take_steps(ddp, optimizer, [1, 2], dist.get_rank())
+    return extra, loaded, model_state(ddp)
+
+
+def test_what_is_written_late_is_of_the_moment_of_the_call(tmp_path: Path, released: threading.Event) -> None:
+    """Weights, masters and moments, and ``extra`` with all that is in it."""
+    saved, later = simulate(save_and_go_on, 2, tmp_path / "c", released)[0]
+    for extra, loaded, trained in simulate(go_on, 2, tmp_path / "c"):
+        assert extra == {"step": 1, "seen": ["a"]}
+        assert_same(loaded, saved)
+        assert_same(trained, later)
+
+
+def test_a_load_reads_what_is_still_being_written(tmp_path: Path, released: threading.Event) -> None:
+    """And not the checkpoint that it replaces, which is whole all that time."""
+    model = Everything()
+    save_checkpoint(tmp_path / "c", model, extra="before")
+    save_checkpoint(tmp_path / "c", model, extra="after", background=True)
+    timer = threading.Timer(0.2, released.set)
+    timer.start()
+    assert load_checkpoint(tmp_path / "c", model) == "after"
+    timer.join()
 
 
 def next_save_waits(folder: Path) -> list[bool]:

@@ -15,6 +15,7 @@ from maingrad.launch.config.data import DataConfig
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.data.indexed import read_indexed, write_indexed
+from maingrad.launch.data.joined import JoinedTokens
 from maingrad.launch.data.order import Blend, permuted
 from maingrad.launch.data.sequences import IGNORED, Batch, Body, Sampler, SequenceSet, concatenated
 from maingrad.launch.data.tokens import DataError
@@ -135,6 +136,30 @@ def test_masked_rows_show_documents():
     inputs, targets, positions = SequenceSet(ended, 6, "mask").row_at(0)
     assert targets.tolist() == [6, 1, IGNORED, 1, IGNORED, 9]
     assert positions.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+def test_documents_keep_their_borders_in_the_tokens_that_are_held_back(tmp_path: Path):
+    """Training tokens and those of validation are parts of one file, the second of which begins inside a document."""
+    write_indexed(tmp_path / "set", DOCUMENTS, dtype="uint16")
+    settings = {"paths": (str(tmp_path / "set"),), "documents": "mask", "validation_fraction": 0.8}
+    corpus = load_corpus(DataConfig(source="megatron", **settings), sequence_length=4)  # type: ignore[arg-type]
+    assert len(corpus.train) == 11
+    borders = {"before": [0, 7, 8], "after": [0, 10, 14]}
+    (before,), (after,) = corpus.bodies, corpus.validation_bodies
+    assert {"before": before.document_starts().tolist(), "after": after.document_starts().tolist()} == borders
+    inputs, targets, positions = SequenceSet(after, 16, "mask").row_at(0)
+    assert inputs.tolist() == TOKENS[11:27]
+    assert targets.tolist() == [*TOKENS[12:21], IGNORED, *TOKENS[22:25], IGNORED, 81, 82]
+    assert positions.tolist() == [*range(10), *range(4), *range(2)]
+
+
+def test_tokens_of_several_parts_are_read_from_any_place_to_any_other():
+    parts = [np.array(DOCUMENTS[index], np.uint16) for index in (0, 1, 2)]
+    together, whole = JoinedTokens([*parts[:2], parts[1][:0], parts[2]]), np.concatenate(parts)
+    for start in range(len(whole) + 1):
+        for stop in range(start, len(whole) + 1):
+            assert together[start:stop].tolist() == whole[start:stop].tolist()
+            assert together.part(start, stop)[:].tolist() == whole[start:stop].tolist()
 
 
 def test_padded_rows_are_documents_or_pieces_of_them():

@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,42 @@ class FullAfter:
     def message(self, text: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Watched:
+    """A display that notes after which steps a checkpoint is there, and after step 11 lets the next one be written."""
+
+    def __init__(self, watched: Path, written: threading.Event) -> None:
+        self.watched, self.written, self.there = watched, written, list[int]()
+
+    def update(self, status: Any) -> None:
+        while status.step == 5 and not self.watched.exists():  # it is written in the background too
+            time.sleep(0.01)
+        time.sleep(0.01)
+        if self.watched.exists():
+            self.there.append(status.step)
+        if status.step == 11:
+            self.written.set()
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_the_last_one_stays_until_the_next_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """``keep_last = 1``, and a file system so slow that training goes on for steps while the second is written."""
+    written, run = threading.Event(), threading.Thread.run
+
+    def run_slowly(thread: threading.Thread) -> None:
+        if thread.name == "save of step-00000008":
+            written.wait(20.0)
+        run(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run_slowly)
+    display = Watched(tmp_path / "run" / "checkpoints" / "step-00000004", written)
+    train(config_of(tmp_path, {"keep_last": 1}, steps=12, save_every=4), display=display)
+    assert [step for step in display.there if step < 12] == [5, 6, 7, 8, 9, 10, 11]
+    assert kept(tmp_path) == [12]
 
 
 @pytest.mark.parametrize("save_every", [2, 10])

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from maingrad.ddp.collectives.in_flight import in_stages
@@ -92,6 +93,21 @@ def double_the_step(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def write_on_one_rank(patch: pytest.MonkeyPatch) -> None:
+    """After a step the second rank's weights are others than the first one's."""
+    step = distributed_optimizer.DistributedOptimizer.step
+
+    def step_and_write(self: Any, *arguments: Any) -> Any:
+        result = step(self, *arguments)
+        self.finish_param_sync()
+        if dist.get_rank() == 1:
+            for param in self.model.parameters():
+                param.data.mul_(1.5)
+        return result
+
+    patch.setattr(distributed_optimizer.DistributedOptimizer, "step", step_and_write)
+
+
 def break_a_method(patch: pytest.MonkeyPatch) -> None:
     patch.delattr(GradReduction, "range_inside")
 
@@ -124,6 +140,9 @@ FAULTS = {
     ),
     "the norm": Fault(double_the_norm, {"zero1_converted"}, set(), "the global norm is"),
     "the step": Fault(double_the_step, {"zero1_converted"}, ALL, "the weights after AdamW's step are not"),
+    "one rank has other weights": Fault(
+        write_on_one_rank, {"zero1_converted"}, ALL, "the weights after AdamW's step are"
+    ),
     "an error": Fault(break_a_method, set(WAYS), set(), "AttributeError: 'GradReduction' object"),
 }
 

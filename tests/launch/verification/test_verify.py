@@ -83,6 +83,28 @@ def test_forms_of_a_batch() -> None:
     assert verify(mlp(), Pair(x, target), step=step, ways=FEW).ok
 
 
+class Watched(nn.Module):
+    """Follows the mean of its rows in a buffer that computes nothing, and counts its calls in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.mean(0), 0.1)
+        self.calls += 1
+        output: Tensor = self.net(x)
+        return output
+
+
+def test_buffers_that_each_rank_fills_with_its_own_rows_are_named() -> None:
+    found = verify(Watched(), rows(), square, ways=FEW)
+    (note,) = found.findings
+    assert found.ok and (str(note.cause), note.module) == ("buffers", "mean"), str(found)
+
+
 def test_the_program_is_left_alone() -> None:
     model, batch = mlp(), rows()
     model[0].weight.grad = torch.ones(16, 6)

@@ -98,6 +98,18 @@ def test_resumes_on_another_number_of_ranks(form: str, tmp_path: Path) -> None:
     assert_alike(seen, whole)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.sampled(3)
+def test_one_process_logs_what_the_plain_trainer_logs_and_goes_on(form: str, tmp_path: Path) -> None:
+    """Losses and norms of every step show accumulation, clipping and moments; the rate shows the schedule."""
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.2}
+    plain = train("plain", tmp_path / "plain", {**options, "save_strategy": "no"})
+    assert min(plain["grad_norm"]) > 0.3 and len(set(plain["learning_rate"])) == 4
+    assert_alike(train(form, tmp_path / "whole", options), plain)
+    rest = train(form, tmp_path / "rest", options, resume=str(tmp_path / "whole/checkpoint-2"))
+    assert_alike(rest, plain)
+
+
 def resumed_with_dropout(folder: Path, checkpoint: str | None) -> dict[str, list[float]]:
     return train("zero1", folder, SAVING, {"dropout": 0.2}, resume=checkpoint)
 
