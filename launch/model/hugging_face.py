@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...te_integration import convert_linears
+from ...te_integration.dense.linear_module import LinearModule
 from ..config.error import ConfigError
 from ..config.model import ModelConfig
 from .gpt import GPT, build_model
@@ -120,7 +121,16 @@ def build_language_model(config: ModelConfig, *, seed: int, device: torch.device
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
     if config.fuse_wgrad_accumulation:
         convert_linears(model)
+        _leave_head_unquantised(model)
     return HuggingFaceModel(model.train())
+
+
+def _leave_head_unquantised(model: Any) -> None:
+    """Recipes leave the head as it is, as that of the GPT: its errors are the loss's own."""
+    head = model.get_output_embeddings()
+    for module in () if head is None else head.modules():
+        if isinstance(module, LinearModule):
+            module.ignores_recipes = True
 
 
 def _transformers() -> Any:

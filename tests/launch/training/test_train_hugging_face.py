@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tiny_run import tiny_config
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
@@ -15,6 +16,7 @@ from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_
 from maingrad.launch.plan.plan import plan_run, plan_units
 from maingrad.launch.training.loading import make_sampler
 from maingrad.launch.training.train import train
+from maingrad.te_integration import Float8CurrentScaling, autocast
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,6 +136,38 @@ def test_plan_on_meta(tmp_path: Path, name: str):
     names = {id(module): path for path, module in real.named_modules()}
     assert [unit.name for unit in plan.units] == ["", *(names[id(layer)] for layer in real.blocks)]
     assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes, "the root and two layers"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sampled(4)
+def test_a_recipe_leaves_the_head_as_it_is(tmp_path: Path, tied: bool, compiled: bool):
+    """Under a recipe the layers' outputs change, and the head multiplies what it gets as without one."""
+    transformers.LlamaConfig(**_COMMON, tie_word_embeddings=tied).save_pretrained(tmp_path / "source")
+    config = config_for(tmp_path, tmp_path / "source", model={"param_dtype": "bfloat16"})
+    model = build_language_model(config.model, seed=0)
+    head, down = model.model.lm_head, model.blocks[0].mlp.down_proj
+    if compiled:
+        head.compile(fullgraph=True, backend="aot_eager")
+        down.compile(fullgraph=True, backend="aot_eager")
+    uses: dict[str, Any] = {}
+    head.register_forward_hook(lambda _, args, out: uses.update(head=(args[0], out)))
+    down.register_forward_hook(lambda _, args, out: uses.update(down=(args[0], out)))
+    tokens = torch.arange(24).view(2, 12)
+    wrapped = DistributedDataParallel(model)
+    with autocast(recipe=Float8CurrentScaling()):
+        loss = wrapped(tokens, tokens)
+    (x, y), (x_down, y_down) = uses["head"], uses["down"]
+    assert torch.equal(y, F.linear(x, head.weight))
+    assert not torch.equal(y_down, F.linear(x_down, down.weight))
+    x.retain_grad()
+    y.retain_grad()
+    loss.backward()
+    assert x.grad is not None and y.grad is not None
+    assert torch.equal(x.grad, y.grad @ head.weight)
+    if not tied:  # the weight's gradient has no other part
+        expected = y.grad.flatten(0, 1).float().T @ x.flatten(0, 1).float()
+        torch.testing.assert_close(head.weight.main_grad, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_documents_of_a_packed_row_equal_documents_alone(tmp_path: Path):
