@@ -100,7 +100,7 @@ class _Trainer:
         self.sampler = make_sampler(config, self.corpus)
         self.windows = validation_batch(config, self.corpus)
         keeps = settings.save_every is not None or settings.resume is not None
-        self.digests = self.corpus.digests() if keeps else {}
+        self.digests = self.corpus.digests(config.data.documents) if keeps else {}
         """Digests of the data at the start of the run."""
         self.unit = "byte" if config.data.is_bytes else "token"
 
