@@ -106,7 +106,7 @@ class _Trainer:
 
         # Model: weights from the seed alone.
         resume_from = where_to_resume(config)
-        self.module = load_model(config, runtime.device)
+        self.module = load_model(config, runtime.device, display.message)
         check_tokens(self.windows.largest, self.module.vocab_size)
         self.wrapped = wrap(self.module, config, runtime.device)
         self.model = self.wrapped.model
