@@ -10,6 +10,7 @@ from tiny_run import tiny_config
 
 from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
+from maingrad.launch.cli import main
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
@@ -108,6 +109,32 @@ def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
     batch = make_sampler(config, corpus).batch(0, slice(0, 24))
     expected = F.cross_entropy(logits_of(trained, batch.inputs).flatten(0, 1), batch.targets.flatten())
     assert train(config).losses[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.sampled(2)
+def test_a_checkpoint_becomes_a_folder(tmp_path: Path, parallel: str, capsys: pytest.CaptureFixture[str]):
+    """Of the last step: the folder that the run has written. Of an earlier one: what the model was then."""
+    transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True).save_pretrained(tmp_path / "source")
+    settings = {"save_every": 3, "steps": 6}
+    simulate(train, 2, config_for(tmp_path, tmp_path / "source", parallel=parallel, train=settings))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    tokens = torch.arange(24).view(1, 24)
+    for step in (3, 6):
+        assert main(["export", str(checkpoints / f"step-{step:08d}"), str(tmp_path / str(step))]) == 0
+    trained = logits_of(tmp_path / "run" / "hugging_face", tokens)
+    assert torch.equal(logits_of(tmp_path / "6", tokens), trained)
+    assert not torch.equal(logits_of(tmp_path / "3", tokens), trained)
+    assert main(["export", str(checkpoints / "step-00000006"), str(tmp_path / "3")]) == 2
+    assert "name a folder that is empty or new" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_becomes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train(tiny_config(tmp_path, train={"steps": 3, "save_every": 3}))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
+    assert main(["export", str(checkpoint), str(tmp_path / "folder")]) == 2
+    assert "is not of a run with model.hugging_face" in capsys.readouterr().err
+    assert main(["export", str(checkpoint), str(tmp_path / "weights.safetensors")]) == 0
 
 
 def test_bf16_parameters_and_tied_embeddings(tmp_path: Path):
