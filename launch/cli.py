@@ -221,12 +221,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Export:
-    """weights of a checkpoint as one safetensors file"""
+    """weights of a checkpoint as one safetensors file, or as a folder of Hugging Face"""
 
     checkpoint: Annotated[Positional[Path], arg(metavar="CHECKPOINT")]
     """folder of a checkpoint"""
-    target: Annotated[Positional[Path], arg(metavar="TARGET.safetensors")]
-    """file to write"""
+    target: Annotated[Positional[Path], arg(metavar="TARGET")]
+    """file to write, which ends with .safetensors; otherwise a new folder, of a run with model.hugging_face"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """of all weights, rounded from the fp32 masters where there are any; otherwise each weight keeps its dtype"""
 
@@ -235,10 +235,12 @@ class Export:
             raise ConfigError(f"export takes a checkpoint, a file and --dtype; got {' '.join(rest)}")
         import torch
 
+        from .model.exporting import export_hugging_face
         from .safetensors_io import export_safetensors
 
         try:
-            export_safetensors(self.checkpoint, self.target, dtype=self.dtype and getattr(torch, self.dtype))
+            export = export_safetensors if self.target.suffix == ".safetensors" else export_hugging_face
+            export(self.checkpoint, self.target, dtype=self.dtype and getattr(torch, self.dtype))
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from None
         print(self.target)

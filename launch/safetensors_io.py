@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from ..ddp.checkpoint.model import ModelTensors
 from ..ddp.checkpoint.ranks import CheckpointRanks, check_same_call
 from ..ddp.checkpoint.wrapper_source import WrapperSource, source_of
 
-__all__ = ["export_safetensors", "load_safetensors", "save_safetensors"]
+__all__ = ["CheckpointWeights", "export_safetensors", "load_safetensors", "read_weights", "save_safetensors"]
 
 _TIED = "maingrad.tied"
 _CHECKSUMS = "maingrad.crc32"
@@ -60,10 +60,30 @@ def export_safetensors(
     Raises ``FileNotFoundError`` and ``ValueError`` like ``load_checkpoint``.
     """
     _check_dtype(dtype)
+    _check_target(target)
+    weights = read_weights(checkpoint, dtype=dtype)
+    _write(Path(target), weights.tensors, weights.tied)
+
+
+class CheckpointWeights(NamedTuple):
+    """Of a checkpoint, on the CPU."""
+
+    tensors: dict[str, Tensor]
+    """Parameters and buffers, whole."""
+    tied: Mapping[str, str]
+    """Other names of tensors -> their first names."""
+    extra: Any
+    """What the program has saved beside the model."""
+
+
+def read_weights(checkpoint: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> CheckpointWeights:
+    """The weights in the folder of a checkpoint. Needs no process group and no model.
+
+    dtype  as for ``export_safetensors``, which raises the same errors
+    """
     stored = open_checkpoint(Path(checkpoint))
     manifest = stored.manifest
     _check_one_model(manifest.num_expert_sets)
-    _check_target(target)
     slices, by_name = [], {}
     for name, entry in {**manifest.parameters, **manifest.buffers}.items():
         master = dtype is not None and entry.has_master
@@ -74,7 +94,7 @@ def export_safetensors(
     read_slices(stored, slices)
     for name in manifest.parameters:
         by_name[name] = _rounded(by_name[name], dtype)
-    _write(Path(target), by_name, manifest.tied)
+    return CheckpointWeights(by_name, manifest.tied, manifest.extra)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..config.data import DataConfig
 from .sequences import Batch, Body, Documents, SequenceSet, stack_rows
 from .sources import joined, open_body
-from .tokens import DataError, Digest, Tokens, digest_of
+from .tokens import DataError, Digest, Tokens, digest_of, digest_of_borders
 
 __all__ = ["Batch", "Corpus", "DataError", "load_corpus", "sample_batch", "stdlib_files", "validation_windows"]
 
@@ -33,9 +33,20 @@ class Corpus(NamedTuple):
     """The training tokens with their documents: one for each path where paths have weights, else one."""
     validation_bodies: tuple[Body, ...] = ()
 
-    def digests(self) -> dict[str, Digest]:
-        """A digest of the training tokens and one of the validation tokens, by name."""
-        return {"training": digest_of(self.train), "validation": digest_of(self.validation)}
+    def digests(self, documents: Documents) -> dict[str, Digest]:
+        """A digest of the training data and one of the validation data, by name.
+
+        Under ``documents = "join"`` no sequence depends on where documents begin, and the digests do not either.
+        """
+        parts = {"training": (self.train, self.bodies), "validation": (self.validation, self.validation_bodies)}
+        return {
+            name: digest_of(tokens)._replace(
+                borders=digest_of_borders(
+                    [(len(body.tokens), None if documents == "join" else body.starts) for body in bodies]
+                )
+            )
+            for name, (tokens, bodies) in parts.items()
+        }
 
 
 def load_corpus(config: DataConfig, *, sequence_length: int, cache_dir: Path | None = None) -> Corpus:

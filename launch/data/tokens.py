@@ -6,6 +6,7 @@ Files are read and not memory-mapped: a mapped file that shrinks kills the proce
 import hashlib
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from .joined import ArrowTokens, JoinedTokens, TokenRange
 
-__all__ = ["DataError", "Digest", "FileTokens", "Tokens", "digest_of", "part_of"]
+__all__ = ["DataError", "Digest", "FileTokens", "Tokens", "digest_of", "digest_of_borders", "part_of"]
 
 _DIGEST_BLOCK = 2**18
 _DIGEST_BLOCKS = 1024
@@ -102,22 +103,50 @@ def part_of(tokens: Tokens, start: int, stop: int) -> Tokens:
 
 
 class Digest(NamedTuple):
-    """Identifies tokens: bodies of tokens with equal digests count as the same data."""
+    """Identifies data: bodies of tokens and documents with equal digests count as the same data."""
 
     tokens: int
     """Number of tokens."""
     sha256: str
     """SHA-256 of all tokens; where they take more than 256 MiB, of 1024 evenly spread blocks of 256 KiB."""
+    borders: str = ""
+    """SHA-256 of where bodies end and documents begin. Empty: not noted."""
+
+    def says_otherwise(self, now: "Digest") -> str | None:
+        """How the data of this digest, which a checkpoint holds, differ from those of ``now``; None: not at all."""
+        if self.tokens != now.tokens:
+            return f"had {self.tokens} tokens, and now {now.tokens}"
+        if self.sha256 != now.sha256:
+            return "had other tokens"
+        # Checkpoints of before borders were noted have none.
+        return "had other borders of documents or paths" if self.borders and self.borders != now.borders else None
 
 
 def digest_of(tokens: Tokens) -> Digest:
     """Read up to 256 MiB of the tokens."""
-    block = _DIGEST_BLOCK // tokens.dtype.itemsize
-    if len(tokens) <= block * _DIGEST_BLOCKS:
-        starts = list(range(0, len(tokens), block))
+    return Digest(len(tokens), _sampled(tokens).hexdigest())
+
+
+def digest_of_borders(bodies: Sequence[tuple[int, NDArray[np.int64] | None]]) -> str:
+    """``Digest.borders`` of bodies: the number of tokens of each, and where its documents begin, where that is known.
+
+    Reads up to 256 MiB of the places of each body.
+    """
+    hashed = hashlib.sha256()
+    for length, starts in bodies:
+        hashed.update(f"{length} {'unknown' if starts is None else len(starts)} ".encode())
+        if starts is not None:
+            hashed.update(_sampled(starts.astype("<i8", copy=False)).digest())
+    return hashed.hexdigest()
+
+
+def _sampled(values: Tokens | NDArray[np.int64]) -> "hashlib._Hash":
+    block = _DIGEST_BLOCK // values.dtype.itemsize
+    if len(values) <= block * _DIGEST_BLOCKS:
+        starts = list(range(0, len(values), block))
     else:
-        starts = np.linspace(0, len(tokens) - block, num=_DIGEST_BLOCKS).astype(np.int64).tolist()
+        starts = np.linspace(0, len(values) - block, num=_DIGEST_BLOCKS).astype(np.int64).tolist()
     hashed = hashlib.sha256()
     for start in starts:
-        hashed.update(tokens[start : start + block].tobytes())
-    return Digest(len(tokens), hashed.hexdigest())
+        hashed.update(values[start : start + block].tobytes())
+    return hashed

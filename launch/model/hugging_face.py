@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...te_integration import convert_linears
+from ...te_integration.dense.linear_module import LinearModule
 from ..config.error import ConfigError
 from ..config.model import ModelConfig
+from .deferred import DeferredValues, stored_tensors
 from .gpt import GPT, build_model
 from .loss import mean_loss
 
@@ -35,6 +37,10 @@ class HuggingFaceModel(nn.Module):
         self.loss_parts = None
         self.blocks = decoder_layers(model)
         """The decoder layers, a list that registers nothing."""
+        self.values: DeferredValues | None = None
+        """Gives values to a model whose tensors are still on meta; None: they have them."""
+        self.whole_because: str | None = None
+        """Why ``from_pretrained`` has loaded the whole model into host memory, where ``values`` were asked for."""
 
     @property
     def vocab_size(self) -> int:
@@ -90,8 +96,13 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return max(found, key=len)
 
 
-def build_language_model(config: ModelConfig, *, seed: int, device: torch.device | None = None) -> LanguageModel:
+def build_language_model(
+    config: ModelConfig, *, seed: int, device: torch.device | None = None, deferred: bool = False
+) -> LanguageModel:
     """The model of ``config`` on ``device``: the same on every rank. On meta nothing is allocated.
+
+    deferred  a model of Hugging Face stays on meta, and ``values`` fills it, part by part. If its weights cannot be
+              read one by one, the whole model is on the CPU, and ``whole_because`` says why
 
     Raises ``ConfigError`` for a folder that cannot be read, and if ``transformers`` is missing.
     """
@@ -100,27 +111,47 @@ def build_language_model(config: ModelConfig, *, seed: int, device: torch.device
     transformers = _transformers()
     device = torch.device("cpu") if device is None else device
     folder = config.hugging_face
+    values: DeferredValues | None = None
+    whole_because: str | None = None
     try:
         settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         arguments: dict[str, Any] = {"dtype": config.torch_dtype}
         if config.attention is not None:
             arguments["attn_implementation"] = config.attention
-        if config.pretrained and device.type != "meta":
-            # Loads tensor by tensor: the host never holds a second copy of the weights.
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, config=settings, local_files_only=True, use_safetensors=True, **arguments
-            ).to(device)
-        else:
-            devices = [device] if device.type == "cuda" else []
-            with torch.random.fork_rng(devices=devices), device:
-                torch.manual_seed(seed)
-                model = transformers.AutoModelForCausalLM.from_config(settings, **arguments)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(settings, **arguments)
+        if device.type != "meta":
+            files = stored_tensors(model, folder, config.torch_dtype) if config.pretrained else None
+            if isinstance(files, str):
+                whole_because = files
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, config=settings, local_files_only=True, use_safetensors=True, **arguments
+                )
+                if not deferred:
+                    model = model.to(device)
+            else:
+                values = DeferredValues(model, files, seed=seed, device=device)
     except (OSError, ValueError, ImportError, KeyError) as error:
         remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
     if config.fuse_wgrad_accumulation:
         convert_linears(model)
-    return HuggingFaceModel(model.train())
+        _leave_head_unquantised(model)
+    found = HuggingFaceModel(model.train())
+    found.whole_because = whole_because
+    if deferred:
+        found.values = values
+    elif values is not None:
+        values.fill(model.modules())
+    return found
+
+
+def _leave_head_unquantised(model: Any) -> None:
+    """Recipes leave the head as it is, as that of the GPT: its errors are the loss's own."""
+    head = model.get_output_embeddings()
+    for module in () if head is None else head.modules():
+        if isinstance(module, LinearModule):
+            module.ignores_recipes = True
 
 
 def _transformers() -> Any:
@@ -142,7 +173,8 @@ def check_documents(model: HuggingFaceModel, device: torch.device) -> None:
     tokens = torch.arange(8, device=device).repeat(2, 1) % model.vocab_size
     tokens[1, :4] = tokens[1, :4].flip(0)
     positions = torch.arange(4, device=device).repeat(2, 2)
-    first, second = model(tokens, positions=positions)[:, 4:].float()
+    with torch.compiler.set_stance("force_eager"):  # sequences of this length are not worth a graph
+        first, second = model(tokens, positions=positions)[:, 4:].float()
     model.train(was_training)
     if not torch.allclose(first, second, rtol=1e-3, atol=1e-3 * float(first.abs().max())):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """What a run trains, and on what: the model, the sampler of sequences, the validation set."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,8 +15,12 @@ from ..model.recompute import recompute_blocks
 __all__ = ["load_model", "make_sampler", "validation_batch"]
 
 
-def load_model(config: Config, device: torch.device) -> LanguageModel:
+def load_model(config: Config, device: torch.device, say: Callable[[str], None]) -> LanguageModel:
     """The model on ``device``, recomputing and compiled as ``[train]`` says, not yet wrapped.
+
+    A model of Hugging Face that is to be sharded has no values yet (``HuggingFaceModel.values``).
+
+    say  called with a line for the screen
 
     Raises ``ConfigError`` if it does not fit the run.
     """
@@ -27,8 +32,10 @@ def load_model(config: Config, device: torch.device) -> LanguageModel:
         source,
         "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false",
     )
-    model = build_language_model(config.model, seed=config.train.seed, device=device)
+    model = build_language_model(config.model, seed=config.train.seed, device=device, deferred=config.fully_sharded)
     if isinstance(model, HuggingFaceModel):
+        if model.whole_because is not None:
+            say(f"each rank loads the whole model into host memory: {model.whole_because}")
         longest = model.context_length
         require(
             longest is None or config.train.sequence_length <= longest,
@@ -36,7 +43,7 @@ def load_model(config: Config, device: torch.device) -> LanguageModel:
             config.train.sequence_length,
             f"must be at most max_position_embeddings = {longest} of '{config.model.hugging_face}'",
         )
-        if config.data.documents == "mask":
+        if config.data.documents == "mask" and not config.fully_sharded:
             check_documents(model, device)
     recompute_blocks(model.blocks, config)
     if config.train.compile:

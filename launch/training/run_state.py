@@ -226,10 +226,9 @@ def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:
 def _check_same_data(path: Path, saved: Mapping[str, Any], data: Mapping[str, Digest]) -> None:
     """``saved``: nothing, where a checkpoint is of before it was noted."""
     for part, now in data.items():
-        if part in saved and Digest(**saved[part]) != now:
-            was = Digest(**saved[part])
-            what = f"had {was.tokens} tokens, and now {now.tokens}" if now.tokens != was.tokens else "had other tokens"
+        difference = Digest(**saved[part]).says_otherwise(now) if part in saved else None
+        if difference is not None:
             raise ConfigError(
-                f"train.resume = '{path}': when it was written the {part} data {what}: another run would go on. Give "
-                f"it the data of before, or set train.resume_with_other_data = true"
+                f"train.resume = '{path}': when it was written the {part} data {difference}: another run would go on. "
+                f"Give it the data of before, or set train.resume_with_other_data = true"
             )

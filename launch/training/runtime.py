@@ -1,5 +1,6 @@
 """The process of a run: rank and device from torchrun's environment, and versions of the software."""
 
+import ctypes
 import gc
 import importlib.metadata
 import os
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from ... import __version__
 
-__all__ = ["Runtime", "current_runtime", "process_group_from_env", "versions"]
+__all__ = ["Runtime", "current_runtime", "process_group_from_env", "return_freed_memory", "versions"]
 
 
 class Runtime(NamedTuple):
@@ -85,6 +86,17 @@ def versions() -> dict[str, str]:
         found["cuda"] = str(torch.version.cuda)
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def return_freed_memory() -> None:
+    """Give freed host memory back to the system, where the C library can (glibc).
+
+    Shards that are allocated between a unit's tensors and after them keep the freed tensors' heap from shrinking: of a
+    model with 320 million parameters half a copy stayed with each process.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _initialized() -> bool:

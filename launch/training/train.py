@@ -100,13 +100,13 @@ class _Trainer:
         self.sampler = make_sampler(config, self.corpus)
         self.windows = validation_batch(config, self.corpus)
         keeps = settings.save_every is not None or settings.resume is not None
-        self.digests = self.corpus.digests() if keeps else {}
+        self.digests = self.corpus.digests(config.data.documents) if keeps else {}
         """Digests of the data at the start of the run."""
         self.unit = "byte" if config.data.is_bytes else "token"
 
         # Model: weights from the seed alone.
         resume_from = where_to_resume(config)
-        self.module = load_model(config, runtime.device)
+        self.module = load_model(config, runtime.device, display.message)
         check_tokens(self.windows.largest, self.module.vocab_size)
         self.wrapped = wrap(self.module, config, runtime.device)
         self.model = self.wrapped.model

@@ -27,9 +27,11 @@ from ...ddp.contract.record import GradRecord
 from ...ddp.optimizer.param_groups import is_fused
 from ...fsdp import FSDPModule, fully_shard
 from ...fsdp.module import root_of, unit_of
+from ...fsdp.unit_checks import own_modules
 from ..config.error import require
 from ..config.run import Config, OptimizerConfig
-from ..model.hugging_face import LanguageModel
+from ..model.hugging_face import HuggingFaceModel, LanguageModel, check_documents
+from .runtime import return_freed_memory
 from .units import units_of
 
 __all__ = ["HeldParameter", "Wrapped", "wrap"]
@@ -121,7 +123,7 @@ class Wrapped(abc.ABC):
 def wrap(module: LanguageModel, config: Config, device: torch.device) -> Wrapped:
     """Wrap or shard the model and create its optimizer, as ``config.parallel`` says. Collective over all ranks.
 
-    module  on ``device``, in ``config.model.param_dtype``
+    module  on ``device``, in ``config.model.param_dtype``; one with deferred ``values`` gets them unit by unit
     """
     if config.fully_sharded:
         return _FullySharded(module, config, device)
@@ -205,7 +207,10 @@ class _FullySharded(Wrapped):
             f"has no effect on {device} without other ranks on GPUs",
         )
         mesh = _mesh(config, device)
+        values = module.values if isinstance(module, HuggingFaceModel) else None
         for unit, policy in units_of(module, config.model, config.fsdp):
+            if values is not None:
+                values.fill(own_modules(unit))
             # Masters start from what the model computes with, as those of DistributedOptimizer do. One unit at a time:
             # the others' memory is that of their shards already.
             unit.float()
@@ -223,7 +228,13 @@ class _FullySharded(Wrapped):
                 device=device,
                 init_sync=False,  # all ranks have drawn the same
             )
+            if values is not None and device.type == "cpu":
+                return_freed_memory()
         assert isinstance(module, FSDPModule), "fully_shard has made it one"
+        if isinstance(module, HuggingFaceModel):
+            module.values = None
+            if config.data.documents == "mask":
+                check_documents(module, device)
         self.model = module
         self._root = root_of(module)
         settings = config.optimizer

@@ -53,6 +53,8 @@ class LinearModule(ScaledModule, DelayedWgradModule):
     _has_been_quantized = False
     transposed = False
     """The single weight is stored [K, N]."""
+    ignores_recipes = False
+    """Computes without a recipe, whatever ``autocast`` is around: for heads, whose errors are the loss's own."""
 
     def set_wgrad_options(self, *, fuse: bool, delay: bool, name: str | None) -> None:
         """Set the options. Constructors call this after they have created the parameters."""
@@ -155,7 +157,7 @@ class LinearModule(ScaledModule, DelayedWgradModule):
 
     def _recipe_now(self, input: Tensor) -> recipes.Recipe | None:
         """The recipe by which this forward is quantised, if any."""
-        recipe = recipes.recipe_now()
+        recipe = None if self.ignores_recipes else recipes.recipe_now()
         if recipe is None:
             if self._has_been_quantized and recipes.is_recomputed_without_region():
                 raise RuntimeError(
@@ -242,6 +244,8 @@ class LinearModule(ScaledModule, DelayedWgradModule):
 
     def recipe_now(self) -> int:
         """The number of the running forward's recipe, for traced code. A compiler runs this, and does not trace it."""
+        if self.ignores_recipes:
+            return recipes.number_of(None)
         recipe = recipes.recipe_now()
         if recipe is not None:
             self._has_been_quantized = True

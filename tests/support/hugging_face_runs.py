@@ -94,6 +94,19 @@ def arguments(folder: Path, **changed: Any) -> Any:
     return TrainingArguments(output_dir=str(folder), **{**options, **changed})
 
 
+def import_trainers() -> None:
+    """A job of its own: imports that take seconds, and minutes where many processes share few cores."""
+    import accelerate
+    import transformers
+
+    import maingrad.launch.training.hugging_face
+
+    # transformers imports a name's module when it is asked for the name.
+    for name in ("LlamaForCausalLM", "MixtralForCausalLM", "Trainer", "TrainingArguments"):
+        getattr(transformers, name)
+    assert accelerate.Accelerator is not None and maingrad.launch.training.hugging_face.Trainer is not None
+
+
 @contextmanager
 def as_launched() -> Iterator[None]:
     """Environment and state as torchrun leaves them for this rank, with no Accelerator before or after."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from maingrad.launch.data.batches import (
     validation_windows,
 )
 from maingrad.launch.data.bigram import MAX_VOCAB_SIZE, fit_bigram
-from maingrad.launch.data.tokens import FileTokens, digest_of
+from maingrad.launch.data.indexed import write_indexed
+from maingrad.launch.data.tokens import Digest, FileTokens, digest_of
 
 ALPHABET = np.arange(1000, dtype=np.uint16)
 
@@ -163,6 +165,29 @@ def test_digests_tell_data_apart_and_parts_alike(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(token_files, "_DIGEST_BLOCKS", 16)
     assert digest_of(whole.part(0, 4000)) == digest_of(tokens[:4000]), "a sample of what is large"
     assert digest_of(tokens[:4000]) != digest_of(np.roll(tokens[:4000], 1))
+
+
+def test_borders_belong_to_a_digest(tmp_path: Path):
+    """Where documents begin, and where weighted paths end, which the tokens alone do not tell."""
+
+    def digests(documents: str, *paths: list[int]) -> dict[str, Digest]:
+        names = []
+        for number, lengths in enumerate(paths):
+            names.append(str(tmp_path / f"{number}"))
+            first = sum(map(sum, paths[:number]))
+            ends = np.cumsum([first, *lengths])
+            rows = [np.arange(a, b) % 200 for a, b in pairwise(ends.tolist())]
+            write_indexed(names[-1], rows, dtype="uint8")
+        weights = (1.0,) * len(paths) if len(paths) > 1 else ()
+        settings: dict[str, Any] = {"order": "epochs", "documents": documents, "weights": weights}
+        config = DataConfig(source="megatron", paths=tuple(names), **settings)
+        return load_corpus(config, sequence_length=8).digests(documents)
+
+    assert digests("mask", [100, 300]) == digests("mask", [100, 300])
+    for documents, differ in (("mask", True), ("pad", True), ("join", False)):
+        assert (digests(documents, [100, 300])["training"] != digests(documents, [101, 299])["training"]) is differ
+    one, other = digests("join", [100, 100], [200]), digests("join", [100, 120], [180])
+    assert one["training"].says_otherwise(other["training"]) is not None
 
 
 @pytest.mark.parametrize(

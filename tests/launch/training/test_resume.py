@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpointed import left_by_a_save
@@ -19,6 +20,7 @@ from torch import nn
 from maingrad.ddp.checkpoint.checkpoint import save_checkpoint
 from maingrad.launch import simulate
 from maingrad.launch.config.run import Config, ConfigError
+from maingrad.launch.data.indexed import write_indexed
 from maingrad.launch.model.gpt import build_model
 from maingrad.launch.training.metrics import MetricsWriter, read_metrics
 from maingrad.launch.training.run_state import where_to_resume
@@ -273,6 +275,29 @@ def test_other_data_are_refused_by_name(tmp_path: Path, part: str, at: int):
         train(resumed)
     accepted = {"resume": resumed.train.resume, "steps": 8, "resume_with_other_data": True}
     assert len(train(config_of(tmp_path, "rest", **accepted)).losses) == 2
+
+
+def test_other_borders_of_documents_are_refused_where_they_matter(tmp_path: Path):
+    """The same tokens, cut into other documents: rows under "mask" are others, and those of "join" are not."""
+    ids = np.arange(2600) % 250
+
+    def cut(*places: int) -> None:
+        write_indexed(tmp_path / "ids", np.split(ids, places), dtype="uint8")
+
+    def config(out: str, documents: str, **settings: Any) -> Config:
+        data = {"source": "megatron", "paths": [str(tmp_path / "ids")], "documents": documents}
+        train = {"steps": 3, "eval_every": 3, "out_dir": str(tmp_path / out), **settings}
+        return tiny_config(tmp_path, data=data, train=train, optimizer={"warmup_steps": 1})
+
+    for documents in ("join", "mask"):
+        cut(1000, 2000)
+        train(config(documents, documents, save_every=2, steps=2))
+    resume = {name: str(tmp_path / name / "checkpoints/step-00000002") for name in ("join", "mask")}
+    assert len(train(config("same", "mask", resume=resume["mask"])).losses) == 1
+    cut(1000, 2001)
+    assert len(train(config("rest", "join", resume=resume["join"])).losses) == 1
+    with pytest.raises(ConfigError, match=r"the training data had other borders of documents"):
+        train(config("other", "mask", resume=resume["mask"]))
 
 
 @pytest.mark.slow

@@ -8,13 +8,16 @@ import torch
 import torch.nn.functional as F
 from tiny_run import tiny_config
 
+from maingrad.ddp import DistributedDataParallel
 from maingrad.launch import simulate
+from maingrad.launch.cli import main
 from maingrad.launch.config.run import Config, ConfigError
 from maingrad.launch.data.batches import load_corpus
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
 from maingrad.launch.plan.plan import plan_run, plan_units
 from maingrad.launch.training.loading import make_sampler
 from maingrad.launch.training.train import train
+from maingrad.te_integration import Float8CurrentScaling, autocast
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,6 +111,32 @@ def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
     assert train(config).losses[0] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.sampled(2)
+def test_a_checkpoint_becomes_a_folder(tmp_path: Path, parallel: str, capsys: pytest.CaptureFixture[str]):
+    """Of the last step: the folder that the run has written. Of an earlier one: what the model was then."""
+    transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True).save_pretrained(tmp_path / "source")
+    settings = {"save_every": 3, "steps": 6}
+    simulate(train, 2, config_for(tmp_path, tmp_path / "source", parallel=parallel, train=settings))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    tokens = torch.arange(24).view(1, 24)
+    for step in (3, 6):
+        assert main(["export", str(checkpoints / f"step-{step:08d}"), str(tmp_path / str(step))]) == 0
+    trained = logits_of(tmp_path / "run" / "hugging_face", tokens)
+    assert torch.equal(logits_of(tmp_path / "6", tokens), trained)
+    assert not torch.equal(logits_of(tmp_path / "3", tokens), trained)
+    assert main(["export", str(checkpoints / "step-00000006"), str(tmp_path / "3")]) == 2
+    assert "name a folder that is empty or new" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_becomes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    train(tiny_config(tmp_path, train={"steps": 3, "save_every": 3}))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
+    assert main(["export", str(checkpoint), str(tmp_path / "folder")]) == 2
+    assert "is not of a run with model.hugging_face" in capsys.readouterr().err
+    assert main(["export", str(checkpoint), str(tmp_path / "weights.safetensors")]) == 0
+
+
 def test_bf16_parameters_and_tied_embeddings(tmp_path: Path):
     source = tmp_path / "source"
     transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True).save_pretrained(source)
@@ -134,6 +163,38 @@ def test_plan_on_meta(tmp_path: Path, name: str):
     names = {id(module): path for path, module in real.named_modules()}
     assert [unit.name for unit in plan.units] == ["", *(names[id(layer)] for layer in real.blocks)]
     assert plan.peak_params == plan.units[0].param_nbytes + 2 * plan.units[1].param_nbytes, "the root and two layers"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sampled(4)
+def test_a_recipe_leaves_the_head_as_it_is(tmp_path: Path, tied: bool, compiled: bool):
+    """Under a recipe the layers' outputs change, and the head multiplies what it gets as without one."""
+    transformers.LlamaConfig(**_COMMON, tie_word_embeddings=tied).save_pretrained(tmp_path / "source")
+    config = config_for(tmp_path, tmp_path / "source", model={"param_dtype": "bfloat16"})
+    model = build_language_model(config.model, seed=0)
+    head, down = model.model.lm_head, model.blocks[0].mlp.down_proj
+    if compiled:
+        head.compile(fullgraph=True, backend="aot_eager")
+        down.compile(fullgraph=True, backend="aot_eager")
+    uses: dict[str, Any] = {}
+    head.register_forward_hook(lambda _, args, out: uses.update(head=(args[0], out)))
+    down.register_forward_hook(lambda _, args, out: uses.update(down=(args[0], out)))
+    tokens = torch.arange(24).view(2, 12)
+    wrapped = DistributedDataParallel(model)
+    with autocast(recipe=Float8CurrentScaling()):
+        loss = wrapped(tokens, tokens)
+    (x, y), (x_down, y_down) = uses["head"], uses["down"]
+    assert torch.equal(y, F.linear(x, head.weight))
+    assert not torch.equal(y_down, F.linear(x_down, down.weight))
+    x.retain_grad()
+    y.retain_grad()
+    loss.backward()
+    assert x.grad is not None and y.grad is not None
+    assert torch.equal(x.grad, y.grad @ head.weight)
+    if not tied:  # the weight's gradient has no other part
+        expected = y.grad.flatten(0, 1).float().T @ x.flatten(0, 1).float()
+        torch.testing.assert_close(head.weight.main_grad, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_documents_of_a_packed_row_equal_documents_alone(tmp_path: Path):

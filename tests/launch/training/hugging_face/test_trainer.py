@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_ranks
-from hugging_face_runs import Sentences, Stream, as_launched, build, language_model, train
+from hugging_face_runs import Sentences, Stream, as_launched, build, import_trainers, language_model, train
 
 FORMS = ("ddp", "zero1", "fsdp")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,6 +29,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 MODELS: dict[str, dict[str, Any]] = {"untied": {}, "tied": {"tied": True}}
 SAVING = {"save_strategy": "steps", "save_steps": 10}
+
+
+@pytest.fixture(autouse=True)
+def _imported() -> None:
+    """On a busy machine imports take longer than all of a job, whose seconds are limited; ranks that a failed test has
+    ended import again."""
+    run_ranks(import_trainers, 2, timeout=300.0)
 
 
 def assert_alike(seen: dict[str, list[float]], expected: dict[str, list[float]], tolerance: float = 1e-5) -> None:
