@@ -23,6 +23,7 @@ QUICK = ("accelerate_loop", "pipeline")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 EXAMPLES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 STEPS, STOP = 40, 20
+NEEDS = {"accelerate_loop": "accelerate", "lightning_manual": "lightning"}
 
 
 @contextlib.contextmanager
@@ -113,14 +114,35 @@ def test_the_two_llamas_read_each_others_checkpoints(tmp_path: Path) -> None:
     assert [float(line.split()[3]) for line in rest] == pytest.approx(expected, abs=1e-4)
 
 
+def torchrun(name: str, *arguments: str) -> list[str]:
+    """The command of a user, on two processes: the lines that it prints of its steps."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(FOLDER / f"{name}.py"), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    return steps_of(ended.stdout)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_torchrun_runs_the_file(name: str, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(FOLDER / f"{name}.py"), *inputs_of(name, tmp_path / "base"), str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 0, ended.stderr
-    assert_learnt(steps_of(ended.stdout))
+    assert_learnt(torchrun(name, *inputs_of(name, tmp_path / "base"), str(tmp_path / "run")))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("name", NAMES)
+def test_two_gpus_learn_and_resume(name: str, tmp_path: Path) -> None:
+    """Over NCCL, in bf16. The stopped run leaves five steps unsaved, as a killed one does: they are repeated."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    inputs = inputs_of(name, tmp_path / "base")
+    whole = torchrun(name, *inputs, str(tmp_path / "whole"))
+    assert_learnt(whole)
+    first = torchrun(name, *inputs, str(tmp_path / "parts"), "--stop-after", str(STOP + 5))
+    rest = torchrun(name, *inputs, str(tmp_path / "parts"))
+    assert first == whole[: STOP + 5]
+    assert rest == whole[STOP:], "to the last printed digit"
 
 
 # ---- The files themselves. ----
