@@ -52,9 +52,9 @@ def init_process_group() -> Process:
     """Make the default process group of a program that torchrun started, and choose this process's device.
 
     With CUDA: NCCL, and the GPU with the number ``LOCAL_RANK``, which becomes the current device. Else gloo, and the
-    CPU. A default group that exists already stays, and its backend decides on the device. Without a launcher (no
-    ``RANK`` in the environment) the group has this process alone. ``torch.distributed.destroy_process_group`` ends the
-    group.
+    CPU. A default group that exists already stays, and its backend decides on the device. Without a launcher (neither
+    ``RANK`` nor ``WORLD_SIZE`` in the environment) the group has this process alone.
+    ``torch.distributed.destroy_process_group`` ends the group.
 
     Raises ``RuntimeError`` where this machine has fewer GPUs than ``LOCAL_RANK`` asks for.
     """
@@ -68,7 +68,9 @@ def init_process_group() -> Process:
     else:
         device = torch.device("cpu")
     if not made:
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone: dict[str, Any] = {}
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
         if device.type == "cuda":
             dist.init_process_group("nccl", device_id=device, **alone)
         else:
