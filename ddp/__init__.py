@@ -5,6 +5,7 @@ from .checkpoint.checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint.checkpoint import save_checkpoint as save_checkpoint
 from .collectives.failure_report import CollectiveError as CollectiveError
 from .collectives.world import WORLD_OF_ONE as WORLD_OF_ONE
+from .collectives.world import init_process_group as init_process_group
 from .config import DistributedDataParallelConfig as DistributedDataParallelConfig
 from .contract.main_grad import add_grad as add_grad
 from .graphs.training_step import GraphedTrainingStep as GraphedTrainingStep
@@ -25,6 +26,7 @@ __all__ = [
     "PendingSave",
     "add_grad",
     "clip_grad_norm",
+    "init_process_group",
     "load_checkpoint",
     "recorded_backward_order",
     "save_checkpoint",

@@ -71,6 +71,7 @@ PUBLIC = {
         "PendingSave",
         "add_grad",
         "clip_grad_norm",
+        "init_process_group",
         "load_checkpoint",
         "recorded_backward_order",
         "save_checkpoint",

@@ -7,7 +7,6 @@ from_pretrained. Stopped at any time, the same command goes on from the last che
 """
 
 import argparse
-import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,13 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 
-from maingrad.ddp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    DistributedOptimizer,
-    load_checkpoint,
-    save_checkpoint,
-)
+from maingrad import ddp
 from maingrad.te_integration import convert_linears
 
 parser = argparse.ArgumentParser()
@@ -31,12 +24,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES = 40, 5, 10, 2, 8
 
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
+device, rank, ranks = ddp.init_process_group()
 
 
 def microbatches(step):
@@ -50,15 +38,16 @@ def microbatches(step):
         yield tokens.to(device), labels.to(device)
 
 
-model = AutoModelForCausalLM.from_pretrained(args.weights, dtype=torch.bfloat16 if cuda else torch.float32).to(device)
+dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+model = AutoModelForCausalLM.from_pretrained(args.weights, dtype=dtype).to(device)
 convert_linears(model)  # weight gradients are written into the buckets
 sharded = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-model = DistributedDataParallel(model, DistributedDataParallelConfig(calculate_per_token_loss=True, **sharded))
-optimizer = DistributedOptimizer(model, lr=5e-3, max_grad_norm=1.0)
+model = ddp.DistributedDataParallel(model, ddp.DistributedDataParallelConfig(calculate_per_token_loss=True, **sharded))
+optimizer = ddp.DistributedOptimizer(model, lr=5e-3, max_grad_norm=1.0)
 schedule = get_linear_schedule_with_warmup(optimizer, WARMUP, STEPS)
 
 try:
-    saved = load_checkpoint(args.folder / "checkpoint", model, optimizer)
+    saved = ddp.load_checkpoint(args.folder / "checkpoint", model, optimizer)
     schedule.load_state_dict(saved["schedule"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -79,7 +68,7 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
         print(f"step {step + 1} loss {(sums[0] / sums[1]).item():.6f} tokens {int(sums[1])}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
         extra = {"step": step + 1, "schedule": schedule.state_dict()}
-        save_checkpoint(args.folder / "checkpoint", model, optimizer, extra=extra)
+        ddp.save_checkpoint(args.folder / "checkpoint", model, optimizer, extra=extra)
 if rank == 0:
     model.module.save_pretrained(args.folder / "model")
 dist.destroy_process_group()

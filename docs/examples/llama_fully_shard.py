@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad import ddp
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.te_integration import convert_linears
 
@@ -24,12 +24,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH = 40, 5, 10, 2, 4, 64
 
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
+device, rank, ranks = ddp.init_process_group()
 torch.manual_seed(0)
 
 sources = sorted(Path(os.__file__).parent.glob("*.py"))  # the data: Python's standard library, as bytes
@@ -48,7 +43,7 @@ sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "n
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, use_cache=False, **sizes))
 model.to(device)  # in fp32: the shards are the masters
 convert_linears(model)  # weight gradients are written into what is reduced
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None)
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device.type == "cuda" else None)
 for part in [model.model.embed_tokens, *model.model.layers, model.lm_head, model]:  # from the inside out
     fully_shard(part, mixed_precision=policy)  # each is gathered for its forward and backward
 matrices = [param for param in model.parameters() if param.ndim > 1]
@@ -57,7 +52,7 @@ optimizer = torch.optim.AdamW([{"params": matrices}, norms], lr=1e-2, weight_dec
 schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
 
 try:
-    saved = load_checkpoint(args.folder, model, optimizer)
+    saved = ddp.load_checkpoint(args.folder, model, optimizer)
     schedule.load_state_dict(saved["schedule"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -77,5 +72,5 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     if rank == 0:
         print(f"step {step + 1} loss {mean.item():.6f} norm {norm.item():.4f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
-        save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
+        ddp.save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
 dist.destroy_process_group()

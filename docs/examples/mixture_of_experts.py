@@ -12,15 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import MixtralConfig, MixtralForCausalLM, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, MixtralConfig, get_cosine_schedule_with_warmup
 
-from maingrad.ddp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    DistributedOptimizer,
-    load_checkpoint,
-    save_checkpoint,
-)
+from maingrad import ddp
 from maingrad.te_integration import convert_linears
 
 parser = argparse.ArgumentParser()
@@ -29,12 +23,7 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, WARMUP, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH = 40, 5, 10, 2, 4, 64
 
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
+device, rank, ranks = ddp.init_process_group()
 torch.manual_seed(0)
 
 sources = sorted(Path(os.__file__).parent.glob("*.py"))  # the data: Python's standard library, as bytes
@@ -52,17 +41,17 @@ def microbatches(step):
 sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 config = MixtralConfig(vocab_size=256, max_position_embeddings=LENGTH, num_key_value_heads=2, **sizes, **experts)
-model = MixtralForCausalLM(config)
-model.to(device, torch.bfloat16 if cuda else torch.float32)
+dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)  # rotary frequencies stay in fp32
 convert_linears(model)  # weight gradients are written into the buckets
 overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-model = DistributedDataParallel(model, DistributedDataParallelConfig(use_distributed_optimizer=True, **overlap))
+model = ddp.DistributedDataParallel(model, ddp.DistributedDataParallelConfig(use_distributed_optimizer=True, **overlap))
 norms = {"params": lambda name, param: param.ndim < 2, "weight_decay": 0.0}
-optimizer = DistributedOptimizer(model, lr=1e-2, weight_decay=0.1, param_groups=[norms], max_grad_norm=1.0)
+optimizer = ddp.DistributedOptimizer(model, lr=1e-2, weight_decay=0.1, param_groups=[norms], max_grad_norm=1.0)
 schedule = get_cosine_schedule_with_warmup(optimizer, WARMUP, STEPS)
 
 try:
-    saved = load_checkpoint(args.folder, model, optimizer)
+    saved = ddp.load_checkpoint(args.folder, model, optimizer)
     schedule.load_state_dict(saved["schedule"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
@@ -82,5 +71,5 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     if rank == 0:
         print(f"step {step + 1} loss {means[0].item():.6f} balance {means[1].item() / 2:.3f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
-        save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
+        ddp.save_checkpoint(args.folder, model, optimizer, extra={"step": step + 1, "schedule": schedule.state_dict()})
 dist.destroy_process_group()

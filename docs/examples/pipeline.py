@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 docs/examples/pipeline.py runs/pipeline
 
-Four stages lie in a V: the first rank has stages 0 and 3, the second 1 and 2. The zero-bubble schedule fills waits with
-delayed weight gradients. Stopped at any time, the same command goes on from the last checkpoint.
+Four stages lie in a V, and delayed weight gradients fill the waits. Stopped at any time, the same command goes on.
 """
 
 import argparse
@@ -15,15 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
+from torch.nn import functional as F
 
-from maingrad.ddp import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    DistributedOptimizer,
-    clip_grad_norm,
-    load_checkpoint,
-    save_checkpoint,
-)
+from maingrad import ddp
 from maingrad.te_integration import LayerNormMLP, Linear
 from maingrad.te_integration.pipeline import PipelineStage
 
@@ -33,67 +26,54 @@ parser.add_argument("--stop-after", type=int, default=40, help="leave the other 
 args = parser.parse_args()
 STEPS, SAVE_EVERY, MICROBATCHES, ROWS, CONTEXT, WIDTH = 40, 10, 4, 64, 4, 64
 
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo")
-mesh = init_device_mesh(device.type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "pp"))
+device, rank, ranks = ddp.init_process_group()
+mesh = init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("dp", "pp"))
 replica, replicas, place = mesh.get_local_rank("dp"), mesh.size(0), mesh.get_local_rank("pp")
 
 sources = sorted(Path(os.__file__).parent.glob("*.py"))  # the data: Python's standard library, as bytes
 data = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources)), dtype=torch.uint8)
 
 
-def batch(step):
-    """This replica's bytes of a step, all microbatches, and the byte after each. The step's number decides."""
-    generator = torch.Generator().manual_seed(step * replicas + replica)
-    starts = torch.randint(len(data) - CONTEXT, (MICROBATCHES * ROWS,), generator=generator)
-    rows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).long().to(device)
-    return rows[:, :-1], rows[:, -1]
-
-
 def stage_module(index):
     torch.manual_seed(index)
-    parts = [LayerNormMLP(WIDTH, 4 * WIDTH, fuse_wgrad_accumulation=True)]
-    if index == 0:
-        parts = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten(), *parts]
-    if index == 3:
-        parts = [*parts, nn.LayerNorm(WIDTH), Linear(WIDTH, 256, fuse_wgrad_accumulation=True)]
-    return nn.Sequential(*parts).to(device, torch.bfloat16 if cuda else torch.float32)
+    first = [nn.Embedding(256, WIDTH // CONTEXT), nn.Flatten()] if index == 0 else []
+    last = [nn.LayerNorm(WIDTH), Linear(WIDTH, 256, fuse_wgrad_accumulation=True)] if index == 3 else []
+    stage = nn.Sequential(*first, LayerNormMLP(WIDTH, 4 * WIDTH, fuse_wgrad_accumulation=True), *last)
+    return stage.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-indices, dp, pp = (place, 3 - place), mesh.get_group("dp"), mesh.get_group("pp")
+indices, dp, pp = (place, 3 - place), mesh.get_group("dp"), mesh.get_group("pp")  # stages 0 and 3, or 1 and 2
 here = nn.ModuleList(stage_module(index) for index in indices)
-config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
-model = DistributedDataParallel(here, config, process_group=dp)  # both stages of this rank, over all replicas
+config = ddp.DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+model = ddp.DistributedDataParallel(here, config, process_group=dp)  # both stages of this rank, over all replicas
 stages = [PipelineStage(*pair, 4, device, group=pp) for pair in zip(here, indices, strict=True)]
-loss_of = nn.CrossEntropyLoss()
-schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, lambda y, to: loss_of(y.float(), to), scale_grads=False)
-optimizer = DistributedOptimizer(model, lr=1e-2, weight_decay=0.1)
+schedule = ScheduleZBVZeroBubble(stages, MICROBATCHES, lambda y, to: F.cross_entropy(y.float(), to), scale_grads=False)
+optimizer = ddp.DistributedOptimizer(model, lr=1e-2, weight_decay=0.1)
 rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
 
 path = args.folder / f"stages-of-rank-{place}"  # each rank of the pipeline has its own parameters
 try:
-    saved = load_checkpoint(path, model, optimizer)
+    saved = ddp.load_checkpoint(path, model, optimizer)
     rate.load_state_dict(saved["rate"])
 except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
 
 for step in range(saved["step"], min(STEPS, args.stop_after)):
-    inputs, target = batch(step)
+    generator = torch.Generator().manual_seed(step * replicas + replica)  # a resumed run reads what comes next
+    starts = torch.randint(len(data) - CONTEXT, (MICROBATCHES * ROWS,), generator=generator)
+    rows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).long().to(device)
     losses = []
-    schedule.step(*([inputs] if place == 0 else []), target=target, losses=losses)
+    schedule.step(*([rows[:, :-1]] if place == 0 else []), target=rows[:, -1], losses=losses)
     model.finish_grad_sync()
-    norm = clip_grad_norm(model, 1.0, pipeline_group=pp)  # by the norm over all stages
+    norm = ddp.clip_grad_norm(model, 1.0, pipeline_group=pp)  # by the norm over all stages
     optimizer.step()
     rate.step()
     model.zero_grad()
     if place == 0:  # the first rank has the last stage too
         mean = torch.stack(losses).mean() / replicas
         dist.all_reduce(mean, group=dp)
-        if replica == 0:
+        if rank == 0:
             print(f"step {step + 1} loss {mean.item():.6f} norm {norm.item():.4f}", flush=True)
     if (step + 1) % SAVE_EVERY == 0:
-        save_checkpoint(path, model, optimizer, extra={"step": step + 1, "rate": rate.state_dict()})
+        ddp.save_checkpoint(path, model, optimizer, extra={"step": step + 1, "rate": rate.state_dict()})
 dist.destroy_process_group()

@@ -2,12 +2,10 @@
 
     torchrun --nproc-per-node 4 docs/examples/titan.py runs/titan --replicas 2
 
-Parameters are sharded over the ranks of each replica. Stopped at any time, the same command goes on from the last
-checkpoint; so does one with another number of replicas.
+Stopped at any time, the same command goes on from the last checkpoint; so does one with another number of replicas.
 """
 
 import argparse
-import os
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,22 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from maingrad import ddp
 from maingrad.fsdp import MixedPrecisionPolicy, fully_shard
 from maingrad.te_integration import convert_linears
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path, help="of the checkpoints")
 parser.add_argument("--stop-after", type=int, default=40, help="leave the other steps to the next start")
-parser.add_argument("--replicas", type=int, default=1, help="of the model, each over as many ranks")
+parser.add_argument("--replicas", type=int, default=1, help="of the model, each sharded over as many ranks")
 args = parser.parse_args()
 STEPS, SAVE_EVERY, MICROBATCHES, SEQUENCES, LENGTH, WIDTH, HEADS = 40, 10, 2, 4, 64, 64, 4
 
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo")
-rank, ranks = dist.get_rank(), dist.get_world_size()
+device, rank, ranks = ddp.init_process_group()
 torch.manual_seed(0)
 
 
@@ -57,25 +51,15 @@ def parallelize(model, mesh, dtype):
     for part in [*model, model]:  # from the inside out
         if isinstance(part, Block):
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)  # recomputed in backward
-            part.compile(disable=not cuda)
+            part.compile(disable=device.type == "cpu")
         fully_shard(part, mesh, "hsdp", MixedPrecisionPolicy(param_dtype=dtype), device=device)  # initialises it too
-
-
-def microbatches(step):
-    """A Markov chain: the token after t is 3 t + 1, 2 or 3, modulo 61. A perfect model has the loss log 3 = 1.0986."""
-    for index in range(MICROBATCHES):
-        generator = torch.Generator().manual_seed((step * MICROBATCHES + index) * ranks + rank)
-        tokens = torch.randint(61, (SEQUENCES, LENGTH + 1), generator=generator)
-        for last, drawn in zip(tokens.T, tokens.T[1:], strict=False):
-            drawn.copy_((3 * last + 1 + drawn % 3) % 61)
-        yield tokens.to(device)
 
 
 with torch.device("meta"):
     head = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 61))
     model = nn.Sequential(nn.Embedding(61, WIDTH), Block(), Block(), head)
 mesh = init_device_mesh(device.type, (args.replicas, ranks // args.replicas), mesh_dim_names=("replica", "shard"))
-parallelize(model, mesh, torch.bfloat16 if cuda else torch.float32)
+parallelize(model, mesh, torch.bfloat16 if device.type == "cuda" else torch.float32)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS, cycle_momentum=False)
 
@@ -93,8 +77,10 @@ if complete:
     schedule.load_state_dict(saved["schedule"])
 
 for step in range(saved["step"], min(STEPS, args.stop_after)):
+    generator = torch.Generator().manual_seed(step * ranks + rank)  # a resumed run reads what comes next
+    strides = torch.randint(1, 4, (MICROBATCHES, SEQUENCES, LENGTH + 1), generator=generator)
     mean = torch.zeros((), device=device)
-    for index, tokens in enumerate(microbatches(step)):
+    for index, tokens in enumerate(strides.cumsum(-1).to(device) % 61):  # a perfect model has the loss log 3 = 1.0986
         with nullcontext() if index == MICROBATCHES - 1 else model.no_sync():
             loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()) / MICROBATCHES
             loss.backward()

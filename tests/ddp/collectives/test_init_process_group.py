@@ -1,0 +1,69 @@
+"""``init_process_group``: one line for a program under torchrun, which also runs without a launcher."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo import run_ranks
+
+from maingrad.ddp import init_process_group
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from maingrad.ddp import init_process_group
+device, rank, ranks = init_process_group()
+total = torch.tensor([rank + 1.0], device=device)
+dist.all_reduce(total)
+same = init_process_group() == (device, rank, ranks)
+print(f"{device.type} {rank} of {ranks}, sum {total.item():g}, {dist.get_backend()}, {same}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def printed(tmp_path: Path, *launcher: str) -> list[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ended = subprocess.run([sys.executable, *launcher, str(program)], capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 0, ended.stderr
+    return sorted(line for line in ended.stdout.splitlines() if " of " in line)
+
+
+def test_without_a_launcher_the_process_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert printed(tmp_path) == ["cpu 0 of 1, sum 1, gloo, True"]
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    lines = printed(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert lines == [f"cpu {rank} of 2, sum 3, gloo, True" for rank in range(2)]
+
+
+@pytest.mark.gpu(2)
+def test_under_torchrun_on_two_gpus(tmp_path: Path) -> None:
+    lines = printed(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert lines == [f"cuda {rank} of 2, sum 3, nccl, True" for rank in range(2)]
+
+
+def existing() -> tuple[str, int, int]:
+    device, rank, ranks = init_process_group()
+    assert (rank, ranks) == (dist.get_rank(), dist.get_world_size())
+    return device.type, rank, ranks
+
+
+def test_a_group_that_exists_stays() -> None:
+    assert run_ranks(existing, 2) == [("cpu", 0, 2), ("cpu", 1, 2)]
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(RuntimeError, match="LOCAL_RANK=2, and this process sees 2 GPU"):
+        init_process_group()
