@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import hypothesis
 import pytest
 import torch
 from gloo import fork_server_here
+from interpreted import patch_language_once_a_launch
 from sampling import sample
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -26,6 +28,8 @@ gc.disable()
 # Triton decides when a kernel is defined: without a GPU its interpreter runs them, on CPU tensors.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        patch_language_once_a_launch()
     fork_server_here()
 
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`

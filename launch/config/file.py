@@ -76,7 +76,11 @@ def override(config: Config, arguments: Sequence[str]) -> Config:
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Nested plain values, ready for JSON; ``structure`` reads it back."""
-    return typing.cast(dict[str, Any], cattrs.Converter().unstructure(config))
+    return typing.cast(dict[str, Any], _UNSTRUCTURE.unstructure(config))
+
+
+_UNSTRUCTURE = cattrs.Converter()
+"""Made once: it writes code for each table of a configuration when it first meets one, and each save asks."""
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -39,6 +39,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 START_TIMEOUT = 60.0
 GRACE = 3.0  # seconds in which the other ranks of a failed job may tell their side
 PRELOADED = (
+    "torch.distributed.checkpoint",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "maingrad.ddp",

@@ -50,7 +50,7 @@ def config_of(folder: Path, out: str, parallel: str, steps: int) -> Config:
         parallel=parallel,
         model={"param_dtype": "bfloat16", "dropout": 0.1, "num_layers": 1},
         train={"out_dir": str(folder / out), "steps": steps, "eval_every": 20, "save_every": 1, "resume": "auto"},
-        checkpoint={"keep_last": 2, "keep_every": 10},
+        checkpoint={"keep_last": 2, "keep_every": 5},
     )
 
 
@@ -88,7 +88,7 @@ def what_was_said(ended: list[Ended]) -> str:
 @pytest.mark.sampled(1)
 def test_two_kills(tmp_path: Path, parallel: str):
     """One of one rank, and one of both."""
-    die_again_and_again(tmp_path, parallel, kills=2, steps=16)
+    die_again_and_again(tmp_path, parallel, kills=2, steps=11)
 
 
 @pytest.mark.slow
