@@ -129,6 +129,15 @@ def test_the_host_reads_no_split_sizes(name: str, transposed: bool) -> None:
     assert found.shape == ((64, columns) if transposed else (1000, 64))
 
 
+@pytest.mark.parametrize(("name", "rows"), [("current", 300), ("block", 300), ("MXFP8", 512)])
+def test_small_experts_take_half_the_bytes(name: str, rows: int) -> None:
+    """docs/recipes.md says from which number of tokens on; scales and offsets count."""
+    with FakeTensorMode():
+        x, offsets = torch.empty(64 * rows, 2048, dtype=torch.bfloat16), torch.empty(65, dtype=torch.int64)
+        q = quantize_grouped(x, GROUPED[name], offsets, transposed=True)
+        assert sum(tensor.nbytes for tensor in q.tensors) <= 0.55 * x.nbytes
+
+
 def test_what_cannot_be_quantised() -> None:
     offsets = torch.tensor([0, 2])
     for shape in ((4,), (0, 3), (3, 0)):

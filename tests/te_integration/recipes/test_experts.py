@@ -377,10 +377,7 @@ def test_what_is_kept_for_the_weight_gradient(name: str, waits: bool) -> None:
     if name == "bf16":
         assert plain <= found <= plain + 100
     else:
-        blocks = rows + experts * {"block": 127, "MXFP8": 31, "NVFP4": 15}.get(name, 0)
-        scales = {"block": 4 / 128, "MXFP8": 1 / 32, "NVFP4": 1 / 16}.get(name, 0.0) * blocks * width * operands
-        bound = (0.3 if name == "NVFP4" else 0.55) * plain
-        assert found - scales <= bound
+        assert found <= (0.3 if name == "NVFP4" else 0.55) * plain
     queue.drain()
 
 
