@@ -100,6 +100,7 @@ def _find_tile(program: tl.tensor, offsets: tl.tensor, E: tl.tensor, T: tl.tenso
     of_rest = tl.sum(whole, 0) + tl.sum(tl.where(groups < expert, rest, 0), 0)
     first = tl.where(complete, tl.sum(tl.where(groups < expert, whole, 0), 0) + down, of_rest)
     last = first + tl.where(complete, 128, tl.sum(tl.where(mine, rest, 0), 0))
+    first, last = tl.multiple_of(first, 16), tl.multiple_of(last, 16)  # so that stores move 16 bytes
     return expert, row, end, first, last, first // 128 + tl.where(complete, 0, expert)
 
 

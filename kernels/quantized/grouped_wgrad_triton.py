@@ -1,10 +1,14 @@
 """Triton kernel of the weight gradients of experts, with quantised operands: ``G_e = beta_e G_e + dy_e^T x_e``.
 
 Legend: E experts, N output features, K input features, T the tokens, along which a product contracts. Both operands are
-transposed copies, [N, T] and [K, T]: ``grouped.py`` says where an expert's tokens lie. What is read behind an expert's
-last token becomes zeros: it may be another expert's. How G is read and written is in ``grouped/wgrad_triton.py``.
+transposed copies, [N, T] and [K, T]: ``grouped.py`` says where an expert's tokens lie. How G is read and written is in
+``grouped/wgrad_triton.py``.
 
-A sum leaves the tensor cores after each 128 terms, and is added in fp32.
+An expert's whole blocks are products of 128 tokens. What is left of its tokens is a multiple of 16, and tensor cores
+take 32: the last 16 are read by a descriptor that knows no more than 16, so that the tensor memory accelerator fills
+the other half with zeros. What lies behind them may be another expert's.
+
+A sum leaves the tensor cores after 128 terms at most, and is added in fp32.
 """
 
 from collections.abc import Sequence
@@ -48,6 +52,10 @@ def default_scaled_wgrad_config(rows_per_expert: float, *, blocks: bool) -> Scal
 def _sum_of_experts(
     dy_desc: tl.tensor,
     x_desc: tl.tensor,
+    dy_rest: tl.tensor,
+    x_rest: tl.tensor,
+    dy_last: tl.tensor,
+    x_last: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
     rest: tl.tensor,
@@ -64,7 +72,7 @@ def _sum_of_experts(
         x = x_desc.load([column, t])
         acc = tl.dot(dy, x.T, acc, max_num_imprecise_acc=128)
     if rest < rest_end:
-        acc += _last_product(dy_desc, x_desc, rest, rest_end, row, column)
+        acc += _sum_of_rest(dy_rest, x_rest, dy_last, x_last, rest, rest_end, row, column, BLOCK_N, BLOCK_K)
     return acc
 
 
@@ -72,6 +80,10 @@ def _sum_of_experts(
 def _sum_of_blocks(
     dy_desc: tl.tensor,
     x_desc: tl.tensor,
+    dy_rest: tl.tensor,
+    x_rest: tl.tensor,
+    dy_last: tl.tensor,
+    x_last: tl.tensor,
     dy_scale: tl.tensor,
     x_scale: tl.tensor,
     start: tl.tensor,
@@ -95,27 +107,34 @@ def _sum_of_blocks(
         x = x_desc.load([column, block * 128])
         acc += _scaled(tl.dot(dy, x.T), dy_scale, x_scale, block, n, k, N, K)
     if rest < rest_end:
-        product = _last_product(dy_desc, x_desc, rest, rest_end, row, column)
+        product = _sum_of_rest(dy_rest, x_rest, dy_last, x_last, rest, rest_end, row, column, BLOCK_N, BLOCK_K)
         acc += _scaled(product, dy_scale, x_scale, rest_block, n, k, N, K)
     return acc
 
 
 @triton.jit
-def _last_product(
-    dy_desc: tl.tensor,
-    x_desc: tl.tensor,
+def _sum_of_rest(
+    dy_rest: tl.tensor,
+    x_rest: tl.tensor,
+    dy_last: tl.tensor,
+    x_last: tl.tensor,
     start: tl.tensor,
     end: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """The product over at most 128 tokens."""
-    inside = (start + tl.arange(0, 128) < end)[None, :]
-    dy, x = dy_desc.load([row, start]), x_desc.load([column, start])
-    # As bits: a NaN behind the end becomes 0 too.
-    dy = tl.where(inside, dy.to(tl.uint8, bitcast=True), 0).to(dy.dtype, bitcast=True)
-    x = tl.where(inside, x.to(tl.uint8, bitcast=True), 0).to(x.dtype, bitcast=True)
-    return tl.dot(dy, x.T)
+    """The product over what is left of an expert's tokens: fewer than 128, with zeros up to a multiple of 16."""
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    whole = start + (end - start) // 32 * 32
+    for t in tl.range(start, whole, 32):
+        acc = tl.dot(dy_rest.load([row, t]), x_rest.load([column, t]).T, acc)
+    if whole < end:
+        dy = dy_last.load([whole // 16, row, 0]).reshape(BLOCK_N, 32)
+        x = x_last.load([whole // 16, column, 0]).reshape(BLOCK_K, 32)
+        acc = tl.dot(dy, x.T, acc)
+    return acc
 
 
 @triton.jit
@@ -138,6 +157,10 @@ def _scaled(
 def _scaled_wgrad_kernel(
     dy_desc: tl.tensor,
     x_desc: tl.tensor,
+    dy_rest: tl.tensor,
+    x_rest: tl.tensor,
+    dy_last: tl.tensor,
+    x_last: tl.tensor,
     dy_scale: tl.tensor,
     x_scale: tl.tensor,
     grad_ptr: tl.tensor,
@@ -191,11 +214,14 @@ def _scaled_wgrad_kernel(
         # fmt: off
         if BLOCKS:
             acc = _sum_of_blocks(
-                dy_desc, x_desc, dy_scale, x_scale, start, end, rest, rest_end, rest // 128 + expert, row, column, N, K,
-                BLOCK_N, BLOCK_K,
+                dy_desc, x_desc, dy_rest, x_rest, dy_last, x_last, dy_scale, x_scale,
+                start, end, rest, rest_end, rest // 128 + expert, row, column, N, K, BLOCK_N, BLOCK_K,
             )
         else:
-            acc = _sum_of_experts(dy_desc, x_desc, start, end, rest, rest_end, row, column, BLOCK_N, BLOCK_K)
+            acc = _sum_of_experts(
+                dy_desc, x_desc, dy_rest, x_rest, dy_last, x_last, start, end, rest, rest_end, row, column,
+                BLOCK_N, BLOCK_K,
+            )
             acc *= tl.load(dy_scale + expert) * tl.load(x_scale + expert)
         update_in_parts(
             acc, grad, None, 0, row, column, N, K, stride_grad, reads, BLOCK_N, BLOCK_K, BETA, PARTS, False
@@ -230,6 +256,10 @@ def scaled_grouped_wgrad_triton(
             (num_experts * tiles_n * tiles_k, 1, 1),
             TensorDescriptor.from_tensor(dy.matrix.data, [config.block_n, 128]),
             TensorDescriptor.from_tensor(x.matrix.data, [config.block_k, 128]),
+            TensorDescriptor.from_tensor(dy.matrix.data, [config.block_n, 32]),
+            TensorDescriptor.from_tensor(x.matrix.data, [config.block_k, 32]),
+            _sixteen_columns(dy.matrix.data, config.block_n),
+            _sixteen_columns(x.matrix.data, config.block_k),
             dy.matrix.scale,
             x.matrix.scale,
             experts.base,
@@ -246,6 +276,12 @@ def scaled_grouped_wgrad_triton(
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
+
+
+def _sixteen_columns(copy: Tensor, rows: int) -> TensorDescriptor:
+    """Number, row, column: the matrix of 16 columns with each number, in boxes of 32 columns. The last 16 are zeros."""
+    height, width = copy.shape
+    return TensorDescriptor(copy, [width // 16, height, 16], [16, copy.stride(0), 1], [1, rows, 32])
 
 
 _launch = Launches(_scaled_wgrad_kernel)

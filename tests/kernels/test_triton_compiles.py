@@ -54,7 +54,8 @@ _SCALED_GEMM = {
     "BLOCK_F": 128, "BLOCK_C": 128, "GROUP": 8, "BIAS": True, "BIAS_SCATTERED": False, "BIAS_SCALE": True,
 }  # fmt: skip
 _SCALED_WGRAD = {
-    "x_desc": "tensordesc<fp8e4nv[128,128]>", "dy_scale": "*fp32/16", "x_scale": "*fp32/16", "grad_ptr": "*fp32/16",
+    "x_desc": "tensordesc<fp8e4nv[128,128]>", "x_rest": "tensordesc<fp8e4nv[128,32]>",
+    "x_last": "tensordesc<fp8e4nv[1,128,32]>", "dy_scale": "*fp32/16", "x_scale": "*fp32/16", "grad_ptr": "*fp32/16",
     "table_ptr": None, "beta_ptr": "*i64/16", "offsets_ptr": "*i64/16", "N": "i32/16", "K": "i32/16",
     "stride_expert": "i64/16", "stride_grad": "i32/16", "first": "i32", "step": "i32", "tiles_n": "i32",
     "tiles_k": "i32", "DTYPE": "=tl.float32", "BLOCK_K": 128, "GROUP": 8, "PARTS": 2, "BETA": 2,
@@ -126,11 +127,13 @@ KERNELS = {
         **_EXPERTS, "amax": None, "WHOLE": False, "HEIGHT": 128, "WIDTH": 128,
     },
     "quantized.grouped_wgrad_triton._scaled_wgrad_kernel#experts": {
-        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e5[128,128]>", "BLOCK_N": 128, "BLOCKS": False,
+        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e5[128,128]>", "dy_rest": "tensordesc<fp8e5[128,32]>",
+        "dy_last": "tensordesc<fp8e5[1,128,32]>", "BLOCK_N": 128, "BLOCKS": False,
         "beta_ptr": None, "BETA": 0,
     },
     "quantized.grouped_wgrad_triton._scaled_wgrad_kernel#blocks": {
-        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e4nv[64,128]>", "BLOCK_N": 64, "BLOCKS": True,
+        **_SCALED_WGRAD, "dy_desc": "tensordesc<fp8e4nv[64,128]>", "dy_rest": "tensordesc<fp8e4nv[64,32]>",
+        "dy_last": "tensordesc<fp8e4nv[1,64,32]>", "BLOCK_N": 64, "BLOCKS": True,
     },
     "quantized.quantize_triton._rows_kernel": {**_QUANTISED, "GROUPS": 8, "LANES": 32},
 }  # fmt: skip
@@ -161,24 +164,27 @@ for path, arguments in json.loads(sys.argv[1]).items():
     ptx = triton.compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     wide = sum(".global." in line and ".v4.b32" in line for line in ptx.splitlines())
     sums = sum(" add" in line and ".f32" in line for line in ptx.replace("\\t", " ").splitlines())
-    print(path, wide, sums)
+    bytewise = sum("st.global" in line and ".b8" in line for line in ptx.splitlines())
+    print(path, wide, sums, bytewise)
 """
 
 
 @functools.cache
-def compiled() -> dict[str, tuple[int, int]]:
-    """Of each kernel: accesses of 16 bytes, and additions of fp32 in a thread."""
+def compiled() -> dict[str, tuple[int, int, int]]:
+    """Of each kernel: accesses of 16 bytes, additions of fp32 in a thread, and stores of single bytes."""
     done = subprocess.run([sys.executable, "-P", "-c", _COMPILE, json.dumps(KERNELS)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    return {path: (int(wide), int(sums)) for path, wide, sums in lines}
+    return {path: (int(wide), int(sums), int(bytewise)) for path, wide, sums, bytewise in lines}
 
 
 def test_every_kernel_compiles_and_moves_16_bytes_at_a_time() -> None:
     assert compiled().keys() == KERNELS.keys()
     # Kernels need wide accesses for bandwidth; the offsets kernel moves too little to matter.
-    narrow = [path for path, (wide, _) in compiled().items() if wide == 0]
+    narrow = [path for path, (wide, _, _) in compiled().items() if wide == 0]
     assert narrow == ["grouped.reductions_triton._group_offsets_kernel"]
+    # Copies of 8 bits written byte by byte take the quantiser of experts half as long again.
+    assert [path for path, (_, _, bytewise) in compiled().items() if bytewise] == []
 
 
 @pytest.mark.parametrize(
