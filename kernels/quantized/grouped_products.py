@@ -18,7 +18,7 @@ from .spec import Quantized
 
 if HAS_TRITON:
     from .grouped_gemm_triton import default_scaled_gemm_config, scaled_grouped_gemm_triton
-    from .grouped_wgrad_triton import default_scaled_wgrad_config, scaled_grouped_wgrad_triton
+    from .grouped_wgrad_triton import scaled_grouped_wgrad_triton
 
 __all__ = ["scaled_grouped_product", "scaled_grouped_wgrad_accumulate"]
 
@@ -108,13 +108,11 @@ def _run_kernels(
     main_grads: Tensor | Sequence[Tensor | None],
     overwrite: bool | Sequence[bool],
 ) -> None:
-    rows_per_expert = dy.matrix.columns / len(main_grads)
-    config = default_scaled_wgrad_config(rows_per_expert, blocks=dy.matrix.spec.block is not None)
     if isinstance(main_grads, Tensor):
-        scaled_grouped_wgrad_triton(dy, x, main_grads, overwrite, config)
+        scaled_grouped_wgrad_triton(dy, x, main_grads, overwrite)
         return
     for here in by_layout(main_grads):
-        scaled_grouped_wgrad_triton(dy, x, here, overwrite, config)
+        scaled_grouped_wgrad_triton(dy, x, here, overwrite)
 
 
 def _check(a: Quantized, b: Quantized | QuantizedExperts) -> None:

@@ -12,7 +12,6 @@ A sum leaves the tensor cores after 128 terms at most, and is added in fp32.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,27 +24,12 @@ from ..grouped.wgrad_triton import beta_of, update_in_parts
 from ..triton_support import Launches, expert_pointer, kinds_of, prefetch_to_l2, tile_of, triton_dtype
 from .grouped import GroupedQuantized
 
-__all__ = ["ScaledWgradConfig", "default_scaled_wgrad_config", "scaled_grouped_wgrad_triton"]
+__all__ = ["scaled_grouped_wgrad_triton"]
 
 
-class ScaledWgradConfig(NamedTuple):
-    """Tile sizes and compiler options. Each is correct for every shape."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    parts: int = 1
-    """Number of column blocks (1, 2 or 4) in which G is read and written."""
-    group: int = 8
-    """Number of tiles along N that share operands in L2."""
-
-
-def default_scaled_wgrad_config(rows_per_expert: float, *, blocks: bool) -> ScaledWgradConfig:
-    """The fastest of those measured (H200; 8 experts of 2,048 rows, 64 of 512); ``blocks``: scales of blocks."""
-    if blocks or rows_per_expert <= 1024:
-        return ScaledWgradConfig(64, 128, 4, 3, parts=2)
-    return ScaledWgradConfig(128, 128, 4, 3, parts=2)
+_BLOCK_N, _BLOCK_K, _PARTS, _GROUP = 64, 128, 2, 8
+"""A tile; the blocks of columns in which it is read and written; tiles along N that share operands in L2. The fastest
+of those measured (H200; 8 experts of 2,048 rows, 64 of 512): larger tiles need more registers than a thread has."""
 
 
 @triton.jit
@@ -234,7 +218,6 @@ def scaled_grouped_wgrad_triton(
     x: GroupedQuantized,
     main_grads: Tensor | Sequence[Tensor | None],
     overwrite: bool | Sequence[bool],
-    config: ScaledWgradConfig,
 ) -> None:
     """``G_e = beta_e G_e + dy_e^T x_e``: dy [N, T] and x [K, T] are transposed copies.
 
@@ -244,22 +227,22 @@ def scaled_grouped_wgrad_triton(
     n, k = dy.matrix.shape[0], x.matrix.shape[0]
     experts = locate_experts(main_grads)
     beta, betas = beta_of(main_grads, overwrite, dy.offsets.device)
-    tiles_n, tiles_k = -(-n // config.block_n), -(-k // config.block_k)
+    tiles_n, tiles_k = -(-n // _BLOCK_N), -(-k // _BLOCK_K)
     stride = experts.base.stride(0)
     counts = n, k, experts.stride, stride, experts.first, experts.step, tiles_n, tiles_k
     forms = dy.matrix.spec.block is not None, beta, experts.table is not None, experts.aligned
     kinds = kinds_of(dy.matrix.data, x.matrix.data, experts.base, dy.offsets)
-    key = dy.offsets.get_device(), num_experts, counts, forms, config, kinds
+    key = dy.offsets.get_device(), num_experts, counts, forms, kinds
     with device_of(dy.offsets):
         _launch(
             key,
             (num_experts * tiles_n * tiles_k, 1, 1),
-            TensorDescriptor.from_tensor(dy.matrix.data, [config.block_n, 128]),
-            TensorDescriptor.from_tensor(x.matrix.data, [config.block_k, 128]),
-            TensorDescriptor.from_tensor(dy.matrix.data, [config.block_n, 32]),
-            TensorDescriptor.from_tensor(x.matrix.data, [config.block_k, 32]),
-            _sixteen_columns(dy.matrix.data, config.block_n),
-            _sixteen_columns(x.matrix.data, config.block_k),
+            TensorDescriptor.from_tensor(dy.matrix.data, [_BLOCK_N, 128]),
+            TensorDescriptor.from_tensor(x.matrix.data, [_BLOCK_K, 128]),
+            TensorDescriptor.from_tensor(dy.matrix.data, [_BLOCK_N, 32]),
+            TensorDescriptor.from_tensor(x.matrix.data, [_BLOCK_K, 32]),
+            _sixteen_columns(dy.matrix.data, _BLOCK_N),
+            _sixteen_columns(x.matrix.data, _BLOCK_K),
             dy.matrix.scale,
             x.matrix.scale,
             experts.base,
@@ -268,13 +251,11 @@ def scaled_grouped_wgrad_triton(
             dy.offsets,
             *counts,
             triton_dtype(experts.base.dtype),
-            config.block_n,
-            config.block_k,
-            config.group,
-            config.parts,
+            _BLOCK_N,
+            _BLOCK_K,
+            _GROUP,
+            _PARTS,
             *forms,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
 
 
@@ -284,4 +265,4 @@ def _sixteen_columns(copy: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(copy, [width // 16, height, 16], [16, copy.stride(0), 1], [1, rows, 32])
 
 
-_launch = Launches(_scaled_wgrad_kernel)
+_launch = Launches(_scaled_wgrad_kernel, num_warps=4, num_stages=3)
