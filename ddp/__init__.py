@@ -2,6 +2,7 @@
 
 from .checkpoint.background import PendingSave as PendingSave
 from .checkpoint.checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint.checkpoint import prepare_background_saves as prepare_background_saves
 from .checkpoint.checkpoint import save_checkpoint as save_checkpoint
 from .collectives.failure_report import CollectiveError as CollectiveError
 from .collectives.world import WORLD_OF_ONE as WORLD_OF_ONE
@@ -28,6 +29,7 @@ __all__ = [
     "clip_grad_norm",
     "init_process_group",
     "load_checkpoint",
+    "prepare_background_saves",
     "recorded_backward_order",
     "save_checkpoint",
 ]

@@ -64,9 +64,10 @@ class Train:
         if self.dry_run:
             return self._dry_run(rest)
         from .config.file import load_config
-        from .training.runtime import process_group_from_env
+        from .training.runtime import let_kernels_start_beside_host_memory, process_group_from_env
         from .training.train import train
 
+        let_kernels_start_beside_host_memory()
         config = load_config(self.config, rest)
         with process_group_from_env(config.train.device):
             result = train(config, stop=stop)

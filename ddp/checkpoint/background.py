@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,18 +19,22 @@ from torch import nn
 from ..collectives.failure_report import CollectiveError
 from .files.boxes import TensorSlice
 from .files.index import Index
+from .files.planner import page_locked
 from .ranks import CheckpointRanks
 
 if TYPE_CHECKING:  # a torch without torch.distributed cannot import it
     from .files.deferred import DeferredWrite
 
-__all__ = ["PendingSave", "defer", "finish_pending", "start_pending"]
+__all__ = ["PendingSave", "defer", "finish_pending", "reserve_memory", "start_pending", "wait_for_memory"]
 
 _GRACE = 30.0
 """Seconds for which the first rank waits for the others' files, after its program has ended or given the save up."""
 
 _pending: "weakref.WeakKeyDictionary[nn.Module, PendingSave]" = weakref.WeakKeyDictionary()
 """The save of each model that no rank has waited for yet. Alike on all ranks: saves and waits are collective."""
+
+_reserving: "weakref.WeakKeyDictionary[nn.Module, threading.Thread]" = weakref.WeakKeyDictionary()
+"""The thread that takes host memory for the saves of each model."""
 
 
 class PendingSave:
@@ -135,6 +139,21 @@ class PendingSave:
         return time.monotonic() > self._until
 
 
+def _agree(
+    write: "DeferredWrite", slices: Sequence[TensorSlice], notes: Any, ranks: CheckpointRanks, what: str
+) -> None:
+    def propose() -> None:
+        if ranks.writes:
+            write.propose(slices, notes)
+
+    def agree() -> None:
+        if ranks.writes:
+            write.agree(ranks.group, ranks.failures)
+
+    ranks.alike(propose, f"the listing {what}")
+    ranks.alike(agree, f"the plan {what}")
+
+
 def defer(
     write: "DeferredWrite", slices: Sequence[TensorSlice], notes: Any, ranks: CheckpointRanks, what: str
 ) -> "DeferredWrite | None":
@@ -145,20 +164,11 @@ def defer(
     Collective over ``ranks``. Where one rank fails, all raise.
     """
 
-    def propose() -> None:
-        if ranks.writes:
-            write.propose(slices, notes)
-
-    def agree() -> None:
-        if ranks.writes:
-            write.agree(ranks.group, ranks.failures)
-
     def copy() -> None:
         if ranks.writes:
             write.copy_to_host()
 
-    ranks.alike(propose, f"the listing {what}")
-    ranks.alike(agree, f"the plan {what}")
+    _agree(write, slices, notes, ranks, what)
     ranks.alike(copy, f"the copying {what}")
     return write if ranks.writes else None
 
@@ -174,3 +184,32 @@ def finish_pending(model: nn.Module) -> None:
     pending = _pending.pop(model, None)
     if pending is not None and not pending.is_over:
         pending.wait()
+
+
+def reserve_memory(
+    model: nn.Module, write: "DeferredWrite", slices: Sequence[TensorSlice], ranks: CheckpointRanks
+) -> None:
+    """Start a thread that takes the host memory for copies of this rank's part, and leaves it to torch's cache.
+
+    Collective over ``ranks``.
+    """
+    _agree(write, slices, None, ranks, "of memory for background saves")
+    boxes = write.on_devices() if ranks.writes else []
+    if boxes:
+        wait_for_memory(model)
+        _reserving[model] = thread = threading.Thread(target=_take_and_free, args=(boxes,), name="memory of saves")
+        thread.start()
+
+
+def wait_for_memory(model: nn.Module) -> None:
+    """Wait for the thread of ``reserve_memory``, if there is one."""
+    thread = _reserving.pop(model, None)
+    if thread is not None:
+        thread.join()
+
+
+def _take_and_free(boxes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+    copies = []
+    with suppress(RuntimeError):  # no memory: the save itself says so
+        for shape, dtype in boxes:
+            copies.append(page_locked(shape, dtype))

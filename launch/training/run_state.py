@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...ddp.checkpoint.background import PendingSave
-from ...ddp.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from ...ddp.checkpoint.checkpoint import load_checkpoint, prepare_background_saves, save_checkpoint
 from ...ddp.checkpoint.files.folder import find, is_being_deleted, remove
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
@@ -104,6 +104,12 @@ class RunSaver:
         self._pending: PendingSave | None = None
         self._step = 0
         self._deletion: threading.Thread | None = None
+
+    def prepare(self) -> None:
+        """After the first step: take the memory of background saves, so that they are short. Collective."""
+        on_gpu = any(param.is_cuda for param in self._wrapped.model.parameters())
+        if self._config.checkpoint.background and on_gpu and not self._config.train.cuda_graph:
+            prepare_background_saves(self._wrapped.model, self._wrapped.optimizer)
 
     def save(self, pace: Pace, schedule: LRScheduler, data: Mapping[str, Digest], *, validated: bool) -> None:
         """Save the run between two steps; first wait for an earlier save. Collective over the ranks of the model.

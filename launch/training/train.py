@@ -146,7 +146,7 @@ class _Trainer:
         validation_loss: float | None = None
         interrupted = False
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        since_log, start = 0, time.monotonic() - pace.seconds
+        since_log, start, first_step = 0, time.monotonic() - pace.seconds, pace.step
         if not self.validated and self._is_validated_here():
             validation_loss = self._validate()
         log_start = time.monotonic()
@@ -155,6 +155,8 @@ class _Trainer:
             with self.profiler.step(pace.step):
                 loss_sum += self._step(pace.step)
             pace.step += 1
+            if pace.step == first_step + 1 and settings.save_every is not None:
+                self.saver.prepare()
             self.validated = False
             since_log += 1
             if since_log == settings.log_every or pace.step == settings.steps:

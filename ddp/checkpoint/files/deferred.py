@@ -76,6 +76,10 @@ class DeferredWrite:
         """Copy this rank's part to host memory: afterwards the model may change."""
         self._planner.copy_to_host(self._plan)
 
+    def on_devices(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of what ``copy_to_host`` would copy from a device."""
+        return self._planner.on_devices(self._plan)
+
     def write(self) -> None:
         """Write this rank's data file, and the note of what lies where."""
         results = self._writer.write_data(self._plan, self._planner).value()

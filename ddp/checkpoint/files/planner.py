@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from .boxes import TensorSlice, check_tiling
 
-__all__ = ["SliceSavePlanner"]
+__all__ = ["SliceSavePlanner", "page_locked"]
 
 
 class SliceSavePlanner(SavePlanner):
@@ -103,16 +103,26 @@ class SliceSavePlanner(SavePlanner):
             if view.is_cpu:
                 copy = view.clone(memory_format=torch.contiguous_format)
             else:
-                copy = torch.empty(view.shape, dtype=view.dtype, pin_memory=True)
+                copy = page_locked(view.shape, view.dtype)
                 copy.copy_(view, non_blocking=True)
                 devices.add(view.device)
             self._views[item.index] = copy
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
 
+    def on_devices(self, plan: SavePlan) -> list[tuple[torch.Size, torch.dtype]]:
+        """Of the boxes of ``plan`` that ``copy_to_host`` would copy from a device."""
+        views = [self._views[item.index] for item in plan.items]
+        return [(view.shape, view.dtype) for view in views if not view.is_cpu]
+
     def forget(self) -> None:
         """Free the copies."""
         self._views = {}
+
+
+def page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Host memory that a device copies to by itself. Torch keeps it for the next tensor of its size."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def _in_a_storage_of_its_size(view: Tensor) -> Tensor:

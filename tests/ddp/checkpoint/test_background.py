@@ -21,9 +21,10 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
-from maingrad.ddp import load_checkpoint, save_checkpoint
+from maingrad.ddp import load_checkpoint, prepare_background_saves, save_checkpoint
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
+from maingrad.launch.simulation import SimulatedRankError
 
 Take = Callable[[int], None]
 
@@ -48,6 +49,7 @@ def make(kind: str, rank: int) -> tuple[nn.Module, Any, Take]:
 def save_both_ways(folder: Path, kind: str) -> Any:
     model, optimizer, take = make(kind, dist.get_rank())
     take(0)
+    prepare_background_saves(model, optimizer)
     save_checkpoint(folder / "waited", model, optimizer, extra={"step": 1})
     extra = {"step": 1}
     pending = save_checkpoint(folder / "beside", model, optimizer, extra=extra, background=True)
@@ -76,6 +78,16 @@ def test_both_ways_write_the_same(kind: str, tmp_path: Path) -> None:
     manifests = [json.loads((tmp_path / way / "maingrad.json").read_text()) for way in ("waited", "beside")]
     of_the_save = ("save_id", "checksum")
     assert all(manifests[0][key] == manifests[1][key] for key in manifests[0] if key not in of_the_save)
+
+
+def prepare_in_part(_: None) -> None:
+    ddp, optimizer = build()
+    prepare_background_saves(ddp, optimizer if dist.get_rank() == 0 else None)
+
+
+def test_memory_is_prepared_by_all_ranks_alike() -> None:
+    with pytest.raises(SimulatedRankError, match="some ranks give an optimizer and some do not"):
+        simulate(prepare_in_part, 2, None)
 
 
 def save_on_simulated_ranks(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,8 +18,10 @@ from maingrad.ddp import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
     load_checkpoint,
+    prepare_background_saves,
     save_checkpoint,
 )
+from maingrad.ddp.checkpoint.background import wait_for_memory
 from maingrad.launch.safetensors_io import export_safetensors, save_safetensors
 
 CONFIG = DistributedDataParallelConfig(
@@ -61,6 +63,25 @@ def test_from_a_gpu_to_the_cpu_and_back(tmp_path: Path, cls: type[torch.optim.Op
     take_steps(ddp, optimizer, range(2, 4), 0)
     take_steps(again, its, range(2, 4), 0)
     assert_same(on_cpu(model_state(again)), on_cpu(model_state(ddp)))
+
+
+@pytest.mark.gpu
+def test_prepared_saves_take_no_more_memory_of_the_host(tmp_path: Path) -> None:
+    """And none is taken anew by the saves after it."""
+    ddp, optimizer = on_gpu()
+    take_steps(ddp, optimizer, range(1), 0)
+    taken = []
+    for prepare in (True, False):
+        if prepare:
+            prepare_background_saves(ddp, optimizer)
+            wait_for_memory(ddp)
+        taken.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+        save_checkpoint(tmp_path / "c", ddp, optimizer, background=True).wait()
+        taken.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+    assert taken[0] > 0 and taken == taken[:1] * 4
+    other, its = build(torch.bfloat16, seed=1)
+    load_checkpoint(tmp_path / "c", other, its)
+    assert_same(on_cpu(model_state(other)), on_cpu(model_state(ddp)))
 
 
 def over_nccl(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
