@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from maingrad.ddp import load_checkpoint, prepare_background_saves, save_checkpoint
 from maingrad.fsdp import fully_shard
 from maingrad.launch import simulate
-from maingrad.launch.simulation import SimulatedRankError
+from maingrad.launch.simulation.simulate import SimulatedRankError
 
 Take = Callable[[int], None]
 
