@@ -21,16 +21,15 @@ STEP = re.compile(r"^step (\d+) loss (\d\.\d{4}) norm \d+\.\d{3}$", re.MULTILINE
 
 def printed(*runs: tuple[str, int]) -> list[str]:
     """One rank's job: the page's program in each folder, up to a step; what each run printed."""
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(dist.get_world_size()))
-    dist.init_process_group = dist.destroy_process_group = lambda *args, **kwargs: None  # there is a group already
     said = []
-    for folder, steps in runs:
-        assert PROGRAM.count("\nSTEPS, MICROBATCHES, SAVE_EVERY = 40, ") == 1
-        program = PROGRAM.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, ")
-        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
-        said.append(out.getvalue())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", lambda: None)  # the group is that of all runs
+        for folder, steps in runs:
+            assert PROGRAM.count("\nSTEPS, MICROBATCHES, SAVE_EVERY = 40, ") == 1
+            program = PROGRAM.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, ")
+            with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
+            said.append(out.getvalue())
     return said
 
 

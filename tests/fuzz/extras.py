@@ -318,6 +318,8 @@ def _saved_beside(pen: Pen, extra: Extra, name: str, step: int) -> None:
         pen("beside = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
         return
     write_free_disk(pen, waits=_waits_by_itself(pen))
+    if extra.where % 2:
+        pen("prepare_background_saves(model, optimizer)")
     pen("disk = busy_disk()")
     pen('saving = save_checkpoint(f"{folder}/beside", model, optimizer, background=True)')
 

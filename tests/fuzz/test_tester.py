@@ -125,7 +125,7 @@ def test_a_script_of_several_models_stands_alone(tmp_path: Path) -> None:
 def test_a_script_of_what_is_saved_beside_training_stands_alone(tmp_path: Path) -> None:
     """Training goes back to a save in the background, and other ranks load another one; with transformers' experts."""
     model = Model((Block("mixtral experts", library=True, padded=True), Block("gpt-oss experts", library=True)))
-    first = Iteration(extras=(Extra("saved beside"),))
+    first = Iteration(extras=(Extra("saved beside", where=1),))
     back = Iteration(extras=(Extra("gone back to", where=1),))
     optimizer = Optimizer("AdamW", (("lr", 0.01),), schedule="steps")
     phases = (Phase(2, Ddp(sharded=True), (first, back), saves="beside"), Phase(3, Fsdp()))

@@ -31,6 +31,7 @@ LIBRARY = {
         "clip_grad_norm",
         "load_checkpoint",
         "recorded_backward_order",
+        "prepare_background_saves",
         "save_checkpoint",
     ),
     "maingrad.fsdp": ("MixedPrecisionPolicy", "fully_shard"),
