@@ -19,6 +19,7 @@ import torch
 from gloo import fork_server_here
 from interpreted import patch_language_once_a_launch
 from sampling import sample
+from seeding import seed_without_stacks
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
@@ -30,6 +31,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     if importlib.util.find_spec("triton"):
         patch_language_once_a_launch()
+    seed_without_stacks()
     fork_server_here()
 
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`

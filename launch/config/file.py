@@ -6,6 +6,7 @@ the expected type. There are no silent conversions: ``"3"`` is not a number, and
 
 import dataclasses
 import difflib
+import functools
 import tomllib
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +63,7 @@ def structure(document: Mapping[str, Any]) -> Config:
     """A nested mapping -> ``Config``. Raises ``ConfigError``."""
     _check(Config, document, "")
     try:
-        return _converter().structure(document, Config)
+        return _structure_converter().structure(document, Config)
     except cattrs.BaseValidationError as group:
         raise _first_cause(group) from None
 
@@ -123,8 +124,12 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _converter() -> cattrs.Converter:
-    """A converter that refuses what cattrs would convert: ``int("3")``, ``bool("false")``."""
+@functools.cache
+def _structure_converter() -> cattrs.Converter:
+    """A converter that refuses what cattrs would convert: ``int("3")``, ``bool("false")``.
+
+    Made once: it writes code for each table of a configuration when it first meets one.
+    """
     converter = cattrs.Converter(detailed_validation=True)
     for cls, accepted in ((bool, (bool,)), (int, (int,)), (float, (int, float)), (str, (str,))):
         converter.register_structure_hook(cls, _strict(cls, accepted))
