@@ -32,7 +32,6 @@ if not torch.cuda.is_available():
     if importlib.util.find_spec("triton"):
         patch_language_once_a_launch()
     seed_without_stacks()
-    fork_server_here()
 
 # A random failure nobody can replay is worth little: examples follow from the test alone. `--hypothesis-profile=full`
 # (make test-all) takes more of them, freshly drawn.
@@ -126,6 +125,9 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 10, 10)
+    # Processes of tests begin with what test modules import: they name what takes seconds.
+    if not torch.cuda.is_available():
+        fork_server_here()
     gc.enable()
 
 

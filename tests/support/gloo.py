@@ -62,10 +62,12 @@ def fork_server_here() -> None:
             return pid
         # What ``exec`` would have done: pytest's captured streams and an open end of a pipe go.
         sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+        # Loggers may still write to such a stream, so its number is not free for a pipe.
+        nowhere = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):
-            if number > 2 and number not in inherited:
+            if number > 2 and number not in inherited and number != nowhere:
                 with contextlib.suppress(OSError):
-                    os.close(number)
+                    os.dup2(nowhere, number)
         gc.freeze()
         gc.enable()
         try:

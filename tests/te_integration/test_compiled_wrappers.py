@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import compiling  # noqa: F401  the ranks compile
 import pipelined
 import pytest
 import torch
