@@ -121,7 +121,7 @@ class _Job:
     def run(self) -> dict[str, Any]:
         kept: list[Any] = []
         replays = 0
-        first = copy.deepcopy(self.model.state_dict())
+        first = copy.deepcopy(self.model.state_dict()) if "loads weights" in self.program.events else {}
         averaged = self.shards()
         torch.manual_seed(7 + self.rank)
         for number in range(self.program.steps):

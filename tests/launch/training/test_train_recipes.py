@@ -20,11 +20,11 @@ def losses_of(config: Config) -> list[float]:
 
 def run(folder: Path, *, ranks: int = 2, parallel: str = "zero1", model: Any = None, **settings: Any) -> list[float]:
     folder.mkdir(exist_ok=True)
-    settings = {"num_microbatches": 2, "steps": 16, "eval_every": 16, **settings}
+    settings = {"num_microbatches": 2, "steps": 8, "eval_every": 8, **settings}
     sections = {"ddp": {}} if parallel == "fsdp" else {}
-    config = tiny_config(
-        folder, parallel=parallel, model={"param_dtype": "bfloat16", **(model or {})}, train=settings, **sections
-    )
+    model = {"param_dtype": "bfloat16", "num_layers": 1, **(model or {})}
+    optimizer = {"lr": 1e-2}  # with which eight steps lower the loss by a third
+    config = tiny_config(folder, parallel=parallel, model=model, train=settings, optimizer=optimizer, **sections)
     return simulate(losses_of, ranks, config)[0]
 
 
@@ -36,31 +36,31 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.parametrize(
     ("recipe", "within"),
-    [("float8_current", 0.05), ("float8_delayed", 0.05), ("float8_block", 0.05), ("mxfp8", 0.05), ("nvfp4", 0.1)],
+    [("float8_current", 0.03), ("float8_delayed", 0.03), ("float8_block", 0.03), ("mxfp8", 0.03), ("nvfp4", 0.05)],
 )
 @pytest.mark.sampled(5)
 def test_learns(tmp_path: Path, plain: list[float], recipe: str, within: float) -> None:
     low = run(tmp_path / "low", recipe=recipe)
     assert low != plain
-    assert plain[-1] < 0.9 * plain[0]
+    assert plain[-1] < 0.8 * plain[0]
     assert low[-1] == pytest.approx(plain[-1], rel=within)
 
 
 def test_experts_learn(tmp_path: Path) -> None:
     """The router is in fp32, and a warning says that it stays so."""
-    settings: dict[str, Any] = {"ranks": 1, "model": EXPERTS, "steps": 10, "eval_every": 10}
+    settings: dict[str, Any] = {"ranks": 1, "model": EXPERTS}
     plain = run(tmp_path / "bf16", **settings)
     with pytest.warns(RuntimeWarning, match="as without a recipe"):
         low = run(tmp_path / "low", recipe="mxfp8", **settings)
     assert low != plain
-    assert low[-1] < 0.95 * low[0]
+    assert low[-1] < 0.8 * low[0]
     assert low[-1] == pytest.approx(plain[-1], rel=0.1)
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 def test_delayed_scaling_resumes_on_other_ranks(tmp_path: Path, parallel: str) -> None:
     """Scales and amaxes go on; what two ranks sum in another order than one differs by rounding alone."""
-    settings: dict[str, Any] = {"recipe": "float8_delayed", "steps": 8, "eval_every": 8, "save_every": 4}
+    settings: dict[str, Any] = {"recipe": "float8_delayed", "save_every": 4}
 
     def go(out: str, ranks: int = 2, **more: Any) -> list[float]:
         return run(tmp_path, ranks=ranks, parallel=parallel, out_dir=str(tmp_path / out), **settings, **more)
