@@ -1,5 +1,7 @@
 """Quantisation in fp64, element by element and block by block: what ``quantize`` must give."""
 
+import bisect
+import functools
 import itertools
 import math
 
@@ -23,6 +25,7 @@ SPECS = {
 NAN = float("nan")
 
 
+@functools.cache
 def values_of(element: Element) -> list[float]:
     """The magnitudes, in the order of their codes: the code's parity decides ties."""
     if element is E2M1:
@@ -37,7 +40,8 @@ def rounded(value: float, element: Element) -> float:
         return element.max if element is E2M1 else NAN
     values = values_of(element)
     size = min(abs(value), element.max)
-    code = min(range(len(values)), key=lambda code: (abs(values[code] - size), code % 2))
+    above = bisect.bisect_left(values, size)
+    code = min((max(above - 1, 0), above), key=lambda code: (abs(values[code] - size), code % 2))
     return math.copysign(values[code], value)
 
 
