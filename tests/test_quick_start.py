@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 import pytest
 import torch.distributed as dist
 from gloo import run_ranks
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401  which the program imports on each rank
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/quick_start.md").read_text()

@@ -10,7 +10,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import Dataset, IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
 
 VOCABULARY, LENGTH = 24, 12
 
@@ -49,8 +51,6 @@ def language_model(
     *, tied: bool = False, experts: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> Any:
     """A Llama, or a Mixtral: a Llama with experts."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-
     torch.manual_seed(3)
     options = {
         "vocab_size": VOCABULARY,
@@ -71,8 +71,6 @@ def language_model(
 
 def arguments(folder: Path, **changed: Any) -> Any:
     """20 steps of 8 sequences for all ranks together, fewer in the last step of an epoch."""
-    from transformers import TrainingArguments
-
     options = {
         "max_steps": 20,
         "per_device_train_batch_size": 2,
@@ -110,8 +108,6 @@ def import_trainers() -> None:
 @contextmanager
 def as_launched() -> Iterator[None]:
     """Environment and state as torchrun leaves them for this rank, with no Accelerator before or after."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     before = dict(os.environ)
     if dist.is_initialized():
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
