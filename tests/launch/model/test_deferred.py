@@ -103,9 +103,7 @@ def test_stored_values_are_those_of_from_pretrained(tmp_path: Path, name: str):
 def run_config(folder: Path, source: Path, parallel: str, out: str, **model: Any) -> Config:
     sections: dict[str, Any] = {"ddp": {}} if parallel != "fsdp" else {}
     train_section = {"steps": 2, "out_dir": str(folder / out)}
-    document = tiny_document(
-        folder, parallel=parallel, train=train_section, optimizer={"warmup_steps": 1}, **sections
-    )
+    document = tiny_document(folder, parallel=parallel, train=train_section, optimizer={"warmup_steps": 1}, **sections)
     document["model"] = {"hugging_face": str(source), **model}
     return structure(document)
 
