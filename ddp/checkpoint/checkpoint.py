@@ -217,7 +217,10 @@ def prepare_background_saves(model: nn.Module, optimizer: Optimizer | None = Non
     check_saved_once(model)
     source = source_of(model)
     ranks = source.ranks
-    target, save_id, *experts = check_same_call(None, optimizer, ranks, source.expert_axes, "prepare_background_saves")
+    anywhere = os.sep  # a path that is one on all ranks
+    target, save_id, *experts = check_same_call(
+        anywhere, optimizer, ranks, source.expert_axes, "prepare_background_saves"
+    )
     names = StoredNames(*experts)
     slices = ranks.alike(
         lambda: _slices_of(source.hold(optimizer, saving=True), names, ranks), "the listing of what is saved"

@@ -76,7 +76,7 @@ class _Call(NamedTuple):
 
 
 def check_same_call(
-    path: str | os.PathLike[str] | None,
+    path: str | os.PathLike[str],
     optimizer: object,
     ranks: CheckpointRanks,
     expert_axes: Sequence[dist.ProcessGroup] | None,
@@ -84,7 +84,6 @@ def check_same_call(
 ) -> SameCall:
     """Raises ``ValueError`` on all ranks unless they were given one path, and all an optimizer or none.
 
-    path         None: the call has none
     expert_axes  groups that join the ranks with the same experts; None: all ranks hold the same
     what         name of the call, for errors
 
@@ -96,9 +95,9 @@ def check_same_call(
         experts = min(same)
 
     def call() -> _Call:
-        if path is not None and not os.fspath(path):
+        if not os.fspath(path):
             raise ValueError(f"{what} was given '' as its path: name a folder")
-        return _Call("" if path is None else os.path.realpath(path), optimizer is not None, new_id(), experts)
+        return _Call(os.path.realpath(path), optimizer is not None, new_id(), experts)
 
     _, calls = ranks.alike_telling(call, lambda said: said, f"the beginning of {what}")
     first = calls[0]
