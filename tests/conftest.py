@@ -46,7 +46,7 @@ hypothesis.settings.register_profile("full", max_examples=1000, deadline=None, p
 hypothesis.settings.load_profile("quick")
 
 
-MOST = 3
+MOST = 2
 """Combinations of one matrix in ``make test``; ``sampled`` says fewer where one takes long."""
 
 

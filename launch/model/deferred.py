@@ -58,11 +58,12 @@ class DeferredValues:
             if not parameter.is_meta:
                 setattr(parameter, _INITIALISED, True)
         drawn = {name: tensor for module in inside for name, tensor in self._allocate(module)}
+        versions = {name: tensor._version for name, tensor in drawn.items()}
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             for module in inside:
                 self._draw(module)
         for name, tensor in drawn.items():
-            if _is_unset(tensor):
+            if _is_unset(tensor, versions[name]):
                 raise ConfigError(
                     f"model.hugging_face: {type(self._model).__name__} leaves '{name}' without a value in _init_weights"
                 )
@@ -191,8 +192,14 @@ def _unset(tensor: Tensor) -> None:
         tensor.zero_()
 
 
-def _is_unset(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isnan().any())
+def _is_unset(tensor: Tensor, version: int) -> bool:
+    """Whether a tensor of ``_unset`` is as it was.
+
+    version  of the tensor, behind ``_unset``: tells integers that were set to 0 from those that nobody has written
+    """
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.numel() > 0 and tensor._version == version and not tensor.any()
 
 
 def _names(model: nn.Module) -> dict[int, list[str]]:

@@ -192,7 +192,8 @@ def check_documents(model: HuggingFaceModel, device: torch.device) -> None:
 
 
 def save_hugging_face(weights: Mapping[str, Tensor], source: str, target: str | os.PathLike[str]) -> None:
-    """Write a folder that ``transformers`` loads: ``config.json``, weights as safetensors, and the tokenizer's files.
+    """Write a folder that ``transformers`` loads: ``config.json``, weights as safetensors, and what ``source`` has of a
+    generation config and a tokenizer.
 
     weights  every tensor of ``HuggingFaceModel.state_dict()``, on the CPU
     source   ``model.hugging_face`` of the run
@@ -208,6 +209,8 @@ def save_hugging_face(weights: Mapping[str, Tensor], source: str, target: str | 
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         raise ValueError(f"no weights of '{left[0]}' are there to write to '{target}'")
+    if model.can_generate() and (Path(source) / "generation_config.json").is_file():  # else made of config.json
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source, local_files_only=True)
     model.save_pretrained(target)
     for path in Path(source).glob("*"):
         is_of_tokenizer = path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES
@@ -215,4 +218,15 @@ def save_hugging_face(weights: Mapping[str, Tensor], source: str, target: str | 
             shutil.copy2(path, Path(target) / path.name)
 
 
-_TOKENIZER_FILES = ("special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja", "added_tokens.json")
+_TOKENIZER_FILES = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)

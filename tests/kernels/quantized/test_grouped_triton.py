@@ -96,7 +96,7 @@ def check_rows(found: GroupedQuantized | None, expected: GroupedQuantized) -> No
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_rows_of_experts(device: str, name: str, splits: str) -> None:
     spec = SPECS[name]
     for number, (dtype, width) in enumerate(((torch.bfloat16, 170), (torch.float16, 150), (torch.float16, 1))):

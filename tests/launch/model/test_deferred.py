@@ -10,9 +10,11 @@ from tiny_run import tiny_document
 from torch import nn
 
 from maingrad.launch import simulate
+from maingrad.launch.config.error import ConfigError
 from maingrad.launch.config.file import structure
 from maingrad.launch.config.model import ModelConfig
 from maingrad.launch.config.run import Config
+from maingrad.launch.model.deferred import DeferredValues
 from maingrad.launch.model.hugging_face import HuggingFaceModel, build_language_model
 from maingrad.launch.training.loading import load_model
 from maingrad.launch.training.train import train
@@ -81,6 +83,69 @@ def test_values_do_not_depend_on_the_parts(tmp_path: Path):
     assert (whole.model.lm_head.weight is whole.model.get_input_embeddings().weight) is False
     tied = build(tmp_path / "tied")
     assert tied.model.lm_head.weight is tied.model.model.embed_tokens.weight
+
+
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma3Text": _SIZES | {"head_dim": 8},  # embeddings have a scale
+    "GPTNeo": {
+        "vocab_size": 256,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["local"], 2]],
+    },
+    "DeepseekV3": _SIZES | _MOE | _LATENT | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1},
+    "Mamba": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "Bloom": {"vocab_size": 256, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "GptOss": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.sampled(len(OTHERS))
+def test_what_is_not_drawn_is_as_in_transformers(tmp_path: Path, name: str):
+    """Buffers, masks and tables among them, and parameters of one value."""
+    config = getattr(transformers, f"{name}Config")(**OTHERS[name])
+    config.save_pretrained(tmp_path)
+    plain, found = transformers.AutoModelForCausalLM.from_config(config), build(tmp_path)
+    for key, buffer in plain.named_buffers():
+        assert torch.equal(found.model.get_buffer(key), buffer), key
+    constants = [key for key, parameter in plain.named_parameters() if parameter.std() == 0]
+    assert constants
+    for key in constants:
+        assert torch.equal(found.model.get_parameter(key), plain.get_parameter(key)), key
+
+
+class Counting(transformers.LlamaForCausalLM):
+    """Has a table of integers, which ``_init_weights`` sets if ``sets`` says so."""
+
+    sets: int | None = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("table", torch.arange(4), persistent=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self and self.sets is not None:
+            self.table.fill_(self.sets)
+
+
+@pytest.mark.parametrize("sets", [None, 0, 3])
+@pytest.mark.sampled(3)
+def test_integers_that_nobody_sets_are_refused(sets: int | None):
+    with torch.device("meta"):
+        model = Counting(config_of("llama"))
+    model.sets = sets
+    values = DeferredValues(model, None, seed=0, device=torch.device("cpu"))
+    if sets is None:
+        with pytest.raises(ConfigError, match="Counting leaves 'table' without a value in _init_weights"):
+            values.fill(model.modules())
+        return
+    values.fill(model.modules())
+    assert model.table.tolist() == [sets] * 4
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "qwen3-moe"])

@@ -115,7 +115,11 @@ def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
 @pytest.mark.sampled(2)
 def test_a_checkpoint_becomes_a_folder(tmp_path: Path, parallel: str, capsys: pytest.CaptureFixture[str]):
     """Of the last step: the folder that the run has written. Of an earlier one: what the model was then."""
-    transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True).save_pretrained(tmp_path / "source")
+    source = tmp_path / "source"
+    transformers.LlamaConfig(**_COMMON, tie_word_embeddings=True).save_pretrained(source)
+    transformers.GenerationConfig(do_sample=True, temperature=0.7, eos_token_id=7).save_pretrained(source)
+    for name in ("tokenizer_config.json", "vocab.txt", "spiece.model"):
+        (source / name).write_text(name)
     settings = {"save_every": 3, "steps": 6}
     simulate(train, 2, config_for(tmp_path, tmp_path / "source", parallel=parallel, train=settings))
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -125,6 +129,12 @@ def test_a_checkpoint_becomes_a_folder(tmp_path: Path, parallel: str, capsys: py
     trained = logits_of(tmp_path / "run" / "hugging_face", tokens)
     assert torch.equal(logits_of(tmp_path / "6", tokens), trained)
     assert not torch.equal(logits_of(tmp_path / "3", tokens), trained)
+    for folder in (tmp_path / "run" / "hugging_face", tmp_path / "3"):
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert (generation.temperature, generation.eos_token_id) == (0.7, 7)
+        assert all(
+            (folder / name).read_text() == name for name in ("tokenizer_config.json", "vocab.txt", "spiece.model")
+        )
     assert main(["export", str(checkpoints / "step-00000006"), str(tmp_path / "3")]) == 2
     assert "name a folder that is empty or new" in capsys.readouterr().err
 

@@ -38,7 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("recipe", "within"),
     [("float8_current", 0.03), ("float8_delayed", 0.03), ("float8_block", 0.03), ("mxfp8", 0.03), ("nvfp4", 0.05)],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_learns(tmp_path: Path, plain: list[float], recipe: str, within: float) -> None:
     low = run(tmp_path / "low", recipe=recipe)
     assert low != plain

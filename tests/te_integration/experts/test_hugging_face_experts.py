@@ -100,7 +100,7 @@ def test_what_is_left_out_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_results_and_gradients_of_several_microbatches(name: str) -> None:
     plain, model = tiny(name), tiny(name)
     keys = list(model.state_dict())
@@ -157,7 +157,7 @@ def _train(name: str, form: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp", "torch_fsdp"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 def test_ranks_train_the_unconverted_model(name: str, form: str) -> None:
     plain = simulate(_train, 2, name, "plain")[0]
     for held in simulate(_train, 2, name, form):
@@ -358,7 +358,7 @@ class _LowRank(nn.Module):
 
 @pytest.mark.parametrize("how", ["recompute", "copied", "pickled", "frozen", "delayed", "autocast"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 def test_programs_around_experts(name: str, how: str, tmp_path: Path) -> None:
     # One layer in bf16: behind experts, another rounding would choose other experts.
     layers = 1 if how == "autocast" else 2
@@ -401,7 +401,7 @@ def test_programs_around_experts(name: str, how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_compiled_layer_is_one_graph(name: str) -> None:
     plain, model = tiny(name, layers=1), tiny(name, layers=1)
     convert_linears(model)
@@ -421,7 +421,7 @@ def test_a_compiled_layer_is_one_graph(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling, MXFP8BlockScaling])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_experts_under_a_recipe(name: str, recipe: type) -> None:
     """Quantised gradients are near those of bf16, and no nearer than elements of 8 bits can be."""
     plain, model = tiny(name, layers=1).bfloat16(), tiny(name, layers=1).bfloat16()

@@ -83,7 +83,7 @@ def train(model: nn.Module, forward: Callable[[Tensor], Tensor], recipe: Any, it
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_whole_graphs_have_the_bits_of_eager_code(recipe: Any) -> None:
     model = layers()
     expected = train(model, model, recipe)
@@ -104,6 +104,7 @@ def test_delayed_weight_gradients() -> None:
 
 
 @pytest.mark.parametrize("how", ["delayed scaling", "queue"])
+@pytest.mark.sampled(1)
 def test_layers_with_two_products_may_be_graph_breaks(how: str) -> None:
     """A graph begins behind each break, and the number of the product is an argument there."""
     recipe = DelayedScaling(amax_history_len=2) if how == "delayed scaling" else CURRENT
