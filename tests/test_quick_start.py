@@ -12,7 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 import pytest
 import torch.distributed as dist
 from gloo import run_ranks
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: F401  which the program imports on each rank
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # noqa: F401  for the ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs/quick_start.md").read_text()
@@ -20,14 +20,27 @@ PAGE = (ROOT / "docs/quick_start.md").read_text()
 STEP = re.compile(r"^step (\d+) loss (\d\.\d{4}) norm \d+\.\d{3}$", re.MULTILINE)
 
 
-def printed(*runs: tuple[str, int]) -> list[str]:
-    """One rank's job: the page's program in each folder, up to a step; what each run printed."""
+GPT2 = """model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=32, n_layer=2, n_head=4))"""
+
+
+def with_gpt2(program: str) -> str:
+    """The page's program as its fourth section says: another model in the place of two lines, saved every 2 steps."""
+    program = program.replace("import LlamaConfig, LlamaForCausalLM", "import GPT2Config, GPT2LMHeadModel")
+    program, replaced = re.subn(r"^sizes = .*\nmodel = .*$", GPT2, program, flags=re.MULTILINE)
+    assert replaced == 1, "two lines make the model"
+    assert program.count("= model(") == 1, "and one calls it"
+    assert program.count(", 2, 10\n") == 1
+    return program.replace(", 2, 10\n", ", 2, 2\n")
+
+
+def printed(own: str, *runs: tuple[str, int]) -> list[str]:
+    """One rank's job: a program of the page in each folder, up to a step; what each run printed."""
     said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "destroy_process_group", lambda: None)  # the group is that of all runs
         for folder, steps in runs:
-            assert PROGRAM.count("\nSTEPS, MICROBATCHES, SAVE_EVERY = 40, ") == 1
-            program = PROGRAM.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, ")
+            assert own.count("\nSTEPS, MICROBATCHES, SAVE_EVERY = 40, ") == 1
+            program = own.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, ")
             with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
             said.append(out.getvalue())
@@ -38,7 +51,7 @@ def test_the_program_trains_and_goes_on(tmp_path: Path) -> None:
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     for folder in (whole, parts):
         os.mkdir(folder)
-    (expected, first, second), others = run_ranks(printed, 2, (whole, 20), (parts, 10), (parts, 20))
+    (expected, first, second), others = run_ranks(printed, 2, PROGRAM, (whole, 20), (parts, 10), (parts, 20))
     assert others == ["", "", ""], "rank 0 alone prints"
     steps = STEP.findall(expected)
     assert [int(step) for step, _ in steps] == list(range(1, 21))
@@ -50,6 +63,19 @@ def test_the_program_trains_and_goes_on(tmp_path: Path) -> None:
     for (step, promised), (number, loss) in zip(STEP.findall(PAGE), steps[:3], strict=True):
         assert step == number
         assert float(loss) == pytest.approx(float(promised), rel=0.1)
+
+
+def test_another_model_goes_on_too_with_tied_embeddings_and_dropout(tmp_path: Path) -> None:
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    for folder in (whole, parts):
+        os.mkdir(folder)
+    (expected, first, second, again), _ = run_ranks(
+        printed, 2, with_gpt2(PROGRAM), (whole, 4), (parts, 2), (parts, 4), (parts, 4)
+    )
+    assert [int(step) for step, _ in STEP.findall(expected)] == [1, 2, 3, 4]
+    assert STEP.findall(first) + STEP.findall(second) == STEP.findall(expected)
+    assert "9 weight gradients are fused" in expected, "four of each layer, and the head's, which is the embedding"
+    assert again == "", "nothing is left to do"
 
 
 def test_the_commands_are_commands() -> None:
