@@ -266,7 +266,15 @@ def test_the_core_dependencies_are_enough_to_train_a_fused_step() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_command_without_its_extra_names_the_remedy() -> None:
+    """pip makes the command with the core alone, too."""
+    done = outside("from maingrad.launch.__main__ import main; sys.exit(main(['verify', 'x.py:f']))", *LAUNCH_ONLY)
+    assert done.returncode == 2
+    assert done.stderr.startswith("maingrad: error: the package tyro is missing; pip install '.[launch]'")
+    assert done.stderr.count("\n") == 1, "no traceback"
+
+
 def test_a_missing_package_would_be_noticed() -> None:
-    """The two tests above block imports for real."""
+    """The tests above block imports for real."""
     done = outside("import einops", "einops")
     assert "ModuleNotFoundError: No module named 'einops'" in done.stderr
