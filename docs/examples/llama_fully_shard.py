@@ -1,6 +1,6 @@
 """Pretrain a Hugging Face Llama with ZeRO-3: parameters, gradients, masters and moments are all sharded.
 
-    torchrun --nproc-per-node 2 docs/examples/llama_fully_shard.py runs/llama
+    torchrun --nproc-per-node 2 docs/examples/llama_fully_shard.py runs/sharded
 
 Stopped at any time, the same command goes on from the last checkpoint. llama_zero1.py reads the same checkpoints.
 """

@@ -1,6 +1,6 @@
 """Pretrain a Hugging Face Llama with ZeRO-1: each rank has whole parameters, and a part of masters and moments.
 
-    torchrun --nproc-per-node 2 docs/examples/llama_zero1.py runs/llama
+    torchrun --nproc-per-node 2 docs/examples/llama_zero1.py runs/zero1
 
 Stopped at any time, the same command goes on from the last checkpoint.
 """

@@ -111,6 +111,7 @@ class TrainConfig:
             self.global_batch_size % parts == 0,
             "train.global_batch_size",
             self.global_batch_size,
-            f"must be a multiple of train.num_microbatches * ranks = {self.num_microbatches} * {world_size} = {parts}",
+            f"must be a multiple of train.num_microbatches * ranks = {self.num_microbatches} * {world_size} = {parts}, "
+            f"such as {-(-self.global_batch_size // parts) * parts}",
         )
         return self.global_batch_size // parts

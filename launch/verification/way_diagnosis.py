@@ -51,6 +51,12 @@ class WayJudge:
         self.weights, updates = _updated(case.program, self.parts_mean, setting)
         self.update_norms = {name: norm_of(update) for name, update in updates.items()}
         self.weight_norms = {name: norm_of(weight) for name, weight in self.weights.items()}
+        self.of_parts = (0.0, 0.0)
+        """Of a random program: errors of the parts' gradients and norm beside the whole batch, with draws of one kind."""
+        if case.look.draws:
+            same = mean_of(case.same_draws)
+            pieces = [(name, 0, grad.reshape(-1)) for name, grad in same.items()]
+            self.of_parts = self._errors([pieces], total_norm(same.values()), case.whole)
 
     def judge(self, name: str, way: Way) -> tuple[WayResult, list[Finding]]:
         """Run one way; its row of the table, and what is wrong with it."""
@@ -80,11 +86,12 @@ class WayJudge:
                 )
             )
         wanted = self.parts_mean if self.case.look.draws else self.case.whole
+        of_way = self._errors([result.grads for result in results], results[0].norm, wanted)
         result = WayResult(
             way=name,
             ok=self.parts_agree and not findings,
-            grad_error=self._largest([result.grads for result in results], wanted),
-            norm_error=abs(results[0].norm - total_norm(wanted.values())) / max(total_norm(wanted.values()), 1e-30),
+            grad_error=max(of_way[0], self.of_parts[0]),
+            norm_error=max(of_way[1], self.of_parts[1]),
             weight_error=largest_weight_error,
             fused_writes=results[0].fused_writes,
         )
@@ -124,6 +131,11 @@ class WayJudge:
                 errors[name] = (math.inf, list(range(len(ranks))))
         found = [_Off(name, error, tuple(dict.fromkeys(off))) for name, (error, off) in errors.items()]
         return sorted(found, key=lambda each: -each.error)
+
+    def _errors(self, ranks: Sequence[Sequence[Piece]], norm: float, wanted: Grads) -> tuple[float, float]:
+        """The largest relative error of a gradient, and that of the global norm."""
+        total = total_norm(wanted.values())
+        return self._largest(ranks, wanted), abs(norm - total) / max(total, 1e-30)
 
     def _largest(self, ranks: Sequence[Sequence[Piece]], wanted: Grads) -> float:
         """Largest error of a parameter, relative to its norm or to what is allowed of it where that is more."""

@@ -292,7 +292,7 @@ def test_construction_validates_too():
 def test_batch_that_does_not_divide_between_ranks(tmp_path: Path):
     train = tiny_config(tmp_path).train
     assert train.sequences_per_microbatch(3) == 4
-    with pytest.raises(ConfigError, match=r"num_microbatches \* ranks = 2 \* 5 = 10"):
+    with pytest.raises(ConfigError, match=r"num_microbatches \* ranks = 2 \* 5 = 10, such as 30"):
         train.sequences_per_microbatch(5)
 
 

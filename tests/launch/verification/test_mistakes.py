@@ -370,6 +370,21 @@ PLANTED: dict[str, Planted] = {
 }
 
 
+class DropoutAndMeanOverTokens(MeanOverTokens):
+    def features(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().features(x), 0.5)
+
+
+def test_the_table_of_a_random_program_shows_the_error_that_is_found() -> None:
+    found = verify(DropoutAndMeanOverTokens(), masked_batch(), ways=("ddp", "fsdp"))
+    (error,) = [finding for finding in found.findings if not finding.is_note]
+    assert error.cause == "weighted_mean"
+    for result in found.results:
+        assert not result.ok
+        assert result.grad_error == pytest.approx(error.error, rel=1e-3)
+        assert result.norm_error > 1e-3
+
+
 @pytest.mark.sampled(len(PLANTED))
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_cause_is_named(name: str) -> None:
