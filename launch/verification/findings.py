@@ -53,8 +53,8 @@ REMEDIES: dict[Cause, str] = {
     Cause.WEIGHTED_MEAN: "return the sum over what is counted (tokens), set calculate_per_token_loss=True and call "
     "finish_grad_sync(num_tokens); or divide by the mean number over all ranks and microbatches",
     Cause.BATCH_EDITED: "compute a new tensor in forward instead of changing the argument in place",
-    Cause.RANDOM: "none needed where each rank is seeded by its number: ranks then draw their own numbers. What ranks must "
-    "draw alike takes a generator that all seed alike",
+    Cause.RANDOM: "none needed where each rank is seeded by its number: ranks then draw their own numbers. What ranks "
+    "must draw alike takes a generator that all seed alike",
     Cause.NOT_REPRODUCIBLE: "draw from torch's default generators, seeded; keep state in the model's buffers; "
     "torch.use_deterministic_algorithms(True) names operations that are not deterministic",
     Cause.STATE: "make forward independent of earlier calls, or keep the state in a buffer that changes once a step",

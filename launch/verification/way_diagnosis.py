@@ -52,7 +52,7 @@ class WayJudge:
         self.update_norms = {name: norm_of(update) for name, update in updates.items()}
         self.weight_norms = {name: norm_of(weight) for name, weight in self.weights.items()}
         self.of_parts = (0.0, 0.0)
-        """Of a random program: errors of the parts' gradients and norm beside the whole batch, with draws of one kind."""
+        """Of a random program: errors of the parts' gradients and norm beside the whole batch, with equal draws."""
         if case.look.draws:
             same = mean_of(case.same_draws)
             pieces = [(name, 0, grad.reshape(-1)) for name, grad in same.items()]
