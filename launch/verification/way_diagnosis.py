@@ -55,7 +55,7 @@ class WayJudge:
         """Of a random program: errors of the parts' gradients and norm beside the whole batch, with equal draws."""
         if case.look.draws:
             same = mean_of(case.same_draws)
-            pieces = [(name, 0, grad.reshape(-1)) for name, grad in same.items()]
+            pieces = [Piece(name, 0, grad.reshape(-1)) for name, grad in same.items()]
             self.of_parts = self._errors([pieces], total_norm(same.values()), case.whole)
 
     def judge(self, name: str, way: Way) -> tuple[WayResult, list[Finding]]:
