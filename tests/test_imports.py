@@ -260,6 +260,13 @@ def test_the_library_loads_nothing_of_launch() -> None:
     assert "maingrad.launch" not in done.stdout.split()
 
 
+def test_wrapping_loads_no_checkpoint_of_torchs() -> None:
+    """A torch without torch.distributed has none, and others take a quarter of a second for it."""
+    rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")
+    done = outside(f"import {rooms}; print('torch.distributed.checkpoint' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_the_core_dependencies_are_enough_to_train_a_fused_step() -> None:
     """Torch and einops only: no triton, and nothing from any extra."""
     done = outside(FUSED_STEP, "triton", *LAUNCH_ONLY)

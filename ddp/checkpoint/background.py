@@ -19,7 +19,6 @@ from torch import nn
 from ..collectives.failure_report import CollectiveError
 from .files.boxes import TensorSlice
 from .files.index import Index
-from .files.planner import page_locked
 from .ranks import CheckpointRanks
 
 if TYPE_CHECKING:  # a torch without torch.distributed cannot import it
@@ -209,6 +208,8 @@ def wait_for_memory(model: nn.Module) -> None:
 
 
 def _take_and_free(boxes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+    from .files.planner import page_locked  # here: a torch without torch.distributed cannot import it
+
     copies = []
     with suppress(RuntimeError):  # no memory: the save itself says so
         for shape, dtype in boxes:

@@ -30,9 +30,9 @@ device, rank, ranks = ddp.init_process_group()
 def microbatches(step):
     """Questions and answers: a word, and the same word in capitals. Labels of -100 take no part in the loss."""
     for index in range(MICROBATCHES):
-        generator = torch.Generator().manual_seed((step * MICROBATCHES + index) * ranks + rank)
-        length = int(torch.randint(2, 9, (), generator=generator))
-        question = torch.randint(ord("a"), ord("z") + 1, (SEQUENCES, length), generator=generator)
+        torch.manual_seed((step * MICROBATCHES + index) * ranks + rank)  # of data and of dropout
+        length = int(torch.randint(2, 9, ()))
+        question = torch.randint(ord("a"), ord("z") + 1, (SEQUENCES, length))
         tokens = torch.cat([question, torch.full((SEQUENCES, 1), ord(":")), question - 32], dim=1)
         labels = tokens.masked_fill(torch.arange(tokens.shape[1]) <= length, -100)
         yield tokens.to(device), labels.to(device)

@@ -33,8 +33,8 @@ data = torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in sources
 def microbatches(step):
     """This rank's part of a step. The step's number decides, so that a resumed run reads what comes next."""
     for index in range(MICROBATCHES):
-        generator = torch.Generator().manual_seed((step * MICROBATCHES + index) * ranks + rank)
-        starts = torch.randint(len(data) - LENGTH, (SEQUENCES,), generator=generator)
+        torch.manual_seed((step * MICROBATCHES + index) * ranks + rank)  # of data and of dropout
+        starts = torch.randint(len(data) - LENGTH, (SEQUENCES,))
         yield torch.stack([data[start : start + LENGTH] for start in starts.tolist()]).long().to(device)
 
 

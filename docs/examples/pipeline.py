@@ -59,8 +59,8 @@ except FileNotFoundError:  # on all ranks: this is a new run
     saved = {"step": 0}
 
 for step in range(saved["step"], min(STEPS, args.stop_after)):
-    generator = torch.Generator().manual_seed(step * replicas + replica)  # a resumed run reads what comes next
-    starts = torch.randint(len(data) - CONTEXT, (MICROBATCHES * ROWS,), generator=generator)
+    torch.manual_seed(step * replicas + replica)  # of data and dropout: a resumed run goes on with the same
+    starts = torch.randint(len(data) - CONTEXT, (MICROBATCHES * ROWS,))
     rows = torch.stack([data[start : start + CONTEXT + 1] for start in starts.tolist()]).long().to(device)
     losses = []
     schedule.step(*([rows[:, :-1]] if place == 0 else []), target=rows[:, -1], losses=losses)

@@ -77,8 +77,8 @@ if complete:
     schedule.load_state_dict(saved["schedule"])
 
 for step in range(saved["step"], min(STEPS, args.stop_after)):
-    generator = torch.Generator().manual_seed(step * ranks + rank)  # a resumed run reads what comes next
-    strides = torch.randint(1, 4, (MICROBATCHES, SEQUENCES, LENGTH + 1), generator=generator)
+    torch.manual_seed(step * ranks + rank)  # of data and dropout: a resumed run goes on with the same
+    strides = torch.randint(1, 4, (MICROBATCHES, SEQUENCES, LENGTH + 1))
     mean = torch.zeros((), device=device)
     for index, tokens in enumerate(strides.cumsum(-1).to(device) % 61):  # a perfect model has the loss log 3 = 1.0986
         with nullcontext() if index == MICROBATCHES - 1 else model.no_sync():

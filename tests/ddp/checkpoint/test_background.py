@@ -80,14 +80,14 @@ def test_both_ways_write_the_same(kind: str, tmp_path: Path) -> None:
     assert all(manifests[0][key] == manifests[1][key] for key in manifests[0] if key not in of_the_save)
 
 
-def prepare_in_part(_: None) -> None:
+def prepare_in_part() -> None:
     ddp, optimizer = build()
     prepare_background_saves(ddp, optimizer if dist.get_rank() == 0 else None)
 
 
 def test_memory_is_prepared_by_all_ranks_alike() -> None:
     with pytest.raises(SimulatedRankError, match="some ranks give an optimizer and some do not"):
-        simulate(prepare_in_part, 2, None)
+        simulate(prepare_in_part, 2)
 
 
 def save_on_simulated_ranks(folder: Path) -> dict[str, torch.Tensor]:
