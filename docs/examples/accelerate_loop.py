@@ -58,6 +58,7 @@ for step in range(saved["step"], min(STEPS, args.stop_after)):
     mean = torch.zeros((), device=accelerator.device)
     for index in range(MICROBATCHES):
         bits, count = next(batches)
+        set_seed(step * MICROBATCHES + index, device_specific=True)  # of dropout, which a resumed run repeats
         with nullcontext() if index == MICROBATCHES - 1 else model.no_sync():
             loss = F.cross_entropy(model(bits.to(net[0].weight.dtype)).float(), count) / MICROBATCHES
             accelerator.backward(loss)
