@@ -171,7 +171,13 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         manifest = stored.manifest
         on_demand = OnDemand.plan(source.module, manifest.buffers)
         holding = on_demand.shown_in(holding)
-        check_model(manifest, holding, names)
+        try:
+            check_model(manifest, holding, names)
+        except ValueError as error:
+            raise ValueError(
+                f"checkpoint '{target}' does not fit this model: {error}; load it into a model that is built as the "
+                f"saved one was, or begin a new run in another folder"
+            ) from None
         state = None
         if holding.optimizer is not None:
             state = OptimizerLoad.plan(manifest, holding, holding.optimizer, names)

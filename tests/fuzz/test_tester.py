@@ -122,6 +122,7 @@ def test_a_script_of_several_models_stands_alone(tmp_path: Path) -> None:
     assert "Differs: rank 0" in found.details
 
 
+@pytest.mark.slow
 def test_a_script_of_what_is_saved_beside_training_stands_alone(tmp_path: Path) -> None:
     """Training goes back to a save in the background, and other ranks load another one; with transformers' experts."""
     model = Model((Block("mixtral experts", library=True, padded=True), Block("gpt-oss experts", library=True)))
@@ -145,6 +146,7 @@ def test_a_script_of_what_is_saved_beside_training_stands_alone(tmp_path: Path) 
         assert (found is None) if not finding else finding in found.details, found
 
 
+@pytest.mark.slow
 def test_a_script_of_a_run_stands_alone(tmp_path: Path) -> None:
     legs = (Leg(2, 2, "zero1"), Leg(1, 3, "fsdp", recompute="blocks"), Leg(2, 2, "ddp", 2, older=True))
     run = valid_run(Run("megatron", 2, weighted=True, documents="mask", clip=True, legs=legs))

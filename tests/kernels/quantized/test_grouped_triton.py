@@ -92,7 +92,10 @@ def check_rows(found: GroupedQuantized | None, expected: GroupedQuantized) -> No
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
-@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(
+    "splits",
+    [pytest.param(each, marks=[pytest.mark.slow] if each == "large" else []) for each in SPLITS],  # 12 s interpreted
+)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(2)
 def test_rows_of_experts(device: str, name: str, splits: str) -> None:

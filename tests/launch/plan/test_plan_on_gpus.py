@@ -2,16 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
+from ending_ranks import run_to_the_end
 from tiny_run import tiny_config
 
 from maingrad.launch.config.run import Config
 from maingrad.launch.plan.plan import plan_run, plan_units
-from maingrad.launch.training.runtime import process_group_from_env
 from maingrad.launch.training.train import train
 from maingrad.launch.training.watching.progress import Status
 
@@ -43,24 +42,17 @@ class Meter:
         pass
 
 
-def held_between_steps(rank: int, config: Config, ranks: int, port: int, results: Any) -> None:
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    torch.cuda.set_device(rank)
+def held_between_steps(config: Config) -> int:
+    """A job of one rank: bytes that its GPU's allocator holds before the last step."""
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    torch.cuda.set_device(dist.get_rank())
     square = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     (square @ square).sum().backward()  # cuBLAS keeps a workspace for each thread, which is no plan's
     square.grad = None
     before = torch.cuda.memory_allocated()
     meter = Meter()
-    with process_group_from_env("cuda"):
-        train(config, display=meter)
-    results[rank] = meter.held[-2] - before
+    train(config, display=meter)
+    return meter.held[-2] - before
 
 
 @pytest.mark.gpu
@@ -72,9 +64,7 @@ def test_a_gpu_holds_what_was_planned(tmp_path: Path, parallel: str) -> None:
     train_options = {"device": "cuda", "steps": 4, "global_batch_size": 2 * ranks, "num_microbatches": 1}
     config = tiny_config(tmp_path, parallel=parallel, model=_MODEL, train=train_options | {"eval_every": 100})
     plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
-    with mp.Manager() as manager:
-        results = manager.dict()
-        port = 29700 + ["ddp", "zero1", "fsdp"].index(parallel)
-        mp.spawn(held_between_steps, (config, ranks, port, results), nprocs=ranks)  # type: ignore[no-untyped-call]
-        held = dict(results)
-    assert held == {rank: pytest.approx(plan.rank_bytes.total, rel=0.01) for rank in range(ranks)}
+    ended = run_to_the_end(held_between_steps, ranks, config, collective_timeout=60.0, limit=280.0, backend=None)
+    held = [rank.returned for rank in ended]
+    assert None not in held, "\n".join(rank.output for rank in ended)
+    assert held == [pytest.approx(plan.rank_bytes.total, rel=0.01)] * ranks
