@@ -249,6 +249,18 @@ def test_what_does_not_fit_is_named(pristine: Path, name: str) -> None:
     assert "on rank" not in errors[0]
 
 
+def test_a_checkpoint_of_another_model_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """A program that was changed, and still saves to the folder of its former model."""
+    save_checkpoint(tmp_path / "run", torch.nn.Linear(4, 4))
+    other = torch.nn.Linear(4, 6)
+    before = other.weight.clone()
+    with pytest.raises(ValueError) as caught:
+        load_checkpoint(tmp_path / "run", other)
+    assert str(caught.value).startswith(f"checkpoint '{tmp_path}/run' does not fit this model: parameter 'weight' is ")
+    assert str(caught.value).endswith("a model that is built as the saved one was, or begin a new run in another folder")
+    assert torch.equal(other.weight, before)
+
+
 def test_a_parameter_in_another_group_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", *with_changes(param_groups=[{"params": "cube", "lr": 0.0}]))
     with pytest.raises(ValueError, match="parameter 'cube' is in parameter group 1 and was in group 0 when"):
