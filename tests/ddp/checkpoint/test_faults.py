@@ -254,12 +254,9 @@ def test_a_checkpoint_of_another_model_is_named_with_the_remedy(tmp_path: Path) 
     save_checkpoint(tmp_path / "run", torch.nn.Linear(4, 4))
     other = torch.nn.Linear(4, 6)
     before = other.weight.clone()
-    expected = (
-        rf"^checkpoint '{tmp_path}/run' does not fit this model: parameter 'weight' is .*; load it into a model that"
-    )
-    with pytest.raises(
-        ValueError, match=expected + " is built as the saved one was, or begin a new run in another folder"
-    ):
+    named = f"checkpoint '{tmp_path}/run' does not fit this model: parameter 'weight' is "
+    remedy = "load it into a model that is built as the saved one was, or begin a new run in another folder"
+    with pytest.raises(ValueError, match=f"^{named}.*; {remedy}$"):
         load_checkpoint(tmp_path / "run", other)
     assert torch.equal(other.weight, before)
 

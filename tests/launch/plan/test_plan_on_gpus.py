@@ -64,7 +64,8 @@ def test_a_gpu_holds_what_was_planned(tmp_path: Path, parallel: str) -> None:
     train_options = {"device": "cuda", "steps": 4, "global_batch_size": 2 * ranks, "num_microbatches": 1}
     config = tiny_config(tmp_path, parallel=parallel, model=_MODEL, train=train_options | {"eval_every": 100})
     plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
-    ended = run_to_the_end(held_between_steps, ranks, config, collective_timeout=60.0, limit=280.0, backend=None)
+    both = "cpu:gloo,cuda:nccl"
+    ended = run_to_the_end(held_between_steps, ranks, config, collective_timeout=60.0, limit=280.0, backend=both)
     held = [rank.returned for rank in ended]
     assert None not in held, "\n".join(rank.output for rank in ended)
     assert held == [pytest.approx(plan.rank_bytes.total, rel=0.01)] * ranks
