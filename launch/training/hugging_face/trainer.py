@@ -23,6 +23,7 @@ from ....fsdp import FSDPModule
 from ....te_integration import convert_linears
 from .accelerator import ModelLeavingAccelerator
 from .refused import check_accelerator, check_arguments, check_model, check_optimizer, check_options
+from .whole import read_as_whole
 from .wrapping import config_of, group_weight_decay, policy_of, shard, unit_names, whole_weights
 
 __all__ = ["Trainer"]
@@ -185,7 +186,8 @@ class Trainer(transformers.Trainer):
             optimizer.finish_param_sync()
         weights = whole_weights(self.model, keep=self.args.should_save)
         if self.args.should_save:
-            self._save(folder, state_dict=weights)
+            with read_as_whole(self.model, weights):
+                self._save(folder, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
