@@ -7,10 +7,11 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from torch import Tensor, nn
 
 from ....ddp import DistributedDataParallel
 from ....fsdp import FSDPModule
+from .wrapping import whole_weights
 
 __all__ = ["ModelLeavingAccelerator"]
 
@@ -43,5 +44,10 @@ class ModelLeavingAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # 
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing: ``Trainer.training_step`` enters the model's own ``no_sync``, also in a world of one."""
-        yield
+        """The model's own, also in a world of one. The Trainer enters it for a step's microbatches but the last."""
+        with model.no_sync():  # type: ignore[operator]
+            yield
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The state dict with whole tensors, on the CPU. Collective where the model is sharded; alike on all ranks."""
+        return whole_weights(self.unwrap_model(model) if unwrap else model, keep=True)

@@ -66,11 +66,6 @@ _EVERYWHERE = (
         'gradients are reduced once a step. To hold less memory: parallel="fsdp", which reduces shards each microbatch',
     ),
     _Refused(
-        "ddp_broadcast_buffers",
-        _attribute("ddp_broadcast_buffers"),
-        "buffers are broadcast once, when the model is wrapped; leave it None",
-    ),
-    _Refused(
         "ddp_static_graph",
         _attribute("ddp_static_graph"),
         "the order of reductions follows from shapes, whatever graph the model has; leave it None",

@@ -24,7 +24,16 @@ from ....te_integration import convert_linears
 from .accelerator import ModelLeavingAccelerator
 from .refused import check_accelerator, check_arguments, check_model, check_optimizer, check_options
 from .whole import read_as_whole
-from .wrapping import config_of, group_weight_decay, policy_of, shard, unit_names, whole_weights
+from .wrapping import (
+    config_of,
+    group_weight_decay,
+    policy_of,
+    shard,
+    share_buffers,
+    unit_names,
+    whole_weights,
+    written_buffers,
+)
 
 __all__ = ["Trainer"]
 
@@ -116,6 +125,7 @@ class Trainer(transformers.Trainer):
         """Convert and wrap ``self.model`` unless that is done; ``model_init`` may have replaced it."""
         if self.parallel == "fsdp":
             if not isinstance(self.model, FSDPModule):
+                self._check_no_optimizer()
                 self._num_counted_params = self._count_params()
                 policy = policy_of(self.model, bf16=self.args.bf16)
                 units = unit_names(self.model, self.fsdp_units)
@@ -123,9 +133,30 @@ class Trainer(transformers.Trainer):
                 self.model = shard(self.model, units, self.fsdp_options, policy)
             self.model_wrapped = self.model
         elif self.model_wrapped is self.model:
+            self._check_no_optimizer()
             self._fuse()
             config = self.ddp_config or config_of(self.args, self.parallel)
             self.model_wrapped = DistributedDataParallel(self.accelerator.prepare_model(self.model), config)
+
+    def _check_no_optimizer(self) -> None:
+        """Raise ``ValueError`` where a program or a ``create_optimizer`` of its own has made one too early."""
+        if self.optimizer is None:
+            return
+        groups = (
+            "make it from the parameters of self.wrapped_model()"
+            if self.parallel == "fsdp"
+            else "maingrad.ddp.DistributedOptimizer(self.wrapped_model(), param_groups=...)"
+        )
+        raise ValueError(
+            f"{type(self).__name__} made its optimizer, {type(self._inner_optimizer()).__name__}, before the model was "
+            f"wrapped, so that it would update nothing: give optimizer_cls_and_kwargs, or override "
+            f"get_decay_parameter_names; for groups of your own, override create_optimizer: {groups}"
+        )
+
+    def wrapped_model(self) -> Any:
+        """The model that trains, wrapped now unless it is: for a ``create_optimizer`` of your own. Collective."""
+        self._wrap_for_training()
+        return self.model_wrapped
 
     def _fuse(self) -> None:
         if self.fuse_linears:
@@ -141,7 +172,8 @@ class Trainer(transformers.Trainer):
                 "optimizers=(...): the optimizer is built over maingrad's buckets after the model is wrapped; give "
                 "optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), and lr_scheduler_type in TrainingArguments"
             )
-        chosen_by = "optimizer_cls_and_kwargs" if self.optimizer_cls_and_kwargs else f"optim={str(self.args.optim)!r}"
+        optim = getattr(self.args.optim, "value", self.args.optim)
+        chosen_by = "optimizer_cls_and_kwargs" if self.optimizer_cls_and_kwargs else f"optim={optim!r}"
         check_optimizer(self._optimizer_class()[0], self.parallel, self.ddp_config, chosen_by)
 
     # ---- One step. ----
@@ -149,11 +181,16 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Forward and backward of one microbatch; the last one of a step reduces gradients."""
         last = self.accelerator.sync_gradients
+        # The last microbatch of a stream may be in the middle of a step, which transformers' loop takes for its end.
         with contextlib.nullcontext() if last else model.no_sync():  # type: ignore[operator]
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
-        if last:
-            model.finish_grad_sync()  # type: ignore[operator]
         return loss
+
+    def get_batch_samples(self, *loop: Any) -> tuple[list[Any], Tensor | int | None]:
+        """A step's microbatches. All ranks begin it with the first rank's buffers, as torch's wrapper has it."""
+        if self.args.ddp_broadcast_buffers is not False and self.args.world_size > 1:
+            share_buffers(written_buffers(self.model))
+        return super().get_batch_samples(*loop)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._norm(model, self.args.max_grad_norm)
@@ -162,6 +199,9 @@ class Trainer(transformers.Trainer):
         return self._norm(model, float("inf")) if grad_norm is None else grad_norm
 
     def _norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """The norm of a step's gradients, which this waits for: ``training_step`` may be a subclass's own."""
+        if isinstance(model, FSDPModule) or not model.is_reduced:
+            model.finish_grad_sync()  # type: ignore[operator]
         if isinstance(model, DistributedDataParallel):
             return clip_grad_norm(model, max_norm)
         return nn.utils.clip_grad_norm_(model.parameters(), max_norm)

@@ -1,9 +1,12 @@
 """A Hugging Face model under maingrad's wrappers, with the configuration that ``TrainingArguments`` ask for."""
 
+import types
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
@@ -11,7 +14,16 @@ from transformers import TrainingArguments
 from ....ddp import DistributedDataParallelConfig, DistributedOptimizer
 from ....fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-__all__ = ["config_of", "group_weight_decay", "policy_of", "shard", "unit_names", "whole_weights"]
+__all__ = [
+    "config_of",
+    "group_weight_decay",
+    "policy_of",
+    "shard",
+    "share_buffers",
+    "unit_names",
+    "whole_weights",
+    "written_buffers",
+]
 
 _BYTES_OF_A_GRADIENT = 4
 
@@ -86,18 +98,64 @@ def shard(
     """Make units of the blocks, of untied embeddings and of the whole model, from the inside out."""
     options = {"mixed_precision": policy, **options}
     units = [module for module in model.modules() if module is not model and type(module).__name__ in names]
-    for module in [*reversed(units), *_untied_ends(model)]:
-        if not isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
+    units += [end for end in _ends(model) if not any(end in unit.modules() for unit in units)]
+    everywhere = _count_places(model)
+    for module in reversed(units):
+        # A parameter that is tied to one elsewhere stays in the outermost unit, which has both inside.
+        inside = {} if isinstance(module, FSDPModule) else _count_places(module)
+        if inside and all(everywhere[key] == count for key, count in inside.items()):
             fully_shard(module, **options)
-    return fully_shard(model, **options)  # type: ignore[return-value]  # an instance of both classes
+    fully_shard(model, **options)
+    for module in model.modules():
+        # transformers asks for it before a loop whose length depends on data, such as ``generate``: all ranks then run
+        # as many forwards as the longest one needs, because each forward gathers.
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    if hasattr(model, "generate"):
+        model.generate = types.MethodType(_generate, model)  # type: ignore[assignment]
+    return model  # type: ignore[return-value]  # an instance of both classes
 
 
-def _untied_ends(model: nn.Module) -> Iterator[nn.Module]:
-    """Input and output embeddings. A tied weight stays in the outermost unit, which both ends are inside."""
+def _ends(model: nn.Module) -> Iterator[nn.Module]:
+    """Input and output embeddings."""
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    found = [end for end in ends if isinstance(end, nn.Module)]
-    weights = [id(param) for end in found for param in end.parameters()]
-    yield from (end for end in found if all(weights.count(id(param)) == 1 for param in end.parameters()))
+    yield from {id(end): end for end in ends if isinstance(end, nn.Module)}.values()
+
+
+def _count_places(module: nn.Module) -> Mapping[int, int]:
+    """In how many places of ``module`` each parameter is registered."""
+    return Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+
+
+def _generate(model: Any, *args: Any, **options: Any) -> Any:
+    """The model's ``generate``. It may call an encoder outside the forward that gathers the outermost unit."""
+    model.unshard()
+    try:
+        return type(model).generate(model, *args, **options)
+    finally:
+        model.reshard()
+
+
+def written_buffers(model: nn.Module) -> list[Tensor]:
+    """The buffers that a state dict holds: forwards may write them, as running statistics are written."""
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
+
+
+@torch.no_grad()
+def share_buffers(buffers: Sequence[Tensor]) -> None:
+    """Copy the first rank's buffers to all other ranks, in one broadcast for each dtype. Collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for alike in by_dtype.values():
+        flat = torch.cat([buffer.flatten() for buffer in alike])
+        dist.broadcast(flat, 0)
+        for buffer, value in zip(alike, flat.split([buffer.numel() for buffer in alike]), strict=True):
+            buffer.copy_(value.view_as(buffer))
 
 
 @torch.no_grad()

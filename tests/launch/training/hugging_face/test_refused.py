@@ -19,10 +19,9 @@ OPTIONS = [
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ({"save_on_each_node": True}, "file system"),
     ({"enable_jit_checkpoint": True}, "save_steps"),
-    ({"ddp_broadcast_buffers": True}, "leave it None"),
     ({"ddp_static_graph": True}, "leave it None"),
     ({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}, "reduced once a step"),
-    ({"optim": "adafactor"}, "Adafactor is not known to be elementwise"),
+    ({"optim": "adafactor"}, "optim='adafactor': Adafactor is not known to be elementwise"),
 ]
 OURS = [
     ({"parallel": "zero3"}, "choose one of ddp, zero1, fsdp"),
@@ -69,6 +68,25 @@ def test_optimizers_of_before(tmp_path: Path) -> None:
     model = language_model()
     with pytest.raises(ValueError, match="give optimizer_cls_and_kwargs"):
         build("ddp", tmp_path, {}, model, optimizers=(torch.optim.AdamW(model.parameters()), None))
+
+
+class EarlyOptimizer(Trainer):
+    """As one gives groups of one's own to the plain Trainer."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
+@pytest.mark.sampled(3)
+def test_an_optimizer_over_the_model_before_it_is_wrapped(form: Any, tmp_path: Path) -> None:
+    model = language_model()
+    before = model.lm_head.weight.clone()
+    trainer = EarlyOptimizer(model, arguments(tmp_path), train_dataset=Sentences(4), parallel=form)
+    with pytest.raises(ValueError, match=r"EarlyOptimizer made its optimizer, AdamW, .*self.wrapped_model\(\)"):
+        trainer.train()
+    torch.testing.assert_close(model.lm_head.weight, before, rtol=0, atol=0)
 
 
 def test_models_that_something_else_distributes(tmp_path: Path) -> None:
