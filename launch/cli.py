@@ -172,10 +172,11 @@ class Verify:
         if rest:
             raise ConfigError(f"verify takes FILE.py:FUNCTION and its own options; got {' '.join(rest)}")
         from .verification.program import load_arguments
-        from .verification.verify import check_options, verify
+        from .verification.verify import check_arguments, check_options, verify
 
         try:
             arguments = load_arguments(self.target)
+            check_arguments(self.target, arguments)
             check_options(self.ways or None, self.accept, self.ranks, self.num_microbatches)
         except ValueError as error:
             raise ConfigError(str(error)) from None
@@ -269,6 +270,10 @@ class Tokenize:
     def run(self, rest: list[str], stop: StopRequest) -> int:
         if rest or not self.files:
             raise ConfigError(f"tokenize takes a prefix and files; got {' '.join(rest) or 'no files'}")
+        if self.prefix.suffix in (".bin", ".idx"):
+            raise ConfigError(f"'{self.prefix}' is to be a prefix: {self.prefix.with_suffix('')}, of .bin and .idx")
+        if self.end_of_document is not None and self.end_of_document < 0:
+            raise ConfigError(f"--end-of-document {self.end_of_document}: must not be negative; leave it out for none")
         from .data.tokenizing import tokenize_files
 
         count = tokenize_files(self.prefix, self.files, self.tokenizer, self.end_of_document, self.key)

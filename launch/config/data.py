@@ -67,6 +67,12 @@ class DataConfig:
             self.max_tokens is None or self.max_tokens >= 1, "data.max_tokens", self.max_tokens, "must be at least 1"
         )
         require(
+            self.end_of_document is None or self.end_of_document >= 0,
+            "data.end_of_document",
+            self.end_of_document,
+            "must not be negative; leave it out where no token ends a document",
+        )
+        require(
             self.tokenizer is None or self.source == "text",
             "data.tokenizer",
             self.tokenizer,

@@ -50,7 +50,7 @@ def _documents(files: Sequence[Path], key: str) -> Iterator[str]:
     for path in files:
         try:
             if path.suffix != ".jsonl":
-                yield path.read_text(encoding="utf-8")
+                yield path.read_bytes().decode("utf-8")  # read_text would change the ends of lines
                 continue
             with path.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
@@ -70,4 +70,8 @@ def _text_of(line: str, key: str, path: Path, number: int) -> str:
     text = found.get(key) if isinstance(found, dict) else None
     if not isinstance(text, str):
         raise DataError(f"data file '{path}' line {number} has no string under '{key}'; name its key with --key")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"data file '{path}' line {number} has text that is no Unicode ({error}); mend it") from None
     return text

@@ -111,6 +111,8 @@ def build_language_model(
     transformers = _transformers()
     device = torch.device("cpu") if device is None else device
     folder = config.hugging_face
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{_KEY} = {folder!r}: there is no such folder (working directory: {Path.cwd()})")
     values: DeferredValues | None = None
     whole_because: str | None = None
     try:

@@ -12,10 +12,12 @@ import torch
 from rich.table import Table
 
 from ..config.error import require
-from ..config.run import Config
+from ..config.run import Config, ModelConfig
 from ..data.batches import load_corpus
-from ..model.hugging_face import build_language_model
-from ..training.run_state import where_to_resume
+from ..data.bigram import check_tokens
+from ..model.hugging_face import LanguageModel, build_language_model
+from ..training.loading import check_model, make_sampler, validation_batch
+from ..training.run_state import check_resume, where_to_resume
 from ..training.watching.trackers import check_packages
 from .plan import RunPlan, UnitsPlan, plan_run, plan_units
 from .tables import format_bytes, plan_tables
@@ -55,24 +57,48 @@ def dry_run(config: Config, ranks: int) -> DryRun:
         config.profile.ranks,
         f"names ranks that a run on {ranks} does not have",
     )
+    require(
+        not config.profile.memory or config.train.device != "cpu",
+        "profile.memory",
+        True,
+        "records CUDA's allocator, and this run is on cpu; leave it out",
+    )
     plan = plan_units(config, ranks) if config.fully_sharded else plan_run(config, ranks)
     settings = config.train
     cache = Path(settings.out_dir) / "tokens"  # where the run will look for them
     corpus = load_corpus(config.data, sequence_length=settings.sequence_length, cache_dir=cache)
+    make_sampler(config, corpus)
+    model = build_language_model(config.model, seed=0, device=torch.device("meta"))
+    check_model(config, model)
+    check_tokens(validation_batch(config, corpus).largest, model.vocab_size)
+    _check_stored(config.model)
+    resumes_from = where_to_resume(config)
+    if resumes_from is not None:
+        check_resume(resumes_from, config, corpus.digests(config.data.documents))
     return DryRun(
         plan,
         len(corpus.train),
         settings.global_batch_size * settings.sequence_length,
-        _checkpoint_bytes(config),
-        where_to_resume(config),
+        _checkpoint_bytes(config, model),
+        resumes_from,
     )
 
 
-def _checkpoint_bytes(config: Config) -> int:
+def _check_stored(model: ModelConfig) -> None:
+    folder = model.hugging_face
+    require(
+        folder is None or not model.pretrained or any(Path(folder).glob("*.safetensors")),
+        "model.hugging_face",
+        folder,
+        "has no safetensors; model.pretrained = false draws new weights from config.json",
+    )
+
+
+def _checkpoint_bytes(config: Config, model: LanguageModel) -> int:
     """Each parameter, its fp32 master where it is in half precision, and its optimizer state."""
     states = config.optimizer.state_per_element()
     found = 0
-    for parameter in build_language_model(config.model, seed=0, device=torch.device("meta")).parameters():
+    for parameter in model.parameters():
         half = parameter.dtype in _HALF
         master = 4 if half else parameter.itemsize
         found += parameter.numel() * (parameter.itemsize + (master if half else 0) + states * master)

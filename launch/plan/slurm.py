@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # the command line's help imports this file, and waits for no
 
 __all__ = ["SlurmJob", "render_slurm"]
 
+_LARGEST = 65535
+"""Port, and number of seconds before the end at which SLURM can send a signal."""
+
 _SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={{ job.job_name }}
@@ -149,6 +152,10 @@ def _check(job: SlurmJob, config: "Config") -> None:
         value = getattr(job, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} must be at least 1, got {value}")
+    for option in ("seconds_to_save", "master_port"):
+        value = getattr(job, option)
+        if value is not None and value > _LARGEST:
+            raise ConfigError(f"--{option.replace('_', '-')} must be at most {_LARGEST}, got {value}")
     for option in ("time", "partition", "account", "job_name"):
         value = getattr(job, option)
         if value is not None and (not value or any(character.isspace() for character in value)):

@@ -12,7 +12,31 @@ from ..data.sequences import Sampler, concatenated
 from ..model.hugging_face import HuggingFaceModel, LanguageModel, build_language_model, check_documents
 from ..model.recompute import recompute_blocks
 
-__all__ = ["load_model", "make_sampler", "validation_batch"]
+__all__ = ["check_model", "load_model", "make_sampler", "validation_batch"]
+
+
+def check_model(config: Config, model: LanguageModel) -> None:
+    """Raise ``ConfigError`` if a model of Hugging Face would be overwritten, or is too short for the sequences.
+
+    model  may be on meta
+    """
+    source = config.model.hugging_face
+    if source is None or not isinstance(model, HuggingFaceModel):
+        return
+    target = Path(config.train.out_dir) / "hugging_face"
+    require(
+        not config.model.save_hugging_face or Path(source).resolve() != target.resolve(),
+        "model.hugging_face",
+        source,
+        "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false",
+    )
+    longest = model.context_length
+    require(
+        longest is None or config.train.sequence_length <= longest,
+        "train.sequence_length",
+        config.train.sequence_length,
+        f"must be at most max_position_embeddings = {longest} of '{source}'",
+    )
 
 
 def load_model(config: Config, device: torch.device, say: Callable[[str], None]) -> LanguageModel:
@@ -24,25 +48,11 @@ def load_model(config: Config, device: torch.device, say: Callable[[str], None])
 
     Raises ``ConfigError`` if it does not fit the run.
     """
-    source = config.model.hugging_face
-    target = Path(config.train.out_dir) / "hugging_face"
-    require(
-        source is None or not config.model.save_hugging_face or Path(source).resolve() != target.resolve(),
-        "model.hugging_face",
-        source,
-        "would be overwritten by the trained model; set another train.out_dir, or model.save_hugging_face = false",
-    )
     model = build_language_model(config.model, seed=config.train.seed, device=device, deferred=config.fully_sharded)
+    check_model(config, model)
     if isinstance(model, HuggingFaceModel):
         if model.whole_because is not None:
             say(f"each rank loads the whole model into host memory: {model.whole_because}")
-        longest = model.context_length
-        require(
-            longest is None or config.train.sequence_length <= longest,
-            "train.sequence_length",
-            config.train.sequence_length,
-            f"must be at most max_position_embeddings = {longest} of '{config.model.hugging_face}'",
-        )
         if config.data.documents == "mask" and not config.fully_sharded:
             check_documents(model, device)
     recompute_blocks(model.blocks, config)

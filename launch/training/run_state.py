@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...ddp.checkpoint.background import PendingSave
 from ...ddp.checkpoint.checkpoint import load_checkpoint, prepare_background_saves, save_checkpoint
 from ...ddp.checkpoint.files.folder import find, is_being_deleted, remove
+from ...ddp.checkpoint.files.storage import open_checkpoint
 from ..config.file import config_to_dict, flat
 from ..config.run import Config, ConfigError
 from ..data.tokens import Digest
@@ -22,7 +23,7 @@ from .pace import Pace
 from .runtime import versions
 from .wrapping import Wrapped
 
-__all__ = ["RunSaver", "resume_run", "where_to_resume", "write_resolved"]
+__all__ = ["RunSaver", "check_resume", "resume_run", "where_to_resume", "write_resolved"]
 
 _FOLDER = "checkpoints"
 _MAY_DIFFER = frozenset(
@@ -69,6 +70,12 @@ def _checkpoint_path(out_dir: Path, step: int) -> Path:
     return out_dir / _FOLDER / f"step-{step:08d}"
 
 
+def _step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None: a folder with a name of the user's, such as ``step-best``."""
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else None
+
+
 def where_to_resume(config: Config) -> Path | None:
     """The checkpoint that ``train.resume`` names; None: start a new run.
 
@@ -77,7 +84,10 @@ def where_to_resume(config: Config) -> Path | None:
     wanted = config.train.resume
     # A checkpoint that a killed save has not yet moved to its place counts too.
     places = {path.with_suffix("") for path in (Path(config.train.out_dir) / _FOLDER).glob("step-*")}
-    found = sorted(path for path in places if find(path).is_dir() and not is_being_deleted(find(path)))
+    steps = {path: step for path in places if (step := _step_of(path)) is not None}
+    found = sorted(
+        (path for path in steps if find(path).is_dir() and not is_being_deleted(find(path))), key=steps.__getitem__
+    )
     if wanted is None:
         if found and config.train.save_every is not None:
             raise ConfigError(
@@ -172,12 +182,12 @@ class RunSaver:
     def _delete(self, newest: int) -> None:
         keep = self._config.checkpoint
         for path in sorted(self._folder.glob("step-*")):
-            number = path.name.removeprefix("step-")
-            if not number.isdecimal() or int(number) > newest:  # those after it are of a run that was resumed earlier
+            number = _step_of(path)
+            if number is None or number > newest:  # those after it are of a run that was resumed earlier
                 continue
-            newer = [step for step in self._steps() if int(number) < step <= newest]
+            newer = [step for step in self._steps() if number < step <= newest]
             stays = keep.keep_last is None or len(newer) < keep.keep_last
-            stays = stays or (keep.keep_every is not None and int(number) % keep.keep_every == 0)
+            stays = stays or (keep.keep_every is not None and number % keep.keep_every == 0)
             if stays and not is_being_deleted(path):
                 continue
             try:
@@ -186,8 +196,7 @@ class RunSaver:
                 self._say(f"'{path}' was not deleted: {error}")
 
     def _steps(self) -> list[int]:
-        numbers = (path.name.removeprefix("step-") for path in self._folder.glob("step-*"))
-        return [int(number) for number in numbers if number.isdecimal()]
+        return [step for path in self._folder.glob("step-*") if (step := _step_of(path)) is not None]
 
 
 def resume_run(
@@ -203,6 +212,26 @@ def resume_run(
         extra = load_checkpoint(path, wrapped.model, wrapped.optimizer)
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(f"train.resume = '{path}': {error}") from None
+    _check_same(path, extra, config, data)
+    pace.step, pace.seconds = extra["step"], extra["seconds"]
+    schedule.load_state_dict(extra["schedule"])
+    # The saved learning rate follows from the length of the saved run, and train.steps may have changed.
+    schedule.last_epoch -= 1
+    schedule.step()
+    # Older checkpoints lack this entry; their runs were validated unless interrupted.
+    return bool(extra.get("validated", True))
+
+
+def check_resume(path: Path, config: Config, data: Mapping[str, Digest]) -> None:
+    """Raise ``ConfigError`` where ``resume_run`` would refuse the settings or the data. Reads the manifest alone."""
+    try:
+        extra = open_checkpoint(path).manifest.extra
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"train.resume = '{path}': {error}") from None
+    _check_same(path, extra, config, data)
+
+
+def _check_same(path: Path, extra: Any, config: Config, data: Mapping[str, Digest]) -> None:
     if not isinstance(extra, dict) or not {"step", "seconds", "schedule", "config"} <= set(extra):
         raise ConfigError(
             f"train.resume = '{path}': a checkpoint of a model, but not one of maingrad train: it has no step"
@@ -210,10 +239,6 @@ def resume_run(
     _check_same_run(path, extra["config"], config)
     if not config.train.resume_with_other_data:
         _check_same_data(path, extra.get("data", {}), data)
-    pace.step, pace.seconds = extra["step"], extra["seconds"]
-    schedule.load_state_dict(extra["schedule"])
-    # Older checkpoints lack this entry; their runs were validated unless interrupted.
-    return bool(extra.get("validated", True))
 
 
 def _check_same_run(path: Path, saved: dict[str, Any], config: Config) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ... import __version__
+from ..config.error import ConfigError
 
 __all__ = [
     "Runtime",
@@ -123,7 +124,7 @@ def _choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError('train.device = "cuda": torch sees no CUDA device here; use "auto" or "cpu"')
+        raise ConfigError('train.device = "cuda": torch sees no CUDA device here; use "auto" or "cpu"')
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 

@@ -209,10 +209,8 @@ class _Trainer:
         entropy = np.random.SeedSequence([settings.seed, step, self.runtime.rank])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0]))
         batches = [self._batch(step, microbatch) for microbatch in range(settings.num_microbatches)]
-        inputs, targets = (
-            torch.stack([each.inputs for each in batches]),
-            torch.stack([each.targets for each in batches]),
-        )
+        inputs = torch.stack([each.inputs for each in batches])
+        targets = torch.stack([each.targets for each in batches])
         iteration = self.graphed
         if iteration is None or recorder.is_recording:
             iteration = self._iteration
@@ -305,14 +303,15 @@ class _Trainer:
         """Mean loss over the fixed validation set, whose rows are divided over ranks. Equal on all ranks."""
         began = time.monotonic()
         self.model.eval()
-        mine = slice(self.runtime.rank, None, self.runtime.world_size)
-        batch = self.windows.rows(mine).to(self.runtime.device)
+        ranks, joined = self.runtime.world_size, self.config.data.documents == "join"
+        batch = self.windows.rows(slice(self.runtime.rank, None, ranks)).to(self.runtime.device)
         total = counted = 0.0
-        for first in range(0, len(batch.inputs), self.rows):
+        # All ranks run as many forwards as the first, which has the most rows: those of a sharded model are collective.
+        for first in range(0, -(-len(self.windows.inputs) // ranks), self.rows):
             part = batch.rows(slice(first, first + self.rows))
-            # Where all targets count, sequences are counted: each has the same number of targets.
-            joined = self.config.data.documents == "join"
+            # Where all targets count, sequences are counted: each has the same number of targets. No row counts 0.
             weight = float(len(part.inputs) if joined else (part.targets >= 0).sum())
+            part = part if len(part.inputs) else self.windows.rows(slice(0, 1)).to(self.runtime.device)
             total += float(self._loss(*part)) * weight
             counted += weight
             self.recorder.forward_ended()

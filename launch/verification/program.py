@@ -140,7 +140,10 @@ def load_arguments(target: str) -> dict[str, Any]:
         return {**returned}
     if isinstance(returned, tuple) and len(returned) in (2, 3):
         return dict(zip(("model", "batch", "loss"), returned, strict=False))
-    raise ValueError(f"{target} returned a {type(returned).__name__}: return (model, batch) or (model, batch, loss)")
+    raise ValueError(
+        f"{target} returned a {type(returned).__name__}: return (model, batch), (model, batch, loss) or a dict of "
+        f"arguments of verify"
+    )
 
 
 def _take_along(old: Tensor, new: Tensor) -> None:

@@ -6,8 +6,9 @@ Then each way (``ways.py``) runs the same parts: what differs now lies between t
 library's fault (``way_diagnosis.py``).
 """
 
+import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,16 @@ from .program import Loss, Program, Step
 from .way_diagnosis import WayJudge
 from .ways import WAYS, Setting, default_units
 
-__all__ = ["Cause", "Finding", "Verification", "VerificationError", "WayResult", "check_options", "verify"]
+__all__ = [
+    "Cause",
+    "Finding",
+    "Verification",
+    "VerificationError",
+    "WayResult",
+    "check_arguments",
+    "check_options",
+    "verify",
+]
 
 
 def verify(
@@ -80,6 +90,16 @@ def verify(
     finally:
         state.restore()
     return found.accepting([Cause(each) for each in accept])
+
+
+def check_arguments(target: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for an argument that ``verify`` does not have.
+
+    target  what has returned the arguments
+    """
+    unknown = sorted(set(arguments) - set(inspect.signature(verify).parameters))
+    if unknown:
+        raise ValueError(f"{target} returned a dict with '{unknown[0]}', which is no argument of verify")
 
 
 def check_options(ways: Collection[str] | None, accept: Collection[str], ranks: int, num_microbatches: int) -> None:

@@ -44,7 +44,8 @@ class StepProfiler:
         self._is_on = settings.first_step is not None and runtime.rank in settings.ranks
         self._profiler: profile | None = None
         self._records_memory = False
-        self._taken = 0
+        self._first_taken = 0
+        """Later than ``first_step`` where a run is resumed among the profiled steps."""
 
     def __enter__(self) -> "StepProfiler":
         return self
@@ -58,15 +59,15 @@ class StepProfiler:
     def step(self, step: int) -> Iterator[None]:
         """A step of the run, counted from 0. The files are written after the last profiled step, or where a step
         fails."""
-        settings = self._settings
-        if not self._is_on or settings.first_step is None or step < settings.first_step:
+        first, count = self._settings.first_step, self._settings.num_steps
+        if not self._is_on or first is None or not first <= step < first + count:
             yield
             return
-        if not self._taken:
+        if self._profiler is None and not self._records_memory:
+            self._first_taken = step
             self._start()
         yield
-        self._taken += 1
-        if self._taken == settings.num_steps:
+        if step + 1 == first + count:
             self._stop(None)
 
     def _start(self) -> None:
@@ -83,7 +84,7 @@ class StepProfiler:
 
     def _stop(self, ending: str | None) -> None:
         """Write what was recorded."""
-        stem = f"step-{self._settings.first_step}-rank-{self._runtime.rank}{'' if ending is None else f'-{ending}'}"
+        stem = f"step-{self._first_taken}-rank-{self._runtime.rank}{'' if ending is None else f'-{ending}'}"
         memory, self._records_memory = self._records_memory, False
         profiler, self._profiler = self._profiler, None
         if memory or profiler is not None:

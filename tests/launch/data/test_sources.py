@@ -214,6 +214,17 @@ def test_the_command_tokenize_writes_documents(tmp_path: Path, capsys: pytest.Ca
     tokenizer = str(tokenizer_file(tmp_path / "tokenizer.json"))
     assert main(["tokenize", str(tmp_path / "other"), *files, "--tokenizer", tokenizer]) == 0
     assert len(read_indexed(tmp_path / "other").starts) == 3
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\r\n")
+    assert main(["tokenize", str(tmp_path / "lines"), str(tmp_path / "a.txt")]) == 0
+    assert bytes(read_indexed(tmp_path / "lines").tokens[:].tolist()) == b"one\r\ntwo\r\n"
+    capsys.readouterr()
+    assert main(["tokenize", str(tmp_path / "set.bin"), *files]) == 2
+    assert "set.bin' is to be a prefix" in capsys.readouterr().err
+    assert main(["tokenize", str(tmp_path / "set"), *files, "--end-of-document", "-1"]) == 2
+    assert "--end-of-document -1: must not be negative" in capsys.readouterr().err
+    (tmp_path / "b.jsonl").write_text('{"text": "half a pair: \\ud83d"}\n')
+    assert main(["tokenize", str(tmp_path / "set"), *files]) == 2
+    assert "b.jsonl' line 1 has text that is no Unicode" in capsys.readouterr().err
     (tmp_path / "b.jsonl").write_text('{"txt": "one"}\n')
     assert main(["tokenize", str(tmp_path / "set"), *files]) == 2
     assert "b.jsonl' line 1 has no string under 'text'" in capsys.readouterr().err
@@ -249,6 +260,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"weights": (1.0, 2.0)}, r'set data\.order = "epochs"'),
         ({"documents": "pad"}, r'no random places: set data\.order = "epochs"'),
         ({"source": "tokens", "documents": "mask"}, r"set data\.end_of_document"),
+        ({"source": "tokens", "end_of_document": -1}, r"data\.end_of_document = -1: must not be negative"),
         ({"source": "tokens", "tokenizer": "x"}, r"data\.tokenizer = 'x': reads text"),
     ],
 )

@@ -5,11 +5,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tiny_run import tiny_config, tiny_toml
+from tiny_run import tiny_config, tiny_document, tiny_toml
 
 from maingrad.launch import simulate
 from maingrad.launch.cli import main
+from maingrad.launch.config.file import structure
 from maingrad.launch.config.run import ConfigError
 from maingrad.launch.data.batches import DataError
 from maingrad.launch.plan.dry_run import dry_run
@@ -59,10 +61,47 @@ def test_what_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.Captu
         dry_run(tiny_config(tmp_path, train={"resume": str(tmp_path / "nowhere")}), 2)
     with pytest.raises(DataError):
         dry_run(tiny_config(tmp_path, data={"paths": [str(tmp_path / "missing.txt")]}), 2)
+    with pytest.raises(ConfigError, match=r"profile\.memory = True: records CUDA's allocator"):
+        dry_run(tiny_config(tmp_path, profile={"first_step": 1, "memory": True}), 2)
+    few = {"max_tokens": 9, "order": "epochs", "paths": [str(tmp_path / "text.py")] * 5, "weights": [1] * 5}
+    with pytest.raises(DataError, match=r"path 1 of data\.paths has no sequence: 9 training tokens"):
+        dry_run(tiny_config(tmp_path, data=few), 2)
+    np.full(400, 300, "<u2").tofile(tmp_path / "large.bin")
+    with pytest.raises(DataError, match="token 300 is outside the vocabulary"):
+        dry_run(tiny_config(tmp_path, data={"source": "tokens", "paths": [str(tmp_path / "large.bin")]}), 2)
     with pytest.raises(SystemExit):
         main(["train", str(tiny_toml(tmp_path)), "--ranks", "2"])
     said = capsys.readouterr()
     assert "--ranks goes with --dry-run" in said.out + said.err
+
+
+def test_a_resumption_that_a_run_would_refuse_is_refused(tmp_path: Path):
+    train(tiny_config(tmp_path, train={"steps": 3, "save_every": 3}))
+    again = {"resume": "auto", "save_every": 3}
+    assert dry_run(tiny_config(tmp_path, train=again), 2).resumes_from is not None
+    with pytest.raises(ConfigError, match=r"model\.dim = 64: the run in '.*' had 32"):
+        dry_run(tiny_config(tmp_path, train=again, model={"dim": 64}), 2)
+    text = tmp_path / "text.py"
+    text.write_text(text.read_text().replace("x", "y", 1))
+    with pytest.raises(ConfigError, match="the training data had other tokens"):
+        dry_run(tiny_config(tmp_path, train=again), 2)
+
+
+def test_a_model_of_hugging_face_is_checked(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(vocab_size=256, max_position_embeddings=20, **sizes).save_pretrained(tmp_path / "llama")
+    model = {"hugging_face": str(tmp_path / "llama"), "pretrained": False}
+    document = tiny_document(tmp_path)
+    document["model"] = model
+    with pytest.raises(ConfigError, match=r"sequence_length = 24: must be at most max_position_embeddings = 20"):
+        dry_run(structure(document), 2)
+    document["train"] = document["train"] | {"sequence_length": 16}
+    assert dry_run(structure(document), 2).checkpoint_bytes > 0
+    with pytest.raises(ConfigError, match=r"llama': has no safetensors; model\.pretrained = false draws"):
+        dry_run(structure(document | {"model": model | {"pretrained": True}}), 2)
+    with pytest.raises(ConfigError, match=r"there is no such folder \(working directory"):
+        dry_run(structure(document | {"model": model | {"hugging_face": str(tmp_path / "lama")}}), 2)
 
 
 @pytest.mark.slow

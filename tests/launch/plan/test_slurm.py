@@ -134,6 +134,8 @@ def test_the_header_asks_for_what_is_wanted(tmp_path: Path, capsys: pytest.Captu
         (["--nodes", "1", "--gpus-per-node", "3", "--parallel", "hybrid"], "must divide the 3 rank(s)"),
         (["--nodes", "2", "--train.save-every", "None"], "train.save_every = None: a job that is queued again"),
         (["--nodes", "2", "--train.resume", "runs/old"], "train.resume = 'runs/old'"),
+        (["--nodes", "2", "--master-port", "99999"], "--master-port must be at most 65535, got 99999"),
+        (["--nodes", "2", "--seconds-to-save", "86400"], "--seconds-to-save must be at most 65535, got 86400"),
         (["--nodes", "2", "--partition", "a b"], "--partition 'a b': must be one word"),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -229,7 +230,9 @@ def test_auto_takes_the_newest_complete_one(tmp_path: Path):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "run" / "checkpoints" / name / "maingrad.json").touch()
     (tmp_path / "run" / "checkpoints" / "step-00000030").mkdir()  # the last that is left of one that was deleted
-    assert where_to_resume(config) == tmp_path / "run" / "checkpoints" / "step-00000010"
+    (tmp_path / "run" / "checkpoints" / "step-00000010").rename(tmp_path / "run" / "checkpoints" / "step-00000011")
+    shutil.copytree(tmp_path / "run/checkpoints/step-00000002", tmp_path / "run/checkpoints/step-best")  # the user's
+    assert where_to_resume(config) == tmp_path / "run" / "checkpoints" / "step-00000011"
 
 
 def test_a_checkpoint_that_a_save_left_beside_its_place_is_gone_on_from(tmp_path: Path):
@@ -298,6 +301,16 @@ def test_other_borders_of_documents_are_refused_where_they_matter(tmp_path: Path
     assert len(train(config("rest", "join", resume=resume["join"])).losses) == 1
     with pytest.raises(ConfigError, match=r"the training data had other borders of documents"):
         train(config("other", "mask", resume=resume["mask"]))
+
+
+def test_a_longer_run_goes_on_with_its_own_schedule(tmp_path: Path):
+    """Half a cosine over the new number of steps, from the first step on that is taken again."""
+    train(config_of(tmp_path, "run", save_every=6))
+    train(config_of(tmp_path, "run", save_every=6, resume="auto", steps=12))
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    rates = {record["step"]: record["lr"] for record in records if record["kind"] == "step"}
+    for taken in range(6, 12):
+        assert rates[taken + 1] == pytest.approx(3e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * taken / 12)) / 2))
 
 
 @pytest.mark.slow

@@ -101,6 +101,16 @@ def test_gradients_that_are_reduced_once_are_those_of_zero1(
     assert_same(run(tmp_path, parallel="zero1", **alike), reduced_once)
 
 
+@pytest.mark.parametrize("eval_sequences", [1, 3])
+def test_validates_on_sequences_that_ranks_cannot_share_evenly(tmp_path: Path, eval_sequences: int):
+    """Ranks with fewer sequences, or none, take part in the gathers of all forwards, and count nothing."""
+    losses = {}
+    for parallel in ("zero1", "fsdp"):
+        train = {"steps": 3, "eval_every": 3, "global_batch_size": 4, "eval_sequences": eval_sequences}
+        losses[parallel] = run(tmp_path, parallel=parallel, train=train)[0]
+    assert losses["fsdp"] == pytest.approx(losses["zero1"], rel=1e-5)
+
+
 @pytest.mark.parametrize("placements", [pytest.param("zero2", marks=pytest.mark.slow), "zero3"])
 def test_microbatches_and_clipping(tmp_path: Path, placements: str):
     """Gradients are summed over ranks microbatch by microbatch: another order of the same sums."""

@@ -24,6 +24,10 @@ def summed():
     model, batch, loss = right()
     return {"model": model, "batch": batch, "loss": lambda output, batch: output.square().sum(), "ranks": 4}
 
+def misspelt():
+    model, batch, loss = right()
+    return {"model": model, "batch": batch, "loss": loss, "rank": 4}
+
 def nothing():
     return 3
 
@@ -67,6 +71,7 @@ def test_status_1(program: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("{}", (), "is not FILE.py:FUNCTION"),
         ("{}x:right", (), "is not FILE.py:FUNCTION"),
         ("{}:nothing", (), "returned a int: return (model, batch)"),
+        ("{}:misspelt", (), "returned a dict with 'rank', which is no argument of verify"),
         ("{}:right", ("--ways", "zero"), "'zero' is no way"),
         ("{}:right", ("--accept", "dropout"), "'dropout' is no cause"),
     ],

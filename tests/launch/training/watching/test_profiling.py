@@ -43,6 +43,18 @@ def test_each_rank_that_was_named_writes_a_trace(tmp_path: Path):
         train(config_of(tmp_path, {"first_step": 1, "ranks": [2]}))
 
 
+@pytest.mark.parametrize("saved, names", [(3, ["2", "3"]), (4, ["2"])])
+def test_a_resumed_run_profiles_the_steps_that_were_asked_for(saved: int, names: list[str], tmp_path: Path):
+    """And neither other steps under their name, nor once more in the place of those that were recorded."""
+    profile = {"first_step": 2, "num_steps": 2}
+    train(config_of(tmp_path, profile, steps=saved, save_every=saved, eval_every=100))
+    path = tmp_path / "run/profile/trace-step-2-rank-0.json.gz"
+    before = path.read_bytes()
+    train(config_of(tmp_path, profile, steps=6, save_every=saved, eval_every=100, resume="auto"))
+    assert files(tmp_path) == [f"trace-step-{name}-rank-0.json.gz" for name in names]
+    assert path.read_bytes() == before
+
+
 class Fails:
     def update(self, status: Any) -> None:
         if status.step == 3:
