@@ -312,7 +312,8 @@ class _Trainer:
             # Where all targets count, sequences are counted: each has the same number of targets. No row counts 0.
             weight = float(len(part.inputs) if joined else (part.targets >= 0).sum())
             part = part if len(part.inputs) else self.windows.rows(slice(0, 1)).to(self.runtime.device)
-            total += float(self._loss(*part)) * weight
+            loss = float(self._loss(*part))
+            total += loss * weight if weight else 0.0  # the mean over no target may be NaN
             counted += weight
             self.recorder.forward_ended()
         self.model.train()
