@@ -29,9 +29,21 @@ def open_body(config: DataConfig, path: str, cache_dir: Path | None) -> Body:
     if config.tokenizer is not None:
         tokens, starts = read_indexed(_tokenized(config.tokenizer, path, cache_dir, end))
         return Body(tokens, starts, end)
-    dtype = np.dtype(np.uint8) if config.source == "text" else np.dtype(config.token_dtype).newbyteorder("<")
-    start = np.zeros(1, np.int64) if config.source == "text" else None  # a text file is a document
-    return Body(FileTokens(Path(path), dtype), start, end)
+    if config.source == "text":
+        return Body(FileTokens(Path(path), np.dtype(np.uint8)), np.zeros(1, np.int64), end)  # a file is a document
+    in_file = FileTokens(Path(path), np.dtype(config.token_dtype).newbyteorder("<"))
+    _check_width(in_file, path)
+    return Body(in_file, None, end)
+
+
+def _check_width(tokens: FileTokens, path: str) -> None:
+    """Raise ``DataError`` for a file of wider integers: every second token would be 0, and training would go on."""
+    first = tokens[: 1 << 14]
+    if len(first) >= 64 and first[::2].any() and not first[1::2].any():
+        raise DataError(
+            f"every second {tokens.dtype.name} at the beginning of data file '{path}' is 0: it seems to hold wider "
+            f"integers; correct data.token_dtype"
+        )
 
 
 def joined(bodies: Sequence[Body]) -> Body:

@@ -18,6 +18,7 @@ from maingrad.launch.data.indexed import read_indexed, write_indexed
 from maingrad.launch.data.joined import JoinedTokens
 from maingrad.launch.data.order import Blend, permuted
 from maingrad.launch.data.sequences import IGNORED, Batch, Body, Sampler, SequenceSet, concatenated
+from maingrad.launch.data.sources import open_body
 from maingrad.launch.data.tokens import DataError
 from maingrad.launch.training.train import train
 
@@ -82,6 +83,25 @@ def test_damaged_index_files_are_named(tmp_path: Path):
     with pytest.raises(DataError, match="do not fit uint8"):
         write_indexed(tmp_path / "small", [[300]], dtype="uint8")
     assert not list(tmp_path.glob("small*"))
+
+
+def test_a_file_of_wider_integers_is_refused(tmp_path: Path):
+    """A vocabulary of less than 65,536 tokens in uint32: as uint16, the default, half of the tokens would be 0."""
+    tokens = np.random.default_rng(0).integers(0, 50257, 500)
+    for stored in ("uint16", "uint32", "int64"):
+        tokens.astype(stored).tofile(tmp_path / stored)
+
+    def opened(stored: str, dtype: str) -> Body:
+        path = str(tmp_path / stored)
+        return open_body(DataConfig(source="tokens", paths=(path,), token_dtype=dtype), path, None)  # type: ignore[arg-type]
+
+    for stored, read in (("uint32", "uint16"), ("int64", "uint32"), ("int64", "uint16")):
+        with pytest.raises(
+            DataError, match=f"every second {read} .*{stored}' is 0.* wider integers; correct data.token"
+        ):
+            opened(stored, read)
+    for right in ("uint16", "uint32"):
+        assert opened(right, right).tokens[:500].tolist() == tokens.tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 17, 256, 1000])
