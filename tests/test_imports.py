@@ -260,6 +260,7 @@ def test_the_library_loads_nothing_of_launch() -> None:
     assert "maingrad.launch" not in done.stdout.split()
 
 
+@pytest.mark.slow
 def test_wrapping_loads_no_checkpoint_of_torchs() -> None:
     """A torch without torch.distributed has none, and others take a quarter of a second for it."""
     rooms = ", ".join(name for name in PUBLIC if name != "maingrad.launch")

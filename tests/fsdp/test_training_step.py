@@ -20,6 +20,7 @@ def check(program: ShardedProgram, ranks: int = 2) -> None:
 
 
 @pytest.mark.parametrize(("placements", "form"), list(itertools.product(PLACEMENTS, FORMS)))
+@pytest.mark.sampled(1)
 def test_equals_eager(placements: str, form: str) -> None:
     check(ShardedProgram(placements=placements, form=form, events=("evaluate",)))
 

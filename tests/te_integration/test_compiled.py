@@ -112,7 +112,7 @@ def stack(kind: str, **options: Any) -> Stack:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("whole", [False, True], ids=["by block", "whole"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_gradients_are_eagers_in_one_graph_for_all_blocks(kind: str, mode: str, whole: bool) -> None:
     """Blocks after the first have inputs that need gradients: a second graph. Nothing else compiles again."""
     model = stack(kind, **MODES[mode])
@@ -333,7 +333,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("first_overwrites", [True, False], ids=["", "adds"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_each_product_is_written_once(program: Any, tied: bool, first_overwrites: bool) -> None:
     results = []
     for compile in (lambda run: run, lambda run: torch.compile(run, backend="aot_eager", fullgraph=True)):

@@ -157,7 +157,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_data_parallel(config: str, delay: bool) -> None:
     ranks, options = CONFIGS[config]
     assert run_ranks(ddp_beside_eager, ranks, options, delay) == [ONE_GRAPH] * ranks
@@ -167,7 +167,7 @@ def test_data_parallel(config: str, delay: bool) -> None:
 @pytest.mark.parametrize("each", [True, False], ids=["each", "once"])
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_fully_sharded(placements: str, each: bool, before: bool, delay: bool) -> None:
     arguments: dict[str, Any] = {"placements": placements}
     if placements != "zero1":  # which always keeps whole gradients

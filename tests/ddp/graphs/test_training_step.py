@@ -117,6 +117,7 @@ def test_an_optimizer_that_goes_back_to_before_its_first_step(options: dict[str,
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "ZeRO-1, overlap"), (3, "ZeRO-1, overlap"), (4, "hybrid")])
+@pytest.mark.sampled(1)
 def test_ranks(ranks: int, config: str) -> None:
     check(Program(config=config, events=("evaluate", "rank 0 reads")), ranks)
 

@@ -97,7 +97,7 @@ def check_rows(found: GroupedQuantized | None, expected: GroupedQuantized) -> No
     [pytest.param(each, marks=[pytest.mark.slow] if each == "large" else []) for each in SPLITS],  # 12 s interpreted
 )
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_rows_of_experts(device: str, name: str, splits: str) -> None:
     spec = SPECS[name]
     for number, (dtype, width) in enumerate(((torch.bfloat16, 170), (torch.float16, 150), (torch.float16, 1))):
@@ -118,7 +118,7 @@ def test_rows_of_experts(device: str, name: str, splits: str) -> None:
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", ["current", "block, weights"])
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(1)
 def test_matrices_of_experts(device: str, name: str) -> None:
     """Packed, evenly spaced and scattered; with a matrix of zeros, one with Inf and one with NaN."""
     spec = dataclasses.replace(SPECS[name], emulated=True)

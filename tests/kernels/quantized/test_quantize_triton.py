@@ -34,7 +34,7 @@ def check(found: Quantized | None, x: Tensor, name: str, scale: Tensor | None = 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_both_copies(device: str, name: str) -> None:
     """Partial tiles at both borders, zeros, Inf and numbers that are subnormal."""
     draws = torch.Generator().manual_seed(0)
@@ -68,7 +68,7 @@ def test_scales_lie_as_cublas_reads_them(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_launches_that_differ_in_one_thing(device: str, name: str) -> None:
     """A compiled form that is found again fits: sizes, dtype, and whether the memory begins at whole 16 bytes."""
     x = torch.randn(96, 264).bfloat16().to(device)
@@ -83,7 +83,7 @@ SCALES = (1.0, 2.7, 3.1e-6, torch.finfo(torch.float32).max)
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
 @pytest.mark.parametrize("name", NAMES[:2])
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_a_scale_that_is_given(device: str, name: str) -> None:
     """Scale and amax are entries of vectors, at every place of 16 bytes."""
@@ -109,6 +109,7 @@ def test_a_scale_that_is_given(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("device", LAUNCHER_DEVICES)
+@pytest.mark.slow
 def test_amaxes_are_those_of_the_reference(device: str) -> None:
     """The largest of many programs, of what is there already, and of NaN, whose sign may be set."""
     nan = torch.tensor([-float("nan")]).item()

@@ -154,6 +154,7 @@ def test_every_row_starts_from_the_same_weights_and_keeps_rotary_frequencies_in_
     assert not torch.equal(tiny.tokens(Shape(2, 4), 3, 1, CPU), tiny.tokens(Shape(2, 4), 3, 0, CPU))
 
 
+@pytest.mark.slow
 def test_rows_that_a_cpu_cannot_run_and_rows_that_fail_stay_with_their_reason(tmp_path: Path) -> None:
     def fails(_: Case) -> Step:
         raise ValueError("as told")

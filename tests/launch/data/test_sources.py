@@ -302,6 +302,7 @@ def megatron_config(folder: Path, name: str, **sections: object) -> Config:
 
 
 @pytest.mark.parametrize("documents", ["mask", "pad"])
+@pytest.mark.sampled(1)
 def test_the_mean_is_over_all_counted_tokens(tmp_path: Path, documents: str):
     """One process with one microbatch, two ranks with three microbatches each: other parts, the same means."""
     data, whole = {"documents": documents}, {"num_microbatches": 1}

@@ -174,7 +174,7 @@ def run_config(folder: Path, source: Path, parallel: str, out: str, **model: Any
 
 
 @pytest.mark.parametrize("name", ["tied", "qwen3-moe"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_ranks_and_ways_begin_with_the_same_model(tmp_path: Path, name: str):
     """New weights, then those in a folder, which for experts is loaded whole."""
     config_of(name).save_pretrained(tmp_path / "new")
@@ -215,7 +215,7 @@ def peaks(config: Config) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("pretrained", [True, False])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_no_rank_holds_the_whole_model(tmp_path: Path, pretrained: bool):
     """Beside its shards a rank holds two copies of the largest unit; the whole model takes 157 MiB."""
     try:

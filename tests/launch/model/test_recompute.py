@@ -54,7 +54,7 @@ def outcome(config: Config) -> tuple[tuple[float, ...], str]:
 
 @pytest.mark.parametrize("mode", range(len(MODES)))
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_the_same_bits(run: str, mode: int, tmp_path: Path):
     assert outcome(config_of(tmp_path, run, MODES[mode])) == outcome(config_of(tmp_path, run, {}))
 

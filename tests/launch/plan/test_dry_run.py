@@ -21,7 +21,7 @@ from maingrad.launch.training.train import train
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
 @pytest.mark.parametrize("optimizer", [{}, {"name": "sgd"}, {"name": "sgd", "momentum": 0.0}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_a_checkpoint_has_so_many_bytes(parallel: str, optimizer: dict[str, Any], dtype: str, tmp_path: Path):
     config = tiny_config(
         tmp_path, parallel=parallel, optimizer=optimizer, model={"param_dtype": dtype}, train={"save_every": 6}

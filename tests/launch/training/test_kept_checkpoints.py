@@ -37,7 +37,7 @@ def kept(folder: Path) -> list[int]:
     "keep, wanted",
     [({}, [*range(1, 11)]), ({"keep_last": 1}, [10]), ({"keep_last": 2, "keep_every": 4}, [4, 8, 9, 10])],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_the_newest_stay_and_those_of_round_numbers(
     keep: dict[str, int], wanted: list[int], background: bool, tmp_path: Path
 ):

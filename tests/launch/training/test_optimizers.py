@@ -86,7 +86,7 @@ def test_each_trains_as_torch_does(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("parallel", ["zero1", "hybrid", "fsdp", "hsdp"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_every_parallel_trains_the_same(name: str, parallel: str, tmp_path: Path):
     ranks = 4 if parallel in ("hybrid", "hsdp") else 2
     runs = [simulate(losses, ranks, config_of(tmp_path, way, OPTIMIZERS[name], way))[0] for way in ("ddp", parallel)]
@@ -96,7 +96,7 @@ def test_every_parallel_trains_the_same(name: str, parallel: str, tmp_path: Path
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "warmup_stable_decay", "constant"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_a_resumed_run_goes_on_with_state_and_schedule(name: str, schedule: str, tmp_path: Path):
     optimizer = OPTIMIZERS[name] | {"schedule": schedule}
     whole = train(config_of(tmp_path, "run", optimizer, save_every=3))

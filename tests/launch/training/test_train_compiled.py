@@ -78,6 +78,7 @@ def test_blocks_with_experts_train_the_same(tmp_path: Path) -> None:
     assert observed["fused_writes"] == observed_eager["fused_writes"]
 
 
+@pytest.mark.slow
 def test_a_compiled_run_goes_on_from_an_eager_checkpoint(tmp_path: Path) -> None:
     whole = losses_of(tiny_config(tmp_path))
     train(tiny_config(tmp_path, train={"steps": 6, "save_every": 3, "out_dir": str(tmp_path / "eager")}))

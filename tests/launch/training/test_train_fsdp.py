@@ -102,6 +102,7 @@ def test_gradients_that_are_reduced_once_are_those_of_zero1(
 
 
 @pytest.mark.parametrize("eval_sequences", [1, 3])
+@pytest.mark.sampled(1)
 def test_validates_on_sequences_that_ranks_cannot_share_evenly(tmp_path: Path, eval_sequences: int):
     """Ranks with fewer sequences, or none, take part in the gathers of all forwards, and count nothing."""
     losses = {}

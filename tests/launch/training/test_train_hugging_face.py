@@ -82,6 +82,7 @@ def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "parallel"), [("llama", "zero1"), ("qwen3-moe", "fsdp"), ("gpt2", "fsdp")])
+@pytest.mark.sampled(1)
 def test_trains_on_two_ranks_and_is_saved_for_transformers(tmp_path: Path, name: str, parallel: str):
     config = config_for(tmp_path, folder_of(name, tmp_path / "source"), parallel=parallel)
     result, _ = simulate(train, 2, config)
@@ -112,7 +113,7 @@ def test_pretrained_weights_begin_with_their_own_loss(tmp_path: Path):
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_checkpoint_becomes_a_folder(tmp_path: Path, parallel: str, capsys: pytest.CaptureFixture[str]):
     """Of the last step: the folder that the run has written. Of an earlier one: what the model was then."""
     source = tmp_path / "source"
@@ -177,7 +178,7 @@ def test_plan_on_meta(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 def test_a_recipe_leaves_the_head_as_it_is(tmp_path: Path, tied: bool, compiled: bool):
     """Under a recipe the layers' outputs change, and the head multiplies what it gets as without one."""
     transformers.LlamaConfig(**_COMMON, tie_word_embeddings=tied).save_pretrained(tmp_path / "source")

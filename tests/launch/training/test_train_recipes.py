@@ -38,7 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     ("recipe", "within"),
     [("float8_current", 0.03), ("float8_delayed", 0.03), ("float8_block", 0.03), ("mxfp8", 0.03), ("nvfp4", 0.05)],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_learns(tmp_path: Path, plain: list[float], recipe: str, within: float) -> None:
     low = run(tmp_path / "low", recipe=recipe)
     assert low != plain
@@ -58,6 +58,7 @@ def test_experts_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.sampled(1)
 def test_delayed_scaling_resumes_on_other_ranks(tmp_path: Path, parallel: str) -> None:
     """Scales and amaxes go on; what two ranks sum in another order than one differs by rounding alone."""
     settings: dict[str, Any] = {"recipe": "float8_delayed", "save_every": 4}

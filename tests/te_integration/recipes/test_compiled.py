@@ -105,6 +105,7 @@ def test_delayed_weight_gradients() -> None:
 
 @pytest.mark.parametrize("how", ["delayed scaling", "queue"])
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_layers_with_two_products_may_be_graph_breaks(how: str) -> None:
     """A graph begins behind each break, and the number of the product is an argument there."""
     recipe = DelayedScaling(amax_history_len=2) if how == "delayed scaling" else CURRENT
@@ -164,6 +165,7 @@ def test_a_block_in_compiled_code() -> None:
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.sampled(1)
 def test_checkpoints(where: str) -> None:
     """Around compiled layers, whose recompute runs outside of the block; and inside of them."""
     model = layers()

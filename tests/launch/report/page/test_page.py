@@ -216,6 +216,7 @@ def test_a_run_that_was_resumed_says_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+@pytest.mark.sampled(1)
 def test_experts_and_sharded_parameters(tmp_path: Path, parallel: str) -> None:
     experts = {"num_experts": 4, "top_k": 2, "expert_ffn_dim": 32}
     config = tiny_config(tmp_path, parallel=parallel, model=experts)

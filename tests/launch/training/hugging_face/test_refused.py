@@ -79,7 +79,7 @@ class EarlyOptimizer(Trainer):
 
 
 @pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_an_optimizer_over_the_model_before_it_is_wrapped(form: Any, tmp_path: Path) -> None:
     model = language_model()
     before = model.lm_head.weight.clone()

@@ -46,6 +46,7 @@ def assert_alike(seen: dict[str, list[float]], expected: dict[str, list[float]],
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_every_form_logs_what_the_plain_trainer_logs(options: str, model: str, tmp_path: Path) -> None:
     """44 rows leave 2 of 3 microbatches to the last step of an epoch, with fewer tokens on one rank."""
     plain, *_ = run_ranks(train, 2, "plain", tmp_path / "plain", OPTIONS[options], MODELS[model])
@@ -106,7 +107,7 @@ def test_resumes_on_another_number_of_ranks(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_one_process_logs_what_the_plain_trainer_logs_and_goes_on(form: str, tmp_path: Path) -> None:
     """Losses and norms of every step show accumulation, clipping and moments; the rate shows the schedule."""
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.2}

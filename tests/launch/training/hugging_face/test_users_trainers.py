@@ -63,7 +63,7 @@ def with_statistics(kind: str, folder: Path, shared: bool | None) -> list[float]
 
 
 @pytest.mark.parametrize("shared", [None, False])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_running_statistics(shared: bool | None, tmp_path: Path) -> None:
     """Evaluations read the first rank's statistics, or each rank's own, as under torch's wrapper."""
     plain = run_ranks(with_statistics, 2, "plain", tmp_path, shared)
@@ -119,6 +119,7 @@ def with_groups_of_ones_own(kind: str, folder: Path) -> list[float]:
         return train(kind, base.get(kind, names["Grouped"]), language_model(), arguments(folder, max_steps=5))[1]
 
 
+@pytest.mark.slow
 def test_groups_of_ones_own(tmp_path: Path) -> None:
     """The page's ``create_optimizer`` updates as torch's optimizer with the same groups does."""
     plain, *_ = run_ranks(with_groups_of_ones_own, 2, "plain", tmp_path)
@@ -160,6 +161,7 @@ def generating(kind: str, folder: Path) -> list[Any]:
         return [*train(kind, Seq2SeqTrainer, model, args, **given)[1], seen]
 
 
+@pytest.mark.slow
 def test_ranks_generate_different_lengths(tmp_path: Path) -> None:
     """Under "fsdp" each forward gathers: ranks run as many, and an encoder that is called alone has whole weights."""
     plain = run_ranks(generating, 2, "plain", tmp_path)
@@ -184,6 +186,7 @@ def of_bert(kind: str, folder: Path) -> list[float]:
     return logged
 
 
+@pytest.mark.slow
 def test_embeddings_inside_a_block(tmp_path: Path) -> None:
     plain, *_ = run_ranks(of_bert, 2, "plain", tmp_path)
     assert run_ranks(of_bert, 2, "fsdp", tmp_path)[0] == pytest.approx(plain, abs=1e-5)
