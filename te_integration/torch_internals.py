@@ -15,9 +15,16 @@ try:
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
     from torch._library import opaque_object
 
-    Opaque: Any = opaque_object.OpaqueBase  # type: ignore[attr-defined]  # public in the file, not in its __all__
+    if hasattr(opaque_object, "register_custom_class"):  # torch 2.14
+        from torch._custom_class_base import CustomClassBase as _OpaqueBase
+
+        _register_opaque, _OPAQUE_KIND = opaque_object.register_custom_class, "symbolic"
+    else:
+        _OpaqueBase = opaque_object.OpaqueBase
+        _register_opaque, _OPAQUE_KIND = opaque_object.register_opaque_type, "reference"
+    Opaque: Any = _OpaqueBase
     _HAS_EFFECTS = True
-except ImportError:  # a later torch may move them: its canary is tests/te_integration/test_torch_internals.py
+except (ImportError, AttributeError):  # a later torch may move them: its canary is tests/te_integration/test_torch_internals.py
     Opaque = object
     _HAS_EFFECTS = False
 
@@ -96,7 +103,7 @@ def let_traces_call(cls: type, names: tuple[str, ...], *, guarded: Callable[[Any
     """
     if _HAS_EFFECTS:
         members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
-        opaque_object.register_opaque_type(cls, typ="reference", members=members, guard_fn=guarded)
+        _register_opaque(cls, typ=_OPAQUE_KIND, members=members, guard_fn=guarded)
 
 
 def _register_prehook(node: Any, fn: Any) -> Any:

@@ -314,6 +314,12 @@ class SimulatedProcessGroup(dist.ProcessGroup):
 
     # Coalescing: the operations run as launched, and one handle waits for all of them.
 
+    supports_coalescing = False
+
+    def _get_backend(self, device: torch.device) -> "SimulatedProcessGroup":
+        """What torch 2.14 asks for ``supports_coalescing``."""
+        return self
+
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
 
