@@ -18,6 +18,7 @@ NEEDED_BY_TORCH = (
     "torch._C._DisableTorchDispatch",
     "torch.Tensor._make_subclass",
     "torch._dynamo.",
+    "torch._foreach_norm",
 )
 """torch's own Python code calls them in what the programs do."""
 
@@ -66,9 +67,15 @@ def test_without_any_private_name_every_package_is_imported_with_one_warning_for
 def test_without_all_names_that_something_can_replace_training_gives_the_same_weights(torch: OtherTorch) -> None:
     names = [name for name, is_replaced in torch.names.items() if is_replaced and not name.endswith(NEEDED_BY_TORCH)]
     assert len(names) > 25
-    found = torch.without(names, [*PROGRAMS, "compiled"])
-    assert found["programs"].pop("compiled") == 0.0
-    assert found["programs"] == torch.plain["programs"]
+    assert torch.without(names)["programs"] == torch.plain["programs"]
+
+
+def test_without_operators_that_have_effects_a_compiled_layer_breaks_the_graph_and_warns_at_import(
+    torch: OtherTorch,
+) -> None:
+    found = torch.without(["torch._higher_order_ops.effects._EffectType"], ["compiled"])
+    assert found["programs"] == {"compiled": 0.0}
+    assert sum("each fused layer under torch.compile is a graph break" in each for each in found["warnings"]) == 1
 
 
 def test_a_wrapper_says_which_name_it_cannot_do_without(torch: OtherTorch) -> None:
