@@ -19,6 +19,7 @@ from ..ddp.contract.module import note_shard
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, grid_name_of
 from ..ddp.stock.clipping import guard_stock_clipping
+from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
 from ..ddp.wrapper.dropped import forget_dropped
 from ..ddp.wrapper.whose_experts import check_same_experts
 from .module import make_unit
@@ -175,6 +176,7 @@ def _prepare(
     copy_engines: bool,
 ) -> _Prepared:
     """Check the module, materialise it and plan its buckets: every step that may fail on one rank alone."""
+    check_wrappers_can_run(delivers_to_all)
     check_module(module)
     inside = list(own_modules(module))
     on = device_of(device, mesh, grid, inside, ignored)

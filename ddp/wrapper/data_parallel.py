@@ -42,6 +42,7 @@ from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_owned_params, find_tensors
 from ..stock.master_param import WatchedMasters
 from ..stock.optimizer import expose_grad
+from ..torch_internals import check_wrappers_can_run
 from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
 from .comparison import check_same_config, check_same_model
@@ -99,6 +100,7 @@ class DistributedDataParallel(AroundModule):
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
+        check_wrappers_can_run()
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
