@@ -63,6 +63,15 @@ def guard_stock_optimizers(wrapper: object) -> None:
 @functools.cache
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    zero_grad = Optimizer.zero_grad
+
+    @functools.wraps(zero_grad)
+    def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        zero_grad(optimizer, *args, **kwargs)
+        for parts in _parts_of(_records_of(optimizer)) if _guarding else ():
+            parts.note_optimizer()
+
+    Optimizer.zero_grad = noting  # type: ignore[method-assign]  # torch has no hook for it
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -117,6 +126,8 @@ def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
                 f"before clipping and stepping (a closure ends with them, and begins with model.zero_grad_buffer()), "
                 f"or use maingrad.ddp.DistributedOptimizer"
             )
+    for parts in _parts_of(ours):
+        parts.note_step(vars(optimizer).get("found_inf"))
 
 
 def _guard_zero_grad(optimizer: Optimizer) -> None:
@@ -138,6 +149,12 @@ def _guard_zero_grad(optimizer: Optimizer) -> None:
         type(live).zero_grad(live, set_to_none)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _parts_of(records: Sequence[GradRecord]) -> list[Any]:
+    """The ``Parts`` of the wrappers that reduce these gradients."""
+    references = {id(record.parts): record.parts for record in records if record.parts is not None}
+    return [parts for reference in references.values() if (parts := reference()) is not None]
 
 
 def _records_of(optimizer: Optimizer) -> list[GradRecord]:
