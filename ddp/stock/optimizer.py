@@ -63,15 +63,15 @@ def guard_stock_optimizers(wrapper: object) -> None:
 @functools.cache
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
-    zero_grad = Optimizer.zero_grad
+    unscale = torch.amp.GradScaler._unscale_grads_
 
-    @functools.wraps(zero_grad)
-    def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        zero_grad(optimizer, *args, **kwargs)
+    @functools.wraps(unscale)
+    def noting(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         for parts in _parts_of(_records_of(optimizer)) if _guarding else ():
-            parts.note_optimizer()
+            parts.note_optimizer()  # a scaler may skip its very first step
+        return unscale(scaler, optimizer, *args, **kwargs)
 
-    Optimizer.zero_grad = noting  # type: ignore[method-assign]  # torch has no hook for it
+    torch.amp.GradScaler._unscale_grads_ = noting  # type: ignore[method-assign]  # there is no hook
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -278,7 +278,7 @@ class GradRounds:
             discard_iteration(model)
 
     def _notice_all_cleared(self) -> None:
-        if self.trained and self.is_clear and any(bucket.grad_shard.was_cleared for bucket in self._buckets):
+        if self.trained and self.is_clear:
             self.trained.clear()
         for grad_set in self._all:
             if grad_set.round.is_left:
