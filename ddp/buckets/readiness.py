@@ -21,6 +21,7 @@ from ..contract.record import GradRecord
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
+from .iteration_ends import TrainedBackwards, is_watched
 from .launcher import BucketLauncher
 from .wiring import WiredParam
 
@@ -51,6 +52,7 @@ class Readiness:
         """Whether this is the final microbatch of the iteration."""
         self.completes: frozenset[int] | None = None
         """``id`` of the records whose last contribution comes in this backward; None: all that the backward reaches."""
+        self.trained = TrainedBackwards()
 
         # State of the backward.
         self._outer_task: int | None = (
@@ -65,6 +67,7 @@ class Readiness:
     def reset(self) -> None:
         """Start a new iteration."""
         self._passed.clear()
+        self.trained.clear()
         self._unused = None
 
     @torch.compiler.disable
@@ -134,6 +137,8 @@ class Readiness:
     def on_grad(self, param: Tensor, bucket: Bucket, record: GradRecord) -> None:
         """In the hook: a parameter's gradient of one backward is in ``.grad``, in ``main_grad``, or in a queue."""
         take_grad_of_backward(param, record)
+        if is_watched():
+            self.trained.add(current_backward())
         if bucket.idle or self._raw_stream is not None:
             self._note_write(bucket)
         if not (self.sync and self._overlap) or not self._is_last(record):

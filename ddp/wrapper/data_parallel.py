@@ -23,7 +23,7 @@ from ..buckets.checks import (
     check_wiring,
     is_frozen,
 )
-from ..buckets.iteration_ends import end_iteration
+from ..buckets.iteration_ends import discard_iteration, end_iteration, note_forward
 from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
@@ -239,7 +239,7 @@ class DistributedDataParallel(AroundModule):
             self._finish()
 
     def _finish(self) -> None:
-        end_iteration(self.module, self.grids["dense"], self.failures)
+        end_iteration(self.module, self.grids["dense"], self.failures, self.readiness.trained)
         self._finished = True
 
     @property
@@ -263,6 +263,8 @@ class DistributedDataParallel(AroundModule):
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
         self.readiness.reset()
+        if self._finished:
+            discard_iteration(self.module)
         self._launched = self._checked = self._finished = False
         self.iteration += 1
 
@@ -376,6 +378,7 @@ class DistributedDataParallel(AroundModule):
         if not torch.is_grad_enabled() or is_frozen(self._wired):
             return self.module(*args, **kwargs)
         self.check_before_forward()
+        note_forward()
         outputs = self.module(*args, **kwargs)
         self.readiness.watch(outputs)
         return outputs

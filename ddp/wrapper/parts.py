@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..buckets.checks import check_nothing_bypassed
+from ..buckets.iteration_ends import note_optimizer, note_step
 from ..contract.main_grad import record_of
 
 if TYPE_CHECKING:
@@ -150,6 +151,14 @@ class BucketParts(Parts):
         check_nothing_bypassed([(wired.owned.param, wired.record) for wired in complete], "the end of a stage's step")
         for wired in complete:
             wrapper.readiness.complete(wired)
+
+    def note_optimizer(self) -> None:
+        """A stock optimizer has parameters of the wrapper's model."""
+        note_optimizer(self.host.module)
+
+    def note_step(self, found_inf: Tensor | None) -> None:
+        """A stock optimizer takes its step, unless the device finds Inf."""
+        note_step(self.host.module, found_inf)
 
     @property
     def iteration(self) -> int:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...ddp.buckets.iteration_ends import is_watched, note_forward
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
@@ -139,6 +140,7 @@ class Root:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers
         self._check_units()
+        note_forward()
         self.forward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
@@ -207,6 +209,8 @@ class Root:
         if trains and not backward.trains:
             backward.trains = True
             self.grads.backward_began()
+        if trains and is_watched():
+            self.grads.trained.add(task)
         if task not in backward.tasks:
             backward.tasks.add(task)
             call_when_backward_ends(_BackwardEnd(weakref.ref(self), task))
@@ -352,6 +356,7 @@ class Root:
         for unit in self.units:
             unit.root_reference = here
             for bucket in unit.buckets:
+                bucket.model = self.module
                 bucket.connect(numbers.get(id(bucket), -1), self.failures, events)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
-from ...ddp.buckets.iteration_ends import end_iteration
+from ...ddp.buckets.iteration_ends import TrainedBackwards, discard_iteration, end_iteration, is_watched
 from ...ddp.buckets.launcher import BucketLauncher
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import InFlight, in_stages
@@ -80,6 +80,7 @@ class GradRounds:
         self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
         self._home: torch.cuda.Stream | None = None  # the stream of forwards: sums take memory from it
         self._pool = GradPool(units)
+        self.trained = TrainedBackwards()
 
     # ---- The life of a round. ----
 
@@ -97,6 +98,8 @@ class GradRounds:
         if not self.under_way:
             for bucket in self._buckets:
                 bucket.grad_shard.free_if_cleared()
+            if is_watched() and all(bucket.grad_shard.is_cleared for bucket in self._buckets):
+                self.discarded()
 
     def backward_began(self) -> None:
         """A backward of the iteration begins. Discard earlier gradients whose ``.grad`` was set to None meanwhile."""
@@ -181,6 +184,7 @@ class GradRounds:
     def give_up(self) -> None:
         """Give the iteration up: wait for reductions under way, and discard the other gradients."""
         self._due = None
+        self.trained.clear()
         self._settle_all()
         for grad_set in self._all:
             grad_set.round.give_up()
@@ -229,7 +233,8 @@ class GradRounds:
             current_stream(self._device).synchronize()  # offloaded: the optimizer reads .grad on the host
         with torch.no_grad():
             if (model := self._outermost.module()) is not None:
-                end_iteration(model, self._outermost.grid, self._failures)
+                end_iteration(model, self._outermost.grid, self._failures, self.trained)
+            self.trained.clear()
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
     def check_delays_are_over(self, what: str) -> None:
@@ -267,7 +272,14 @@ class GradRounds:
                 pair.whole.grad = None
             raise
 
+    def discarded(self) -> None:
+        """``.grad`` of all shards were set to None after an iteration."""
+        if (model := self._outermost.module()) is not None:
+            discard_iteration(model)
+
     def _notice_all_cleared(self) -> None:
+        if self.trained and self.is_clear:
+            self.trained.clear()
         for grad_set in self._all:
             if grad_set.round.is_left:
                 self._notice_cleared(grad_set)

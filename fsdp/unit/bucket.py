@@ -144,6 +144,8 @@ class ShardedBucket:
         self.records: tuple[GradRecord, ...] = ()
         self.grad_bucket: Bucket | None = None
         """The whole gradients as a bucket of ``ddp``, for the launcher. None before ``connect``, and if frozen."""
+        self.model: weakref.ref[nn.Module] | None = None
+        """The outermost unit's module. None before ``connect``."""
         self.round: Round | None = None
         """The phase of the gradients in their iteration. Buckets of a unit share a round (``round.py``)."""
         if trainable:
