@@ -215,8 +215,8 @@ class DistributedDataParallel(AroundModule):
                 "zero_grad_buffer() after optimizer.step()"
             )
         self.start_grad_sync()
-        self.steps.finish()
         self._launcher.wait()
+        self.steps.finish()
         if self._nan_check is not None:
             with self.failures.watch("the search for NaN and Inf"):
                 self._nan_check.raise_where_found(self.grids["dense"])

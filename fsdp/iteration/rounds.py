@@ -225,7 +225,6 @@ class GradRounds:
 
     def _finish(self) -> None:
         self._compare_steps()
-        self._settle_all()
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
             bucket.grad_shard.publish()
@@ -240,10 +239,11 @@ class GradRounds:
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
 
     def _compare_steps(self) -> None:
-        """Raise if ranks differ, and discard the gradients: on CPUs those of this iteration are mixed."""
+        """Compare the steps of ranks, and wait for all reductions. If ranks differ, discard the gradients and raise."""
         try:
             self.steps.start()
             self.steps.next_iteration()
+            self._settle_all()  # before the host waits: without streams some collectives begin in the wait
             self.steps.finish()
         except RuntimeError as error:
             if not isinstance(error, CollectiveError):
