@@ -139,6 +139,7 @@ class FSDPModule(nn.Module):
     def checkpoint_source(self) -> ShardedSource:
         """What ``save_checkpoint`` and ``load_checkpoint`` ask of this module and the units in it. Collective at the
         first call."""
+        root_of(self).grads.steps.read()  # weights that were mixed are not saved
         return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

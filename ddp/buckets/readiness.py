@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..collectives.step_check import StepCheck
 from ..config import DistributedDataParallelConfig
 from ..contract.main_grad import take_grad_of_backward
 from ..contract.record import GradRecord
@@ -37,8 +38,10 @@ class Readiness:
         launcher: BucketLauncher,
         config: DistributedDataParallelConfig,
         device: torch.device,
+        steps: StepCheck,
     ) -> None:
         self._wired = wired
+        self._steps = steps
         self._launcher = launcher
         self._overlap = config.overlap_grad_reduce
         self._find_unused = config.find_unused_parameters
@@ -71,13 +74,17 @@ class Readiness:
         self._unused = None
 
     @torch.compiler.disable
-    def watch(self, outputs: Any) -> None:
-        """After a forward: have backward's start noticed, and find out which parameters backward will reach."""
-        if not (self._overlap or self._launcher.observer.recording):
+    def watch(self, outputs: Any, *, trains: bool) -> None:
+        """After a forward: have backward's start noticed, and find out which parameters backward will reach.
+
+        trains  the model is in training mode
+        """
+        watches = self._overlap or self._launcher.observer.recording
+        if not (watches or self._steps.active):
             return
         tensors = differentiable_tensors(outputs)
         find_unused = self._find_unused and self.sync
-        if find_unused or self._recomputes is None:
+        if find_unused or (watches and self._recomputes is None):
             walk = walk_graph(tensors)
             self._recomputes = bool(self._recomputes) or walk.recomputes
             if find_unused:
@@ -86,10 +93,19 @@ class Readiness:
                 hidden = walk.recomputes
                 self._unused = [w for w in candidates if not hidden and id(w.owned.param) not in walk.leaves]
         here = weakref.ref(self)
+        noted = trains and any(tensor.grad_fn is not None for tensor in tensors)
+        if noted:
+            self._steps.note_forward()
 
         def backward_enters(_: Tensor) -> None:
+            nonlocal noted
             live = here()
-            if live is not None:
+            if live is None:
+                return
+            if noted:
+                noted = False
+                live._steps.note_use()
+            if watches:
                 live._on_backward_start()
 
         for tensor in tensors:

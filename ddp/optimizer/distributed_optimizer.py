@@ -133,6 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"
             )
         self.model.check_started("optimizer.step()")
+        self.model.steps.note_update()
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
             raise RuntimeError(

@@ -82,10 +82,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _guard_zero_grad(optimizer)
     if ours:
         prepare_skippable_step(optimizer)
-    check = functools.partial(_check_exposed, optimizer, ours)
-    with_closure = after_closure(args, kwargs, check) if ours else None
+    begin = functools.partial(_begin, optimizer, ours)
+    with_closure = after_closure(args, kwargs, begin) if ours else None
     if with_closure is None:
-        check()
+        begin()
     return with_closure
 
 
@@ -109,6 +109,14 @@ def after_closure(
         return loss
 
     return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": checked})
+
+
+def _begin(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:
+    """A step begins to read gradients. If the step has a closure, the closure has computed them before."""
+    _check_exposed(optimizer, ours)
+    for parts in {record.parts for record in ours}:
+        if parts is not None and (live := parts()) is not None:
+            live.note_update()
 
 
 def _check_exposed(optimizer: Optimizer, ours: Sequence[GradRecord]) -> None:

@@ -32,6 +32,7 @@ from ..collectives.failure_report import FailureReporter
 from ..collectives.observer import Observer
 from ..collectives.rank_grid import RankGrid, make_grids
 from ..collectives.reduction import GradReduction, make_reductions
+from ..collectives.step_check import StepCheck
 from ..collectives.timeline import Timeline, recorded_on
 from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
@@ -138,6 +139,7 @@ class DistributedDataParallel(AroundModule):
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, failures, device=self.device)
+        self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
         self._gathers: Sequence[ParamGather] = ()
         self._masters: weakref.ref[WatchedMasters] | None = None
 
@@ -149,7 +151,7 @@ class DistributedDataParallel(AroundModule):
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
-        self.readiness = Readiness(self._wired, self._launcher, config, self.device)
+        self.readiness = Readiness(self._wired, self._launcher, config, self.device, self.steps)
         hooks = self.readiness.listen()
         self._attachment = attach_params(self, self._wired, hooks, self.grids)
         self.grad_parts = BucketParts(self)
@@ -196,6 +198,7 @@ class DistributedDataParallel(AroundModule):
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
         self._launcher.launch_rest()
+        self.steps.start()
 
     @torch.no_grad()
     def finish_grad_sync(self, num_tokens: Tensor | int | None = None) -> None:
@@ -215,6 +218,7 @@ class DistributedDataParallel(AroundModule):
             )
         self.start_grad_sync()
         self._launcher.wait()
+        self.steps.finish()
         if self._nan_check is not None:
             with self.failures.watch("the search for NaN and Inf"):
                 self._nan_check.raise_where_found(self.grids["dense"])
@@ -233,6 +237,7 @@ class DistributedDataParallel(AroundModule):
 
         ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``ddp_config.can_wait_by_bucket``.
         """
+        self.steps.finish()
         for bucket in buckets:
             self._launcher.wait_for(bucket)
         if not self._finished and all(bucket.phase is Phase.REDUCED for bucket in self.buckets):
@@ -256,6 +261,7 @@ class DistributedDataParallel(AroundModule):
             return
         check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         check_nothing_under_way(self.buckets)
+        self.steps.next_iteration()
         for bucket in self.buckets:
             bucket.reset()
         discard_grads(self._wired)
@@ -271,8 +277,10 @@ class DistributedDataParallel(AroundModule):
     def abandon_iteration(self) -> None:
         """``zero_grad_buffer`` after a backward that failed. Collective: launched buckets are reduced first."""
         check_nothing_pending(self.records, "abandon_iteration()")
+        self.steps.note_given_up()
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
+            self.steps.start()  # other ranks may have come to finish_grad_sync()
         self._launcher.wait()
         self.zero_grad_buffer()
 
@@ -298,6 +306,7 @@ class DistributedDataParallel(AroundModule):
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
         broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
+        self.steps.forget()
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Set ``.grad`` to the reduced gradients, for stock optimizers and ``clip_grad_norm_``.
@@ -380,7 +389,7 @@ class DistributedDataParallel(AroundModule):
         self.check_before_forward()
         note_forward()
         outputs = self.module(*args, **kwargs)
-        self.readiness.watch(outputs)
+        self.readiness.watch(outputs, trains=self.module.training)
         return outputs
 
     @torch.compiler.disable

@@ -174,6 +174,10 @@ class BucketParts(Parts):
         """See ``Parts``."""
         return self.host.no_sync()
 
+    def note_update(self) -> None:
+        """A stock optimizer steps over parameters of the wrapper."""
+        self.host.steps.note_update()
+
     def _abandon(self) -> None:
         self.host.abandon_iteration()
 

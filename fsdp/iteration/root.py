@@ -69,6 +69,7 @@ class Root:
         if self._copy_engines:
             self.gathers.map_memory(KEPT_UNITS + 1)
         self.grads = GradRounds(units, trainable, self.failures, self.device)
+        self.gathers.log = self.grads.log
 
         self.sync = True
         """False within ``no_sync``: in every microbatch but the iteration's last."""
@@ -123,7 +124,15 @@ class Root:
         if not self._running and current_backward() == -1:
             if hooks is None:
                 self.gathers.release_all()
+            self._note_forward(running.trace)
             self.observer.forward_ended()
+
+    def _note_forward(self, trace: ForwardTrace) -> None:
+        """An outermost forward is over. Ranks compare how many of those that train no backward has used."""
+        module = self.module()
+        if trace.has_graph and not self._frozen and module is not None and module.training:
+            trace.awaits_backward = True
+            self.grads.steps.note_forward()
 
     def _trace_of(self, task: int) -> ForwardTrace:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""
@@ -166,6 +175,9 @@ class Root:
     def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
         """Backward in graph task ``task`` has reached the outputs of a unit's forward: gather the unit and the next."""
         unit = forward.unit
+        if trace.awaits_backward:
+            trace.awaits_backward = False
+            self.grads.steps.note_use()
         trains = forward.trains and (delivers or self._is_named_in(task))
         backward = self._enter(unit, task, trains=trains, delays=forward.delays)
         forwards = backward.entered[unit].forwards

@@ -16,8 +16,9 @@ from ...ddp.buckets.bucket import Phase
 from ...ddp.buckets.checks import check_nothing_bypassed, check_nothing_pending
 from ...ddp.buckets.iteration_ends import TrainedBackwards, discard_iteration, end_iteration, is_watched
 from ...ddp.buckets.launcher import BucketLauncher
-from ...ddp.collectives.failure_report import FailureReporter
+from ...ddp.collectives.failure_report import CollectiveError, FailureReporter
 from ...ddp.collectives.in_flight import InFlight, in_stages
+from ...ddp.collectives.step_check import StepCheck
 from ...ddp.collectives.streams import OnStream, current_stream
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.gradient import step_ended
@@ -27,6 +28,7 @@ from ..unit.memory import Meter
 from ..unit.round import Round, RoundPhase
 from ..unit.unit import Unit
 from .grad_pool import GradPool
+from .unit_log import UnitLog
 
 __all__ = ["GradRounds"]
 
@@ -73,6 +75,10 @@ class GradRounds:
             failures,
             device=device,
         )
+        self.steps = StepCheck(units[0].grid, failures, device, self.launcher.stream)
+        self.log = UnitLog(units, self.steps) if self.steps.active else None
+        for bucket in buckets:
+            bucket.steps = self.steps
         self._of: dict[Unit, list[_GradSet]] = {unit: _rounds_of(unit) for unit in units}
         self._all = [grad_set for unit in reversed(units) for grad_set in self._of[unit]]  # about in backward's order
         self._due: list[_GradSet] | None = None  # to be sent, after the iteration's last backward
@@ -222,7 +228,7 @@ class GradRounds:
                 self._finish()
 
     def _finish(self) -> None:
-        self._settle_all()
+        self._compare_steps()
         for bucket in self._buckets:
             bucket.grad_shard.show_zeros()  # no backward has reached it, or its .grad was set to None
             bucket.grad_shard.publish()
@@ -236,6 +242,18 @@ class GradRounds:
                 end_iteration(model, self._outermost.grid, self._failures, self.trained)
             self.trained.clear()
             call_grad_hooks(pair.sharded for bucket in self._buckets for pair in bucket.pairs)
+
+    def _compare_steps(self) -> None:
+        """Compare the steps of ranks, and wait for all reductions. If ranks differ, discard the gradients and raise."""
+        try:
+            self.steps.start()
+            self.steps.next_iteration()
+            self._settle_all()  # before the host waits: without streams some collectives begin in the wait
+            self.steps.finish()
+        except RuntimeError as error:
+            if not isinstance(error, CollectiveError):
+                self.give_up()
+            raise
 
     def check_delays_are_over(self, what: str) -> None:
         """Raise ``RuntimeError`` if ``what``, which gathers, comes before delayed gradients of an iteration are sent.
@@ -311,6 +329,8 @@ class GradRounds:
         if kept:
             self._bound_pool(bucket)
         self._sending = True
+        if self.log is not None:
+            self.log.note_reduction(bucket, inside=inside, across=across)
         adds_to_total = self._claim(bucket)
         self.launcher.launch(
             bucket.grad_bucket, partial(_reduce, bucket, adds_to_total=adds_to_total, inside=inside, across=across)

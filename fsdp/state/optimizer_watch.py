@@ -163,5 +163,8 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     step_ended(optimizer)
-    for bucket in _buckets_of(optimizer):
+    buckets = _buckets_of(optimizer)
+    for bucket in buckets:
         bucket.note_change()
+    for steps in {bucket.steps for bucket in buckets if bucket.steps is not None}:
+        steps.note_update()

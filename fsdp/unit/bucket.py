@@ -25,6 +25,7 @@ from ...ddp.collectives.in_flight import all_gather_shards
 from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.placements import Placement, Placements
 from ...ddp.collectives.reduction import GradReduction
+from ...ddp.collectives.step_check import StepCheck
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
 from ...ddp.contract.record import GradRecord
@@ -139,6 +140,8 @@ class ShardedBucket:
         self.gathered.release()
         self._gathered_version = -1
         self.gather: ParamGather | None = None
+        self.steps: StepCheck | None = None
+        """Compares the steps of the model's ranks. None before ``connect``."""
 
         # Gradients.
         self.records: tuple[GradRecord, ...] = ()
@@ -163,6 +166,11 @@ class ShardedBucket:
     def changed(self) -> bool:
         """Whether the shard was changed after the last gather."""
         return self.shard._version != self._gathered_version
+
+    @property
+    def gathers_across(self) -> bool:
+        """Whether the next gather begins with a gather across instances."""
+        return self._instance is not None and self.changed
 
     def note_change(self) -> None:
         """The shard may have other values. Fused optimizers do not raise the version of what they write."""
