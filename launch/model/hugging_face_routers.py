@@ -1,8 +1,8 @@
 """The auxiliary loss of a Hugging Face model with experts, without padding.
 
-``transformers`` leaves padding out of it where the model gets an ``attention_mask``. ``maingrad train`` gives none: with
-it, attention would cross documents and take a slower kernel. The loss is therefore computed again, from the router
-logits that the model returns, by the function that its module has for it.
+``transformers`` leaves padding out of it where the model gets an ``attention_mask``. ``maingrad train`` gives none,
+because attention would then cross documents and take a slower kernel. The loss is therefore computed again from the
+router logits that the model returns, by the function that its module has for it.
 """
 
 import inspect

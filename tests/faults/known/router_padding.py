@@ -7,7 +7,7 @@ _TEST = "tests/launch/model/test_padding.py"
 FAULTS = [
     Fault(
         "51a-router-losses-count-padding",
-        sentence="Means over all tokens of a row: the balance and z-losses of a document change with the length of its row.",
+        sentence="Means over all tokens of a row: a document's router losses change with the length of its row.",
         tests=[f"{_TEST}::test_a_document_in_rows_of_12_and_96"],
         changes=[Change("maingrad.launch.model.moe", "_token_mean", "if is_padding is None:", "if True:")],
     ),
