@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing h
 import pytest
 import torch.distributed as dist
 from gloo import run_ranks
+from seeding import seed_as_in_a_new_process
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM  # noqa: F401  for the ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,7 @@ def printed(own: str, *runs: tuple[str, int]) -> list[str]:
         for folder, steps in runs:
             assert own.count("\nSTEPS, MICROBATCHES, SAVE_EVERY = 40, ") == 1
             program = own.replace("SAVE_EVERY = 40, ", f"SAVE_EVERY = {steps}, ")
+            seed_as_in_a_new_process()
             with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(program, "train.py", "exec"), {"__name__": "__main__"})
             said.append(out.getvalue())

@@ -18,6 +18,7 @@ from ..config.error import ConfigError
 from ..config.model import ModelConfig
 from .deferred import DeferredValues, stored_tensors
 from .gpt import GPT, build_model
+from .hugging_face_routers import RouterLoss
 from .loss import mean_loss
 
 __all__ = ["HuggingFaceModel", "LanguageModel", "build_language_model", "check_documents", "save_hugging_face"]
@@ -37,6 +38,8 @@ class HuggingFaceModel(nn.Module):
         self.loss_parts = None
         self.blocks = decoder_layers(model)
         """The decoder layers, a list that registers nothing."""
+        self.router_loss = RouterLoss(model)
+        """The model's own auxiliary loss."""
         self.values: DeferredValues | None = None
         """Gives values to a model whose tensors are still on meta; None: they have them."""
         self.whole_because: str | None = None
@@ -63,16 +66,17 @@ class HuggingFaceModel(nn.Module):
 
         positions  [B, T] int64, beginning at 0 with each document: attention stays within documents
 
-        In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits.
+        In training, the loss includes the model's own auxiliary loss, if ``config.json`` asks for router logits. It
+        leaves out padding, the places of a row behind its last target that counts.
         """
         outputs = self.model(input_ids=tokens, position_ids=positions, use_cache=False)
         if targets is None:
             logits: Tensor = outputs.logits
             return logits
         loss = mean_loss(outputs.logits, targets)
-        auxiliary = getattr(outputs, "aux_loss", None)
-        if self.training and isinstance(auxiliary, Tensor):
-            loss = loss + getattr(self.model.config, "router_aux_loss_coef", 0.0) * auxiliary
+        if self.training:
+            auxiliary = self.router_loss.of(outputs, targets)
+            loss = loss if auxiliary is None else loss + auxiliary
         return loss
 
 
