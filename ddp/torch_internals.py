@@ -34,6 +34,7 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "accumulated_by_fsdp2",
     "active_torch_ddp",
+    "allow_storage_reads",
     "backend_on",
     "call_when_backward_ends",
     "checkpointed_region",
@@ -57,6 +58,8 @@ __all__ = [
     "make_subclass",
     "params_of_torch_ddp",
     "premultiplied_sum",
+    "refuse_storage_reads",
+    "refuses_storage_reads",
     "start_all_gather",
     "start_reduce_scatter",
     "storage_info",
@@ -340,6 +343,30 @@ def timeout_on(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     options = getattr(backend_on(group, device), "options", None)
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
+
+
+# ---- Memory. ----
+
+_refuse_storage: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_allow_storage: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+refuses_storage_reads: bool = _refuse_storage is not None and _allow_storage is not None
+"""Whether ``refuse_storage_reads`` has an effect: torch 2.14 and newer, in builds with CUDA."""
+
+
+def refuse_storage_reads(address: int, text: str) -> None:
+    """Have every access to a storage's memory raise ``RuntimeError`` with ``text``; ``address``: its ``_cdata``.
+
+    There is no public function: a storage that was resized to 0 bytes has a null pointer, which most functions of torch
+    read. torch's CUDA graph trees use this one. Without effect where ``refuses_storage_reads`` is False.
+    """
+    if refuses_storage_reads:
+        _refuse_storage(address, text)
+
+
+def allow_storage_reads(address: int) -> None:
+    """Undo ``refuse_storage_reads``."""
+    if refuses_storage_reads:
+        _allow_storage(address)
 
 
 def storage_info(file: str, position: int, length: int) -> Any:
