@@ -25,6 +25,7 @@ __all__ = [
     "NO_BACKWARD",
     "DisableTorchFunctionSubclass",
     "TorchDispatchMode",
+    "allow_storage_reads",
     "call_when_backward_ends",
     "check_wrappers_can_run",
     "checkpointed_region",
@@ -45,6 +46,8 @@ __all__ = [
     "let_foreach_take",
     "let_optimizers_take",
     "make_subclass",
+    "refuse_storage_reads",
+    "refuses_storage_reads",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -338,3 +341,27 @@ def end_allocations(device: torch.device, pool: Any) -> None:
     """
     if _end_allocations is not None:
         _end_allocations(device.index, pool)
+
+
+# ---- Memory. ----
+
+_refuse_storage: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+_allow_storage: Any = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
+refuses_storage_reads: bool = _refuse_storage is not None and _allow_storage is not None
+"""Whether ``refuse_storage_reads`` has an effect: torch 2.14 and newer, in builds with CUDA."""
+
+
+def refuse_storage_reads(address: int, text: str) -> None:
+    """Have every access to a storage's memory raise ``RuntimeError`` with ``text``; ``address``: its ``_cdata``.
+
+    There is no public function: a storage that was resized to 0 bytes has a null pointer, which most functions of torch
+    read. torch's CUDA graph trees use this one. Without effect where ``refuses_storage_reads`` is False.
+    """
+    if refuses_storage_reads:
+        _refuse_storage(address, text)
+
+
+def allow_storage_reads(address: int) -> None:
+    """Undo ``refuse_storage_reads``."""
+    if refuses_storage_reads:
+        _allow_storage(address)

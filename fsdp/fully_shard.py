@@ -103,8 +103,9 @@ def fully_shard(
                              multiprocessor is taken from computation. Needs NCCL 2.28. Ranks that cannot map each
                              other's memory (several nodes) gather by kernels. The process keeps the mapped memory, of
                              the outermost unit and three others, until the process ends
-    init_fn                  initialises the own parameters of one module that was on the meta device; None: the
-                             module's ``reset_parameters()``. The unit's parameters are whole during this call
+    init_fn                  initialises the own parameters and buffers of one module that was on the meta device; None:
+                             the module's ``reset_parameters()``. The unit's parameters are whole during this call. With
+                             ``init_sync`` the first rank's alone must write values
     init_sync                copy the first rank's parameters and buffers to all ranks
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
@@ -185,7 +186,7 @@ def _prepare(
         check_copy_engines(backends_of(grid.axes, on), on, "copy_engine_gather")
     owned = own_params(module, ignored)
     check_params(owned)
-    materialize(inside, on, init_fn, ignored)
+    materialize(inside, on, init_fn, ignored, overwritten=wanted.init_sync and not grid.is_first)
     owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
     for entry in owned:
         forget_dropped(entry.param, [owner for owner, _ in entry.owners])

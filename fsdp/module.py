@@ -72,16 +72,19 @@ class FSDPModule(nn.Module):
     def reshard(self) -> None:
         """Undo one ``unshard()``, and free the whole parameters after the last. Writes to whole parameters are lost.
 
+        Views of them, and copies, go on having memory. The parameters themselves refuse to be read.
+
         Without ``unshard()`` before: free the whole parameters that forward has left gathered.
         """
         unit = unit_of(self)
-        if unit.num_unshards:
+        was_read = unit.num_unshards > 0
+        if was_read:
             unit.num_unshards -= 1
             unit.registered.show_shards()
             for bucket in unit.buckets:
                 bucket.note_whole_changed()
         if not unit.registered.shows_whole:
-            root_of(self).gathers.release(unit)
+            root_of(self).gathers.release(unit, was_read=was_read)
 
     @contextmanager
     def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
@@ -89,6 +92,9 @@ class FSDPModule(nn.Module):
 
         writeback  True: writes to whole parameters are copied into the shards at the end; all ranks must have written
                    the same values. If False, or if the block raises, the writes are lost
+
+        What is read there may be kept: ``state_dict()`` copies, and views of parameters (``param.detach()``) keep their
+        memory. A parameter itself (``list(model.parameters())``) has none after the block, and refuses to be read.
 
         All these units are in memory at once. To read one unit at a time, use ``unshard()`` and ``reshard()``.
         """

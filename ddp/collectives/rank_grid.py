@@ -62,6 +62,11 @@ class RankGrid(NamedTuple):
             if group is not None and group.size() > 1:
                 yield group
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one whose values ``broadcast`` copies."""
+        return all(group_rank(group) == 0 for group in self.axes)
+
     def check_still_alone(self, what: str, option: str = "process_group") -> None:
         """Raise ``RuntimeError`` where a world of one was assumed, and a process group was initialised since.
 

@@ -123,9 +123,11 @@ class DistributedDataParallel(AroundModule):
         failures.grids = self.grids.values()
 
         # The plan: which gradients there are, and where each will lie.
-        self.device, self.plan = plan_on_each_rank(module, trainable, config, self.grids, backward_order, failures)
+        overwritten = tensors if init_sync else [each for each in tensors if each.trained]
+        self.device, self.plan = plan_on_each_rank(
+            module, trainable, overwritten, config, self.grids, backward_order, failures
+        )
         with failures.watch("the comparison of models between ranks"):
-            overwritten = tensors if init_sync else [each for each in tensors if each.trained]
             check_same_model(self.plan, overwritten, self.grids)
             check_whose_experts(overwritten, self.grids["dense"], expert_process_group)
             failures.remember_rank_0()

@@ -61,16 +61,19 @@ class UnitGathers:
             if bucket.gather is not None:
                 bucket.gather.arrive()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, *, was_read: bool = False) -> None:
         """Free the whole parameters, after all work of the current stream so far.
 
         Nothing happens for a unit that keeps whole parameters at rest, and between ``unshard()`` and ``reshard()``.
+        ``was_read``: the program was given them to read (``ShardedBucket.leave_params``).
         """
         if not (unit.gathered and unit.releasable) or unit.num_unshards:
             return
         self.arrive(unit)
         unit.gathered = False
         for bucket in unit.buckets:
+            if was_read:
+                bucket.leave_params()
             bucket.release_params()
         if unit.freed is not None:
             unit.freed.record(current_stream(self._device))
