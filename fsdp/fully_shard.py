@@ -1,7 +1,7 @@
 """``fully_shard``: checks a module, plans its buckets, shards its parameters and makes it a unit."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,7 @@ def fully_shard(
     copy_engine_gather: bool = False,
     init_fn: Callable[[nn.Module], None] | None = None,
     init_sync: bool = True,
+    forward_writes: Literal["refused", "alike"] = "refused",
     device: torch.device | str | None = None,
     ignored_params: Collection[nn.Parameter] = (),
 ) -> _Module:
@@ -107,6 +108,9 @@ def fully_shard(
                              the module's ``reset_parameters()``. The unit's parameters are whole during this call. With
                              ``init_sync`` the first rank's alone must write values
     init_sync                copy the first rank's parameters and buffers to all ranks
+    forward_writes           parameters of the unit that a forward writes in place (``nn.Embedding(max_norm=...)``, a
+                             codebook, ActNorm's first batch). "alike": all ranks write the same values, which are
+                             brought to the shards. "refused": such a forward raises. A world of one needs no option
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
 
@@ -121,13 +125,25 @@ def fully_shard(
     grid = make_grid(mesh, option="mesh")
 
     def prepare() -> _Prepared:
-        wanted = _Wanted(row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync)
+        wanted = _Wanted(
+            row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync, forward_writes
+        )
         return _prepare(module, wanted, grid, mesh, device, init_fn, ignored, copy_engines=copy_engine_gather)
 
     name = type(module).__name__
     prepared = alike(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
     buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
-    unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
+    unit = Unit(
+        module,
+        name,
+        buckets,
+        policy,
+        grid,
+        prepared.device,
+        prepared.inside,
+        reshard_after_forward,
+        writes_alike=forward_writes == "alike",
+    )
     unit.copy_engines = copy_engine_gather
     _take_over(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
@@ -145,10 +161,13 @@ class _Wanted(NamedTuple):
     shard_atoms: ShardAtoms
     offload_to_cpu: bool
     init_sync: bool
+    forward_writes: Literal["refused", "alike"]
 
     def check(self, grid: RankGrid, device: torch.device) -> None:
         """Raise ``ValueError`` for options that contradict each other, or have no effect."""
         check_placements(self.placements, grid, self.reshard_after_forward, self.reduce_every_microbatch)
+        if self.forward_writes not in ("refused", "alike"):
+            raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
         if self.offload_to_cpu:
             check_offload(device)
 

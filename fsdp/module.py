@@ -81,6 +81,7 @@ class FSDPModule(nn.Module):
         if was_read:
             unit.num_unshards -= 1
             unit.registered.show_shards()
+            unit.writes.note()
             for bucket in unit.buckets:
                 bucket.note_whole_changed()
         if not unit.registered.shows_whole:

@@ -27,6 +27,7 @@ from ..buckets.iteration_ends import discard_iteration, end_iteration, note_forw
 from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
+from ..buckets.replicas import Replicas
 from ..buckets.wiring import WiredParam, allocate_buckets
 from ..collectives.failure_report import FailureReporter
 from ..collectives.observer import Observer
@@ -134,6 +135,8 @@ class DistributedDataParallel(AroundModule):
 
         # Storage, and the collectives over it.
         self.buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
+        self.wired: Sequence[WiredParam] = self._wired
+        """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
@@ -142,6 +145,7 @@ class DistributedDataParallel(AroundModule):
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, failures, device=self.device)
         self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
+        self._replicas = Replicas(module, self.grids, failures, config)
         self._gathers: Sequence[ParamGather] = ()
         self._masters: weakref.ref[WatchedMasters] | None = None
 
@@ -246,6 +250,7 @@ class DistributedDataParallel(AroundModule):
             self._finish()
 
     def _finish(self) -> None:
+        self._replicas.end_iteration()
         end_iteration(self.module, self.grids["dense"], self.failures, self.readiness.trained)
         self._finished = True
 
@@ -360,11 +365,6 @@ class DistributedDataParallel(AroundModule):
         """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
         self._gathers, self._masters = gathers, weakref.ref(masters)
 
-    @property
-    def wired(self) -> Sequence[WiredParam]:
-        """Trainable parameters with their buckets and records, in the order of the buffers."""
-        return self._wired
-
     def unwrap(self) -> nn.Module:
         """Give the plain module back. Gradients of the running iteration are lost.
 
@@ -387,10 +387,10 @@ class DistributedDataParallel(AroundModule):
         elif self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
         if not torch.is_grad_enabled() or is_frozen(self._wired):
-            return self.module(*args, **kwargs)
+            return self._replicas.run(self.module, args, kwargs)
         self.check_before_forward()
         note_forward()
-        outputs = self.module(*args, **kwargs)
+        outputs = self._replicas.run(self.module, args, kwargs)
         self.readiness.watch(outputs, trains=self.module.training)
         return outputs
 

@@ -236,6 +236,7 @@ class Root:
         """Backward has passed the unit: register the shards, and free the whole parameters."""
         del backward.entered[unit]
         unit.registered.hide_after_backward()
+        unit.writes.take_over()  # a recompute inside the unit may have written
         if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
             self.gathers.release(unit)
 
