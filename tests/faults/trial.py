@@ -26,7 +26,16 @@ __all__ = ["Case", "Trial", "copy_library", "is_case", "preload", "write_changed
 
 HERE = Path(__file__).resolve().parent
 WARM = multiprocessing.get_context("forkserver")
-PRELOADED = ("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "pytest", "hypothesis")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "numpy",
+    "pytest",
+    "hypothesis",
+)
 PRELOADED_OF = {
     "hugging_face": (
         "transformers.models.mixtral.modeling_mixtral",
@@ -207,7 +216,7 @@ def _report(trial: Trial, results: Path, tests: Sequence[str], *, all_cases: boo
     # The signal method fails the one test that hangs; the default would end this process without a report.
     options = ["-p", "pytest_timeout", "--timeout", str(trial.timeout), "--timeout-method", "signal"]
     # Nobody reads more than a failure's first line.
-    options += ["--assert=plain", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
+    options += ["--assert=plain", "--tb=native", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     gc.freeze()  # what was there before
     pytest.main([*options, "-q", *tests], plugins=[recorder])
