@@ -12,8 +12,8 @@ experts first. The second half of a row is carried from one group to the next, s
 
 CPU   the host waits in the same call, before gradients are used
 CUDA  the row travels behind the iteration's reductions, and the host reads it at the same place of the next iteration.
-      All ranks raise at this place, and not wherever a rank happens to find the row complete: a rank that raises earlier
-      would leave the others alone in a collective
+      Its event has completed by then, as a rule. All ranks raise at this one place. If each rank raised where it finds
+      the row complete, it would leave the others alone in a collective
 """
 
 from collections.abc import Iterator, Sequence
@@ -193,6 +193,7 @@ class StepCheck:
         counts = [self._used, self._forwards - self._used, self._updates]
         if not self._number:  # what a rank did before, a look at shapes or a warm-up, is its own affair
             counts = [0] * _NUM_COUNTS
+            self._leave_out_single_names()
         self._number += 1
         entries = self._take()
         rows = torch.tensor([_row(found, counts) for found in entries], dtype=torch.int64)
@@ -227,6 +228,11 @@ class StepCheck:
         # Ranks may have different numbers of microbatches, also where a microbatch has no loss and thus no backward.
         if updates or (left and not used):
             self._raise_other_steps(sent, updates=updates > 0)
+
+    def _leave_out_single_names(self) -> None:
+        """Where a group gathers one unit alone, no two units can be mixed. Counts need the model's own ranks."""
+        num_experts = len(self._logs) - len(list(self._grid.axes))
+        self._logs = [log for at, log in enumerate(self._logs) if at >= num_experts or len(log.names) > 1]
 
     def _take(self) -> list[list[_Entries]]:
         """The entries of all groups; counts begin anew."""

@@ -150,9 +150,18 @@ class Root:
         self.grads.check_delays_are_over("a forward")  # a forward gathers
         self._check_units()
         note_forward()
+        if self.grads.were_mixed:
+            self._forget_mixed()
         self.forward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
+
+    def _forget_mixed(self) -> None:
+        """Ranks have run different units: gather all units anew, and predict nothing from the order of before."""
+        self.grads.were_mixed = False
+        self.forward_order = ForwardOrder()
+        for bucket in self.buckets:
+            bucket.note_change()
 
     def _check_units(self) -> None:
         """Check all units once in an iteration, and before every forward without grad mode."""

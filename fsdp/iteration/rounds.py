@@ -81,6 +81,8 @@ class GradRounds:
             bucket.steps = self.steps
         self._of: dict[Unit, list[_GradSet]] = {unit: _rounds_of(unit) for unit in units}
         self._all = [grad_set for unit in reversed(units) for grad_set in self._of[unit]]  # about in backward's order
+        self.were_mixed = False
+        """The iteration was refused because ranks had run different units. The next forward makes all ranks alike."""
         self._due: list[_GradSet] | None = None  # to be sent, after the iteration's last backward
         self._num_with_delays = 0  # rounds with delays in the last iteration
         self._sending = False  # stays True if a launch raises: the next forward gives the iteration up
@@ -252,8 +254,16 @@ class GradRounds:
             self.steps.finish()
         except RuntimeError as error:
             if not isinstance(error, CollectiveError):
-                self.give_up()
+                self._discard_mixed()
             raise
+
+    def _discard_mixed(self) -> None:
+        """Gradients of other units may be in ``.grad``."""
+        self.give_up()
+        self.were_mixed = True
+        for bucket in self._buckets:
+            for pair in bucket.pairs:
+                pair.sharded.grad = None
 
     def check_delays_are_over(self, what: str) -> None:
         """Raise ``RuntimeError`` if ``what``, which gathers, comes before delayed gradients of an iteration are sent.
