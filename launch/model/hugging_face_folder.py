@@ -90,7 +90,7 @@ def shard_files(index: Path) -> dict[str, Path]:
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy the tokenizer's files; returns the names of those that lie elsewhere, behind links, and are left out."""
-    left_out = []
+    left_out: list[str] = []
     if target.resolve() == source.resolve():
         return left_out
     for path in sorted(source.glob("*")):
