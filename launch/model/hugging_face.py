@@ -4,7 +4,6 @@ No architecture is named here. The decoder layers are the longest ``nn.ModuleLis
 """
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ..config.error import ConfigError
 from ..config.model import ModelConfig
 from .deferred import DeferredValues, stored_tensors
 from .gpt import GPT, build_model
+from .hugging_face_folder import copy_tokenizer, load_settings, stays_inside, transformers_package
 from .hugging_face_routers import RouterLoss
 from .loss import mean_loss
 
@@ -112,7 +112,7 @@ def build_language_model(
     """
     if config.hugging_face is None:
         return build_model(config, seed=seed, device=device)
-    transformers = _transformers()
+    transformers = transformers_package()
     device = torch.device("cpu") if device is None else device
     folder = config.hugging_face
     if not Path(folder).is_dir():
@@ -120,8 +120,8 @@ def build_language_model(
     values: DeferredValues | None = None
     whole_because: str | None = None
     try:
-        settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        arguments: dict[str, Any] = {"dtype": config.torch_dtype}
+        settings = load_settings(folder, trust_remote_code=config.trust_remote_code)
+        arguments: dict[str, Any] = {"dtype": config.torch_dtype, "trust_remote_code": config.trust_remote_code}
         if config.attention is not None:
             arguments["attn_implementation"] = config.attention
         with torch.device("meta"):
@@ -137,6 +137,8 @@ def build_language_model(
                     model = model.to(device)
             else:
                 values = DeferredValues(model, files, seed=seed, device=device)
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError, KeyError) as error:
         remedy = "; model.pretrained = false draws new weights from config.json" if config.pretrained else ""
         raise ConfigError(f"{_KEY} = {folder!r}: {error}{remedy}") from None
@@ -158,14 +160,6 @@ def _leave_head_unquantised(model: Any) -> None:
     for module in () if head is None else head.modules():
         if isinstance(module, LinearModule):
             module.ignores_recipes = True
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(f"{_KEY}: the package is missing; pip install 'transformers>=5.0'") from None
-    return transformers
 
 
 @torch.no_grad()
@@ -197,42 +191,35 @@ def check_documents(model: HuggingFaceModel, device: torch.device) -> None:
         )
 
 
-def save_hugging_face(weights: Mapping[str, Tensor], source: str, target: str | os.PathLike[str]) -> None:
+def save_hugging_face(
+    weights: Mapping[str, Tensor], source: str, target: str | os.PathLike[str], *, trust_remote_code: bool = False
+) -> list[str]:
     """Write a folder that ``transformers`` loads: ``config.json``, weights as safetensors, and what ``source`` has of a
-    generation config and a tokenizer.
+    generation config and a tokenizer. Returns the names of its files that lie elsewhere, behind links, and are left
+    out.
 
-    weights  every tensor of ``HuggingFaceModel.state_dict()``, on the CPU
-    source   ``model.hugging_face`` of the run
+    weights            every tensor of ``HuggingFaceModel.state_dict()``, on the CPU
+    source             ``model.hugging_face`` of the run
+    trust_remote_code  whether code of ``source`` may run: a decision of the user, never of a file
     """
-    transformers = _transformers()
-    settings = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+    transformers = transformers_package()
+    settings = load_settings(source, trust_remote_code=trust_remote_code)
     stored = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     dtype = next(tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, trust_remote_code=trust_remote_code
+        )
     model.load_state_dict(stored, strict=False, assign=True)
     model.tie_weights()
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         raise ValueError(f"no weights of '{left[0]}' are there to write to '{target}'")
-    if model.can_generate() and (Path(source) / "generation_config.json").is_file():  # else made of config.json
-        model.generation_config = transformers.GenerationConfig.from_pretrained(source, local_files_only=True)
+    generation, left_out = Path(source) / "generation_config.json", list[str]()
+    if model.can_generate() and generation.is_file():  # else made of config.json
+        if stays_inside(generation):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(source, local_files_only=True)
+        else:
+            left_out.append(generation.name)
     model.save_pretrained(target)
-    for path in Path(source).glob("*"):
-        is_of_tokenizer = path.name.startswith("tokenizer") or path.name in _TOKENIZER_FILES
-        if is_of_tokenizer and path.is_file() and Path(target).resolve() != Path(source).resolve():
-            shutil.copy2(path, Path(target) / path.name)
-
-
-_TOKENIZER_FILES = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
+    return left_out + copy_tokenizer(Path(source), Path(target))

@@ -25,7 +25,7 @@ class RouterLoss:
     """The weighted auxiliary loss of one model of ``transformers``."""
 
     def __init__(self, model: nn.Module) -> None:
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
         found = [getattr(each, name, None) for each in (config, text) for name in _COEFFICIENTS]
         self._coefficient = next((float(value) for value in found if value is not None), 0.0)
