@@ -273,6 +273,21 @@ def test_replicas_that_part_are_found_in_their_turn(way: str, iteration: int, ev
     simulate(on_each_rank, 3)
 
 
+def test_a_step_without_a_wait_compares_before_the_update() -> None:
+    """Under ZeRO-1 each rank has updated its own shard when the last bucket is reduced."""
+
+    def on_each_rank() -> None:
+        layers = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        model, optimizer = wrap(layers, "ZeRO-1", check_replicas_every=1, bucket_size=1000)
+        for _ in range(2):
+            model(torch.ones(2, 40)).square().mean().backward()
+            model.start_grad_sync()
+            optimizer.step()
+            model.zero_grad_buffer()
+
+    simulate(on_each_rank, 2)
+
+
 def test_the_comparison_names_all_ranks_that_differ_and_counts_parameters() -> None:
     def on_each_rank() -> None:
         model, optimizer = wrap(nn.Linear(4, 4), "all-reduce", check_replicas_every=1)
