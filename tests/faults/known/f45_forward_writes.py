@@ -8,7 +8,7 @@ _REPLICAS = "tests/ddp/buckets/test_replicas.py"
 FAULTS = [
     Fault(
         "45a-a-write-in-a-forward-is-lost-at-the-reshard",
-        sentence="Whole parameters are freed after a forward, and what the forward has written there is lost with them.",
+        sentence="Whole parameters are freed after a forward, and what it has written there is lost with them.",
         tests=[
             f"{_SHARDED}::test_one_rank_writes_without_an_option",
             f"{_SHARDED}::test_writes_of_reduced_statistics_are_declared_alike",
@@ -52,7 +52,7 @@ FAULTS = [
     ),
     Fault(
         "46b-each-rank-writes-its-own-values-to-its-shard",
-        sentence="A forward writes a sharded parameter from the rank's own data, and each rank's shard is of other values.",
+        sentence="A forward writes a sharded parameter from the rank's own data: shards of different values.",
         tests=[f"{_SHARDED}::test_writes_that_are_not_declared_are_refused_by_name"],
         changes=[
             Change("maingrad.fsdp.unit.whole_writes", "WholeWrites.take_over", "if not self._served:", "if False:")
