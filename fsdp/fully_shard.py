@@ -17,7 +17,7 @@ from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
 from ..ddp.contract.module import note_shard
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, grid_name_of
+from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts, is_marked_expert
 from ..ddp.stock.clipping import guard_stock_clipping
 from ..ddp.wrapper.dropped import forget_dropped
 from ..ddp.wrapper.whose_experts import check_same_experts
@@ -216,8 +216,9 @@ def _make_buckets(
                 (each.name, each.param) for each in owned if each.grid_name == "expert"
             ]
             if wanted.init_sync:
+                own = buffers_of_experts(inside[0], is_marked_expert)
                 buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
-                experts += [(name, buffer) for name, buffer in buffers if grid_name_of(buffer) == "expert"]
+                experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
             check_same_experts(experts, grid, _WHOSE_EXPERTS)
     if wanted.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):

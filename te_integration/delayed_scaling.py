@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ddp.buckets.iteration_ends import ends, is_in_wrapper, num_changes
 from ..ddp.collectives.streams import is_capturing
-from ..ddp.plan.owned_params import grid_name_of
+from ..ddp.plan.owned_params import is_marked_expert
 from ..ddp.torch_internals import checkpointed_regions, current_backward
 from ..kernels.quantized import QuantSpec
 from .recipes import DelayedScaling, Operand, amax_group_now
@@ -264,7 +264,7 @@ _is_used = False
 
 def is_of_experts(module: ScaledModule) -> bool:
     """Whether a weight is marked as one that other ranks hold other values of."""
-    return any(grid_name_of(weight) == "expert" for weight in _weights(module))
+    return any(map(is_marked_expert, _weights(module)))
 
 
 def _weights(module: ScaledModule) -> Any:

@@ -171,6 +171,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         manifest = stored.manifest
         on_demand = OnDemand.plan(source.module, manifest.buffers)
         holding = on_demand.shown_in(holding)
+        # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
+        own = [name for name in holding.expert_buffers if name not in manifest.buffers]
+        holding = holding._replace(expert_buffers=own)
         try:
             check_model(manifest, holding, names)
         except ValueError as error:
