@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..contract.main_grad import is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
+from ..contract.parallel_marks import grid_name_of, is_marked_expert
 
 __all__ = [
     "ModelTensor",
@@ -62,19 +63,6 @@ class ModelTensor(NamedTuple):
     def trained(self) -> bool:
         """Whether it is a parameter that requires a gradient."""
         return self.tensor.requires_grad and not self.is_buffer
-
-
-def grid_name_of(param: Tensor) -> str:
-    """Which ranks a parameter's gradient is reduced over: "dense" or "expert".
-
-    "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
-    """
-    return "dense" if getattr(param, "allreduce", True) else "expert"
-
-
-def is_marked_expert(param: Tensor) -> bool:
-    """Whether ``grid_name_of`` says "expert"."""
-    return grid_name_of(param) == "expert"
 
 
 def buffers_of_experts(module: nn.Module, is_experts: Callable[[nn.Parameter], bool]) -> set[int]:
