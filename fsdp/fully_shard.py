@@ -16,12 +16,14 @@ from ..ddp.collectives.rank_grid import RankGrid, make_grid
 from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
 from ..ddp.contract.module import note_shard
+from ..ddp.contract.parallel_marks import is_marked_expert
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, grid_name_of
+from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
 from ..ddp.stock.clipping import guard_stock_clipping
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
 from ..ddp.wrapper.dropped import forget_dropped
-from ..ddp.wrapper.whose_experts import check_same_experts
+from ..ddp.wrapper.model_parallel import check_marks
+from ..ddp.wrapper.whose_experts import check_same_experts, check_same_slices
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
@@ -37,6 +39,7 @@ from .unit_checks import (
     check_placements,
     compare_units,
     device_of,
+    note_ignored,
     own_modules,
     own_params,
     row_of,
@@ -123,6 +126,7 @@ def fully_shard(
     ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")
+    note_ignored(ignored_params, grid)
 
     def prepare() -> _Prepared:
         wanted = _Wanted(
@@ -205,6 +209,7 @@ def _prepare(
         check_copy_engines(backends_of(grid.axes, on), on, "copy_engine_gather")
     owned = own_params(module, ignored)
     check_params(owned)
+    check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
     materialize(inside, on, init_fn, ignored, overwritten=wanted.init_sync and not grid.is_first)
     owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
     for entry in owned:
@@ -233,12 +238,14 @@ def _make_buckets(
         said = [f"{option}={value}" for option, value in wanted._asdict().items()]
         compare_units(plans, dtypes, inside, said, grid, name)
         if not named:
+            check_same_slices([(each.name, each.param) for each in owned], grid, "mesh")
             experts: list[tuple[str, Tensor]] = [
                 (each.name, each.param) for each in owned if each.grid_name == "expert"
             ]
             if wanted.init_sync:
+                own = buffers_of_experts(inside[0], is_marked_expert)
                 buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
-                experts += [(name, buffer) for name, buffer in buffers if grid_name_of(buffer) == "expert"]
+                experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
             check_same_experts(experts, grid, _WHOSE_EXPERTS)
     if wanted.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):

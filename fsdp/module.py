@@ -208,7 +208,22 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
 
 @functools.cache
 def _class_of(cls: type) -> type:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    if hasattr(cls, "save_pretrained"):
+        members["save_pretrained"] = _save_pretrained
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+
+
+def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """``save_pretrained`` of transformers, which writes whole tensors by itself. Shards are refused."""
+    units = [unit_of(inner) for inner in _sharded_inside(module)]
+    if kwargs.get("state_dict") is None and not all(unit.registered.shows_whole for unit in units):
+        raise RuntimeError(
+            f"save_pretrained of {type(module).__name__}, whose parameters are sharded, would write this rank's part: "
+            f"call it within model.unsharded(), which all ranks enter, on the first rank; or pass state_dict=, from "
+            f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) on all ranks"
+        )
+    return super(FSDPModule, module).save_pretrained(*args, **kwargs)
 
 
 def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

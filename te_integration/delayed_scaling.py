@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ddp.buckets.iteration_ends import IterationWatcher, watch_iterations
 from ..ddp.collectives.streams import is_capturing
-from ..ddp.plan.owned_params import grid_name_of
+from ..ddp.contract.parallel_marks import is_marked_expert
 from ..ddp.torch_internals import checkpointed_regions, current_backward
 from .amax_history import NONE_YET, OPERANDS, Roll, commit, select
 from .product_scaling import ProductScaling, ScalingUse
@@ -183,7 +183,7 @@ class ScaledModule:
 
 def is_of_experts(module: ScaledModule) -> bool:
     """Whether a weight is marked as one that other ranks hold other values of."""
-    return any(grid_name_of(weight) == "expert" for weight in _weights(module))
+    return any(map(is_marked_expert, _weights(module)))
 
 
 def _weights(module: ScaledModule) -> Any:

@@ -16,6 +16,7 @@ from ..buckets.iteration_ends import note_optimizer, note_step
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
+from ..contract.torch_tools import refuse_dcp_of_optimizer
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -23,6 +24,7 @@ from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, layout_key, shard_of_how_many
 from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
+from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .param_sync import ParamSync
 from .step_order import step_order
@@ -70,6 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
         whole = model.ddp_config.keep_params_whole
         check_optimizer_class(optimizer_class, model.wired, whole=whole)
+        check_optimizer_over_slices(model, optimizer_class, max_grad_norm)
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
@@ -249,6 +252,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Gradients are unscaled in ``main_grad``, where norms and clipping read them.
         """
         self._check_in_charge()
+        refuse_scaler(self.model)
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
         note_optimizer(self.model.module)
@@ -263,6 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``save_checkpoint`` writes checkpoints that fit any.
         """
+        refuse_dcp_of_optimizer()
         self.settle()
         self.refresh_masters()
         state = super().state_dict()

@@ -39,6 +39,7 @@ from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
 from ..contract.record import GradRecord
 from ..contract.torch_ddp import check_not_collected, check_not_inside
+from ..contract.torch_tools import refuse_scaling_by_stage
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_owned_params, find_tensors
@@ -49,6 +50,7 @@ from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
 from .comparison import check_same_config, check_same_model
 from .init_sync import broadcast_tensors
+from .model_parallel import check_forced_all_reduce
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 from .setup_checks import plan_on_each_rank
@@ -130,7 +132,7 @@ class DistributedDataParallel(AroundModule):
         )
         with failures.watch("the comparison of models between ranks"):
             check_same_model(self.plan, overwritten, self.grids)
-            check_whose_experts(overwritten, self.grids["dense"], expert_process_group)
+            check_whose_experts(overwritten, self.grids["dense"], process_group, expert_process_group)
             failures.remember_rank_0()
 
         # Storage, and the collectives over it.
@@ -207,11 +209,12 @@ class DistributedDataParallel(AroundModule):
         self.steps.start()
 
     @torch.no_grad()
-    def finish_grad_sync(self, num_tokens: Tensor | int | None = None) -> None:
+    def finish_grad_sync(self, num_tokens: Tensor | int | None = None, *, force_all_reduce: bool = False) -> None:
         """``start_grad_sync``, and wait: then ``main_grad`` holds the reduced gradients.
 
-        num_tokens  with ``calculate_per_token_loss``: this rank's tokens in this iteration, a number or a tensor of one
-                    element, which the host does not read. Ranks may differ in tokens and in microbatches
+        num_tokens        with ``calculate_per_token_loss``: this rank's tokens in this iteration, a number or a tensor
+                          of one element, which the host does not read. Ranks may differ in tokens and in microbatches
+        force_all_reduce  Megatron-core's; True is refused where gradients are sharded
 
         Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
         ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds NaN or Inf.
@@ -222,6 +225,8 @@ class DistributedDataParallel(AroundModule):
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
                 "zero_grad_buffer() after optimizer.step()"
             )
+        if force_all_reduce:
+            check_forced_all_reduce(self.ddp_config)
         self.start_grad_sync()
         self._launcher.wait()
         self.steps.finish()
@@ -377,7 +382,8 @@ class DistributedDataParallel(AroundModule):
         return self.module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """``nn.Module.named_parameters``. Raises ``ValueError`` where torch's own wrapper is the caller."""
+        """``nn.Module.named_parameters``. Raises where torch's wrapper, or ``scale_grads`` of a stage, calls."""
+        refuse_scaling_by_stage()
         check_not_collected((wired.owned.param for wired in self._wired), _OURS)
         return super().named_parameters(*args, **kwargs)
 

@@ -17,6 +17,7 @@ from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.model_plan import plan_model
 from ..plan.owned_params import ModelTensor, OwnedParam
+from .model_parallel import check_marks
 
 __all__ = ["plan_on_each_rank"]
 
@@ -103,6 +104,7 @@ def plan_on_each_rank(
         degrees = {grid_name: grid.inner_size if sharded else 1 for grid_name, grid in grids.items()}
         device = _check_setup(module, trainable, config, grids.values())
         _check_overwritten(overwritten)
+        check_marks([(each.name, each.param) for each in trainable], grids["dense"], config)
         return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
 
     return alike(plan, grids["dense"].axes, failures, "the planning of gradients")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...ddp.buckets.iteration_ends import discard_iteration, is_watched, note_optimizer, note_step
-from ...ddp.optimizer.param_groups import why_not_over
+from ...ddp.optimizer.param_groups import is_elementwise, why_not_over
 from ...ddp.stock.optimizer import after_closure
 from ...ddp.stock.skipped_steps import prepare_skippable_step
 from ..tensors.gradient import step_began, step_ended
@@ -159,6 +159,13 @@ def _check_class(optimizer: Optimizer, buckets: Sequence["ShardedBucket"]) -> No
     why = why_not_over(type(optimizer), whole=not cut, kept_whole='fully_shard(..., shard_atoms="whole")')
     if why is not None:
         raise RuntimeError(why)
+    sliced = [pair.sharded.shard for bucket in buckets for pair in bucket.pairs if pair.sharded.shard.is_slice]
+    if sliced and not is_elementwise(type(optimizer)) and sliced[0].everyone and sliced[0].everyone.leaves_ranks_out:
+        raise RuntimeError(
+            f"{name} updates whole parameters, and would take slices for them: parameter '{sliced[0].name}' is a slice "
+            f"of tensor parallelism (tensor_model_parallel = True); use an elementwise class of torch.optim. If every "
+            f"rank holds the whole parameter, set the mark to False before fully_shard"
+        )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,11 +1,15 @@
 """A unit's parameters before sharding: from the meta device to memory, and equal on all ranks."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from ...ddp.collectives.rank_grid import RankGrid
+from ...ddp.plan.owned_params import buffers_of_experts
+from ..tensors.parameter import ShardedParameter
 from .unwritten import Unwritten, fill_unwritten
 
 __all__ = ["materialize", "synchronize"]
@@ -69,11 +73,24 @@ def materialize(
 
 @torch.no_grad()
 def synchronize(modules: Sequence[nn.Module], grid: RankGrid, ignored: Collection[int] = ()) -> None:
-    """Copy the first rank's own parameters and buffers of ``modules`` to all other ranks. Collective over ``grid``."""
+    """Copy the first rank's own parameters and buffers of ``modules`` to all other ranks. Collective over ``grid``.
+
+    modules  the first has all others inside
+
+    Buffers of experts (``buffers_of_experts``) are copied between the ranks that hold the same experts: a module around
+    units of experts, which have a smaller mesh, may have some.
+    """
+    grids = [param.shard.grid for param in modules[0].parameters() if _is_of_fewer(param, grid)]
+    of_experts = buffers_of_experts(modules[0], partial(_is_of_fewer, grid=grid)) if grids else set()
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and id(tensor) not in ignored:
-                grid.broadcast(tensor.detach())
+                (grids[0] if id(tensor) in of_experts else grid).broadcast(tensor.detach())
+
+
+def _is_of_fewer(param: nn.Parameter, grid: RankGrid) -> TypeGuard[ShardedParameter]:
+    """Whether ``param`` is sharded already, over fewer ranks than ``grid`` has."""
+    return isinstance(param, ShardedParameter) and param.shard.grid.size < grid.size
 
 
 def _empty_on(tensor: torch.Tensor, device: torch.device, ignored: Collection[int]) -> torch.Tensor:
