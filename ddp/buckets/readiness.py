@@ -22,6 +22,7 @@ from ..torch_internals import call_when_backward_ends, current_backward, current
 from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
 from .launcher import BucketLauncher
+from .model_watch import ModelWatch
 from .wiring import WiredParam
 
 __all__ = ["Readiness"]
@@ -36,8 +37,10 @@ class Readiness:
         launcher: BucketLauncher,
         config: DistributedDataParallelConfig,
         device: torch.device,
+        watch: ModelWatch,
     ) -> None:
         self._wired = wired
+        self._watch = watch
         self._launcher = launcher
         self._overlap = config.overlap_grad_reduce
         self._find_unused = config.find_unused_parameters
@@ -51,6 +54,8 @@ class Readiness:
         """Whether this is the final microbatch of the iteration."""
         self.completes: frozenset[int] | None = None
         """``id`` of the records whose last contribution comes in this backward; None: all that the backward reaches."""
+
+        self._checked = False  # the model was checked before this iteration's first launch
 
         # State of the backward.
         self._outer_task: int | None = (
@@ -66,6 +71,7 @@ class Readiness:
         """Start a new iteration."""
         self._passed.clear()
         self._unused = None
+        self._checked = False
 
     @torch.compiler.disable
     def watch(self, outputs: Any) -> None:
@@ -199,4 +205,7 @@ class Readiness:
             return
         bucket.mark_ready(record)
         if bucket.phase is Phase.READY:
+            if not self._checked:
+                self._watch.check_launch()
+                self._checked = True
             self._launcher.note_ready(bucket)
