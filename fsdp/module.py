@@ -63,6 +63,7 @@ class FSDPModule(nn.Module):
         """Gather this unit's whole parameters and register them until ``reshard()``. Collective."""
         unit, root = unit_of(self), root_of(self)
         root.grads.check_delays_are_over("unshard()")
+        unit.registered.check_replaced()  # reshard() would put the shards back, and lose what the program has put there
         root.gathers.notice_changes()
         root.gathers.gather(unit)
         root.gathers.arrive(unit)

@@ -24,6 +24,7 @@ from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
 from .iteration_ends import TrainedBackwards, is_watched
 from .launcher import BucketLauncher
+from .model_watch import ModelWatch
 from .wiring import WiredParam
 
 __all__ = ["Readiness"]
@@ -39,9 +40,11 @@ class Readiness:
         config: DistributedDataParallelConfig,
         device: torch.device,
         steps: StepCheck,
+        watch: ModelWatch,
     ) -> None:
         self._wired = wired
         self._steps = steps
+        self._watch = watch
         self._launcher = launcher
         self._overlap = config.overlap_grad_reduce
         self._find_unused = config.find_unused_parameters
@@ -56,6 +59,8 @@ class Readiness:
         self.completes: frozenset[int] | None = None
         """``id`` of the records whose last contribution comes in this backward; None: all that the backward reaches."""
         self.trained = TrainedBackwards()
+
+        self._checked = False  # the model was checked before this iteration's first launch
 
         # State of the backward.
         self._outer_task: int | None = (
@@ -72,6 +77,7 @@ class Readiness:
         self._passed.clear()
         self.trained.clear()
         self._unused = None
+        self._checked = False
 
     @torch.compiler.disable
     def watch(self, outputs: Any, *, trains: bool) -> None:
@@ -220,4 +226,7 @@ class Readiness:
             return
         bucket.mark_ready(record)
         if bucket.phase is Phase.READY:
+            if not self._checked:
+                self._watch.check_launch()
+                self._checked = True
             self._launcher.note_ready(bucket)

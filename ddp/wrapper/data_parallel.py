@@ -20,11 +20,11 @@ from ..buckets.checks import (
     check_nothing_pending,
     check_scalable,
     check_whole,
-    check_wiring,
     is_frozen,
 )
 from ..buckets.iteration_ends import discard_iteration, end_iteration, note_forward
 from ..buckets.launcher import BucketLauncher
+from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
 from ..buckets.replicas import Replicas
@@ -154,12 +154,12 @@ class DistributedDataParallel(AroundModule):
         # State of the iteration.
         self.iteration = 0
         """Number of iterations begun; ``zero_grad_buffer`` begins one."""
-        self._checked = False  # True once this iteration's first forward has checked the wiring
         self._launched = False  # True from the first launch outside a hook until zero_grad_buffer
         self._finished = False  # True from finish_grad_sync until zero_grad_buffer
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
-        self.readiness = Readiness(self._wired, self._launcher, config, self.device, self.steps)
+        self._watch = ModelWatch(self._wired, module)
+        self.readiness = Readiness(self._wired, self._launcher, config, self.device, self.steps, self._watch)
         hooks = self.readiness.listen()
         self._attachment = attach_params(self, self._wired, hooks, self.grids)
         self.grad_parts = BucketParts(self)
@@ -199,9 +199,8 @@ class DistributedDataParallel(AroundModule):
         ``.grad`` by hand: the reduction would lack both.
         """
         self.check_in_use("start_grad_sync()")
-        if is_frozen(self._wired):
-            self._wired[0].check()
-        self.check_before_forward()  # for programs that call a method of the module instead of the wrapper
+        check_not_inside((wired.owned.param for wired in self._wired), _OURS)
+        self._watch.check_sync()
         check_nothing_pending(self.records, "start_grad_sync()")
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
@@ -283,7 +282,7 @@ class DistributedDataParallel(AroundModule):
         self.readiness.reset()
         if self._finished:
             discard_iteration(self.module)
-        self._launched = self._checked = self._finished = False
+        self._launched = self._finished = False
         self.iteration += 1
 
     def abandon_iteration(self) -> None:
@@ -299,7 +298,6 @@ class DistributedDataParallel(AroundModule):
     def note_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
         self.iteration += 1
-        self._checked = False
 
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
@@ -407,13 +405,10 @@ class DistributedDataParallel(AroundModule):
 
     @torch.compiler.disable
     def check_before_forward(self) -> None:
-        """The checks of an iteration's first forward."""
-        if self._checked:
-            return
+        """The checks of a forward that builds a graph."""
         self.check_in_use("forward")
         check_not_inside((wired.owned.param for wired in self._wired), _OURS)
-        check_wiring(self._wired, self.module)
-        self._checked = True
+        self._watch.check_forward()
 
     def check_in_use(self, caller: str) -> None:
         """Raise ``RuntimeError`` after ``unwrap``, and where ranks came after a world of one."""

@@ -77,7 +77,7 @@ class Root:
         """The interface of a pipeline schedule that runs the model, or parts of the model, by turns."""
         self.forward_order: ForwardOrder[Unit] = ForwardOrder()
         self._running: list[_Running] = []  # forwards under way, each inside the one before
-        self._checked = False  # _check_units has run in this iteration
+        self._checked = False  # _check_units has run since the last backward
         self._frozen = False  # the whole model was frozen in the last outermost forward
         self._backward: Backward | None = None
         self._named = (-1, False)  # cache of _is_named_in: graph task, answer
@@ -90,7 +90,7 @@ class Root:
         following: Unit | None = None
         if task == -1:  # not a recompute
             if not self._running:
-                self._begin()
+                self._begin(unit)
             following = self.forward_order.enter(unit)
         self.gathers.gather(unit)
         if unit.forward_prefetch is not None:
@@ -142,13 +142,13 @@ class Root:
             return ForwardTrace(task)
         return self._backward.recomputed.setdefault(task, ForwardTrace(task))
 
-    def _begin(self) -> None:
-        """An outermost forward starts."""
+    def _begin(self, unit: Unit) -> None:
+        """An outermost forward starts, of this unit."""
         self.observer.forward_started()
         if self._backward is not None:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers
-        self._check_units()
+        self._check_units(unit)
         note_forward()
         if self.grads.were_mixed:
             self._forget_mixed()
@@ -163,16 +163,28 @@ class Root:
         for bucket in self.buckets:
             bucket.note_change()
 
-    def _check_units(self) -> None:
-        """Check all units once in an iteration, and before every forward without grad mode."""
+    def _check_units(self, unit: Unit) -> None:
+        """In an outermost forward: raise for what the program has changed in the model since it was sharded.
+
+        Where the program calls the units one by one, the first call after a backward checks all of them, and each later
+        call its own unit.
+        """
         trains = torch.is_grad_enabled()
         self._frozen = self._is_frozen()
-        if self._frozen or (trains and self._checked):
+        if self._frozen:
             return
+        one_by_one = trains and self._checked and unit is not self.units[0]
         with DisableTorchFunctionSubclass():  # for speed: the checks read no values of shards
-            for unit in self.units:
-                unit.check()
+            for each in [unit] if one_by_one else self.units:
+                each.check()
         self._checked = trains
+
+    def _check_registered(self) -> None:
+        """In a backward that trains: raise for what the program has changed since the forward."""
+        self._checked = False
+        with DisableTorchFunctionSubclass():
+            for unit in self.units:
+                unit.registered.check(unit.label)
 
     def _is_frozen(self) -> bool:
         """Whether the program has frozen all trained parameters for now. A backward then only goes through."""
@@ -228,6 +240,7 @@ class Root:
             backward = self._backward = Backward(task, final=self.sync)
             self.observer.backward_started()
         if trains and not backward.trains:
+            self._check_registered()
             backward.trains = True
             self.grads.backward_began()
         if trains and is_watched():
@@ -277,7 +290,6 @@ class Root:
         if task != backward.task:
             return
         self._backward = None
-        self._checked = self._checked and not (backward.final and backward.trains)
         self.observer.backward_ended(backward.final and backward.trains)
         if not backward.keeps_graph:  # with create_graph whole parameters stay until the next forward
             self._release_after_backward(final=backward.final)
@@ -311,7 +323,7 @@ class Root:
 
     def begin_graphed(self) -> None:
         """Before an iteration that runs, is captured or is replayed as a whole; no ``.grad`` is set."""
-        self._begin()
+        self._begin(self.units[0])
         if self.grads.under_way:  # its .grad were set to None
             self.grads.give_up()
             self.grads.begin()
