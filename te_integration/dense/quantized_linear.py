@@ -235,7 +235,11 @@ def copies_of_weight(
     def make(rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
         return copies(recipe, "weight", _whole(weights, dtype, transposed=transposed), rows=rows, columns=columns)
 
-    return kept_copies(weights, (recipe, dtype, transposed), make, rows=rows, columns=columns, moment=moment)
+    version = None
+    if isinstance(recipe, Recipe) and (scale := recipe.scale_of("weight")) is not None:
+        version = scale.data_ptr(), scale._version  # a recipe of the program's own may change it in place
+    form = recipe, version, dtype, transposed
+    return kept_copies(weights, form, make, rows=rows, columns=columns, moment=moment)
 
 
 def kept_copies(
