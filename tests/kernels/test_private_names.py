@@ -85,6 +85,7 @@ def test_a_wrapper_says_which_name_it_cannot_do_without(torch: OtherTorch) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_without_any_one_name_training_gives_the_same_weights_or_is_refused_by_name(torch: OtherTorch) -> None:
     wrong = {}
     for name in torch.names:
