@@ -275,6 +275,8 @@ def test_a_current_stream_has_an_address() -> None:
 
 @pytest.mark.gpu
 def test_nccl_has_a_scaled_sum_and_says_whether_gathers_can_leave_the_multiprocessors_free() -> None:
-    assert distributed.premultiplied_sum is not None and distributed.premultiplied_sum(0.5) is not None, f"{TORCH}: _make_nccl_premul_sum"
+    assert distributed.premultiplied_sum is not None and distributed.premultiplied_sum(0.5) is not None, (
+        f"{TORCH}: _make_nccl_premul_sum"
+    )
     knows = hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO")
     assert (distributed.zero_cta_options() is not None) == knows, f"{TORCH}: NCCL_CTA_POLICY_ZERO, config.cta_policy"

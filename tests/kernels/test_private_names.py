@@ -65,8 +65,8 @@ def test_without_any_private_name_every_package_is_imported_with_one_warning_for
 
 
 def test_without_all_names_that_something_can_replace_training_gives_the_same_weights(torch: OtherTorch) -> None:
-    names = [name for name, is_replaced in torch.names.items() if is_replaced and not name.endswith(NEEDED_BY_TORCH)]
-    assert len(names) > 25
+    names = [name for name, is_replaced in torch.names.items() if is_replaced and not name.startswith(NEEDED_BY_TORCH)]
+    assert len(names) > 15
     assert torch.without(names)["programs"] == torch.plain["programs"]
 
 
@@ -85,11 +85,12 @@ def test_a_wrapper_says_which_name_it_cannot_do_without(torch: OtherTorch) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_without_any_one_name_training_gives_the_same_weights_or_is_refused_by_name(torch: OtherTorch) -> None:
     wrong = {}
     for name in torch.names:
         found = torch.without([name])
-        if name.endswith(NEEDED_BY_TORCH):
+        if name.startswith(NEEDED_BY_TORCH):
             continue
         for program, got in found["programs"].items():
             if got != torch.plain["programs"][program] and f"has no {name}:" not in got:

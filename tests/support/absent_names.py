@@ -59,7 +59,7 @@ def hide(spelling: str) -> None:
             owner = _resolve(parts[:end])
             getattr(owner, parts[end])
         except (AttributeError, ImportError):
-            continue  # this version has another spelling
+            return  # this version has another spelling
         if isinstance(owner, ModuleType):
             _hide_in_module(owner, parts[end])
             return
