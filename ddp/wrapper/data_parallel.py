@@ -249,15 +249,15 @@ class DistributedDataParallel(AroundModule):
 
         Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
         """
-        if self.is_clear:
+        if self.is_clear and not any(record.is_touched for record in self.records):
             return
         check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         check_nothing_under_way(self.buckets)
+        if self._zeroed_views:
+            torch._foreach_zero_(self._zeroed_views)
         for bucket in self.buckets:
             bucket.reset()
         discard_grads(self._wired)
-        if self._zeroed_views:
-            torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
         self.readiness.reset()
         self._launched = self._finished = False
@@ -274,6 +274,9 @@ class DistributedDataParallel(AroundModule):
     def note_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
         self.iteration += 1
+        if self.device.type == "cpu":  # whose replays run operations again, and raise versions
+            for record in self.records:
+                record.note_version()
 
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""
