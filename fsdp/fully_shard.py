@@ -1,7 +1,7 @@
 """``fully_shard``: checks a module, plans its buckets, shards its parameters and makes it a unit."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,14 @@ from ..ddp.collectives.rank_grid import RankGrid, make_grid
 from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
 from ..ddp.contract.module import note_shard
+from ..ddp.contract.parallel_marks import is_marked_expert
 from ..ddp.plan.layout import BucketLayout
-from ..ddp.plan.owned_params import OwnedParam, grid_name_of
+from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
 from ..ddp.stock.clipping import guard_stock_clipping
+from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
 from ..ddp.wrapper.dropped import forget_dropped
-from ..ddp.wrapper.whose_experts import check_same_experts
+from ..ddp.wrapper.model_parallel import check_marks
+from ..ddp.wrapper.whose_experts import check_same_experts, check_same_slices
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps
 from .state.state_dict import install_state_dict_hooks
@@ -36,6 +39,7 @@ from .unit_checks import (
     check_placements,
     compare_units,
     device_of,
+    note_ignored,
     own_modules,
     own_params,
     row_of,
@@ -65,6 +69,7 @@ def fully_shard(
     copy_engine_gather: bool = False,
     init_fn: Callable[[nn.Module], None] | None = None,
     init_sync: bool = True,
+    forward_writes: Literal["refused", "alike"] = "refused",
     device: torch.device | str | None = None,
     ignored_params: Collection[nn.Parameter] = (),
 ) -> _Module:
@@ -102,9 +107,13 @@ def fully_shard(
                              multiprocessor is taken from computation. Needs NCCL 2.28. Ranks that cannot map each
                              other's memory (several nodes) gather by kernels. The process keeps the mapped memory, of
                              the outermost unit and three others, until the process ends
-    init_fn                  initialises the own parameters of one module that was on the meta device; None: the
-                             module's ``reset_parameters()``. The unit's parameters are whole during this call
+    init_fn                  initialises the own parameters and buffers of one module that was on the meta device; None:
+                             the module's ``reset_parameters()``. The unit's parameters are whole during this call. With
+                             ``init_sync`` the first rank's alone must write values
     init_sync                copy the first rank's parameters and buffers to all ranks
+    forward_writes           parameters of the unit that a forward writes in place (``nn.Embedding(max_norm=...)``, a
+                             codebook, ActNorm's first batch). "alike": all ranks write the same values, which are
+                             brought to the shards. "refused": such a forward raises. A world of one needs no option
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
 
@@ -117,15 +126,28 @@ def fully_shard(
     ignored = {id(param) for param in ignored_params}
     failures = FailureReporter()
     grid = make_grid(mesh, option="mesh")
+    note_ignored(ignored_params, grid)
 
     def prepare() -> _Prepared:
-        wanted = _Wanted(row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync)
+        wanted = _Wanted(
+            row_of(placements), policy, *when, bucket_size, shard_atoms, offload_to_cpu, init_sync, forward_writes
+        )
         return _prepare(module, wanted, grid, mesh, device, init_fn, ignored, copy_engines=copy_engine_gather)
 
     name = type(module).__name__
     prepared = alike(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
     buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
-    unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
+    unit = Unit(
+        module,
+        name,
+        buckets,
+        policy,
+        grid,
+        prepared.device,
+        prepared.inside,
+        reshard_after_forward,
+        writes_alike=forward_writes == "alike",
+    )
     unit.copy_engines = copy_engine_gather
     _take_over(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
@@ -143,10 +165,13 @@ class _Wanted(NamedTuple):
     shard_atoms: ShardAtoms
     offload_to_cpu: bool
     init_sync: bool
+    forward_writes: Literal["refused", "alike"]
 
     def check(self, grid: RankGrid, device: torch.device) -> None:
         """Raise ``ValueError`` for options that contradict each other, or have no effect."""
         check_placements(self.placements, grid, self.reshard_after_forward, self.reduce_every_microbatch)
+        if self.forward_writes not in ("refused", "alike"):
+            raise ValueError(f"forward_writes is 'refused' or 'alike', got {self.forward_writes!r}")
         if self.offload_to_cpu:
             check_offload(device)
 
@@ -175,6 +200,7 @@ def _prepare(
     copy_engines: bool,
 ) -> _Prepared:
     """Check the module, materialise it and plan its buckets: every step that may fail on one rank alone."""
+    check_wrappers_can_run(delivers_to_all)
     check_module(module)
     inside = list(own_modules(module))
     on = device_of(device, mesh, grid, inside, ignored)
@@ -183,7 +209,8 @@ def _prepare(
         check_copy_engines(backends_of(grid.axes, on), on, "copy_engine_gather")
     owned = own_params(module, ignored)
     check_params(owned)
-    materialize(inside, on, init_fn, ignored)
+    check_marks([(each.name, each.param) for each in owned if each.param.requires_grad], grid)
+    materialize(inside, on, init_fn, ignored, overwritten=wanted.init_sync and not grid.is_first)
     owned = [entry.read_again() for entry in owned]  # a parameter on the meta device is another one now
     for entry in owned:
         forget_dropped(entry.param, [owner for owner, _ in entry.owners])
@@ -211,12 +238,14 @@ def _make_buckets(
         said = [f"{option}={value}" for option, value in wanted._asdict().items()]
         compare_units(plans, dtypes, inside, said, grid, name)
         if not named:
+            check_same_slices([(each.name, each.param) for each in owned], grid, "mesh")
             experts: list[tuple[str, Tensor]] = [
                 (each.name, each.param) for each in owned if each.grid_name == "expert"
             ]
             if wanted.init_sync:
+                own = buffers_of_experts(inside[0], is_marked_expert)
                 buffers = [entry for found in inside for entry in found.named_buffers(recurse=False)]
-                experts += [(name, buffer) for name, buffer in buffers if grid_name_of(buffer) == "expert"]
+                experts += [(name, buffer) for name, buffer in buffers if id(buffer) in own]
             check_same_experts(experts, grid, _WHOSE_EXPERTS)
     if wanted.init_sync:
         with failures.watch("the broadcast of parameters and buffers"):

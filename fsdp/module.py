@@ -73,16 +73,20 @@ class FSDPModule(nn.Module):
     def reshard(self) -> None:
         """Undo one ``unshard()``, and free the whole parameters after the last. Writes to whole parameters are lost.
 
+        Views of them, and copies, go on having memory. The parameters themselves refuse to be read.
+
         Without ``unshard()`` before: free the whole parameters that forward has left gathered.
         """
         unit = unit_of(self)
-        if unit.num_unshards:
+        was_read = unit.num_unshards > 0
+        if was_read:
             unit.num_unshards -= 1
             unit.registered.show_shards()
+            unit.writes.note()
             for bucket in unit.buckets:
                 bucket.note_whole_changed()
         if not unit.registered.shows_whole:
-            root_of(self).gathers.release(unit)
+            root_of(self).gathers.release(unit, was_read=was_read)
 
     @contextmanager
     def unsharded(self, *, writeback: bool = False) -> Iterator[None]:
@@ -90,6 +94,9 @@ class FSDPModule(nn.Module):
 
         writeback  True: writes to whole parameters are copied into the shards at the end; all ranks must have written
                    the same values. If False, or if the block raises, the writes are lost
+
+        What is read there may be kept: ``state_dict()`` copies, and views of parameters (``param.detach()``) keep their
+        memory. A parameter itself (``list(model.parameters())``) has none after the block, and refuses to be read.
 
         All these units are in memory at once. To read one unit at a time, use ``unshard()`` and ``reshard()``.
         """
@@ -140,6 +147,7 @@ class FSDPModule(nn.Module):
     def checkpoint_source(self) -> ShardedSource:
         """What ``save_checkpoint`` and ``load_checkpoint`` ask of this module and the units in it. Collective at the
         first call."""
+        root_of(self).grads.steps.read()  # weights that were mixed are not saved
         return ShardedSource(self, [pair for module in _sharded_inside(self) for pair in unit_of(module).pairs])
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -201,7 +209,22 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
 
 @functools.cache
 def _class_of(cls: type) -> type:
-    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    if hasattr(cls, "save_pretrained"):
+        members["save_pretrained"] = _save_pretrained
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+
+
+def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """``save_pretrained`` of transformers, which writes whole tensors by itself. Shards are refused."""
+    units = [unit_of(inner) for inner in _sharded_inside(module)]
+    if kwargs.get("state_dict") is None and not all(unit.registered.shows_whole for unit in units):
+        raise RuntimeError(
+            f"save_pretrained of {type(module).__name__}, whose parameters are sharded, would write this rank's part: "
+            f"call it within model.unsharded(), which all ranks enter, on the first rank; or pass state_dict=, from "
+            f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) on all ranks"
+        )
+    return super(FSDPModule, module).save_pretrained(*args, **kwargs)
 
 
 def _run(module: FSDPModule, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

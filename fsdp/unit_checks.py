@@ -1,9 +1,11 @@
 """Checks before a module becomes a unit. Errors name the module, parameter, device or option that cannot be sharded."""
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
@@ -28,6 +30,7 @@ __all__ = [
     "check_placements",
     "compare_units",
     "device_of",
+    "note_ignored",
     "own_modules",
     "own_params",
     "row_of",
@@ -132,6 +135,24 @@ def own_params(module: nn.Module, ignored: Collection[int]) -> list[OwnedParam]:
     for entry in owned:
         check_unattached(entry.param, entry.name)
     return owned
+
+
+def note_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
+    """Warn of ignored DTensors that are trained, and that ranks of the unit hold copies of.
+
+    A plain ignored parameter is the program's own. A DTensor's mesh looks as if somebody reduced its gradients.
+    """
+    here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
+    for param in ignored:
+        mesh = getattr(param, "device_mesh", None)
+        outside = sorted(here - set(mesh.mesh.flatten().tolist())) if mesh is not None and param.requires_grad else []
+        if outside:
+            warnings.warn(
+                f"an ignored parameter of shape {list(param.shape)} is a DTensor over ranks "
+                f"{sorted(mesh.mesh.flatten().tolist())}, and nobody averages its gradient over ranks {outside}, which "
+                f"have other batches: all-reduce param.grad.to_local() over them after backward, or freeze it",
+                stacklevel=3,
+            )
 
 
 def check_params(owned: Iterable[OwnedParam]) -> None:

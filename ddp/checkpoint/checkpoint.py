@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
+from ..wrapper.model_parallel import refuse_slices
 from .background import PendingSave, defer, finish_pending, reserve_memory, start_pending, wait_for_memory
 from .files.boxes import TensorSlice
 from .files.folder import Staging
@@ -104,6 +105,13 @@ def save_checkpoint(
     finish_pending(model)
     source = source_of(model)
     ranks = source.ranks
+    if ranks.leave_ranks_out:
+        refuse_slices(
+            source.module.named_parameters(),
+            "save_checkpoint",
+            "would write this rank's slices under the names of whole parameters, where other ranks write theirs",
+            "save state_dict() of each tensor-parallel rank to a file of its own",
+        )
     target, save_id, *experts = check_same_call(path, optimizer, ranks, source.expert_axes, "save_checkpoint")
     staging = Staging(target)
     names = StoredNames(*experts)
@@ -171,6 +179,9 @@ def load_checkpoint(path: str | os.PathLike[str], model: nn.Module, optimizer: O
         manifest = stored.manifest
         on_demand = OnDemand.plan(source.module, manifest.buffers)
         holding = on_demand.shown_in(holding)
+        # Earlier versions have stored buffers of experts once for all sets, unless they were marked.
+        own = [name for name in holding.expert_buffers if name not in manifest.buffers]
+        holding = holding._replace(expert_buffers=own)
         try:
             check_model(manifest, holding, names)
         except ValueError as error:

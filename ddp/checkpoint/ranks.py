@@ -1,5 +1,6 @@
 """The ranks that save and load together, and the comparison of their calls."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,12 @@ class CheckpointRanks(NamedTuple):
     """Whether this rank is the first of all."""
     failures: FailureReporter | None
     """Names the rank that is gone, in errors."""
+
+    @property
+    def leave_ranks_out(self) -> bool:
+        """Whether the program has ranks that are none of these."""
+        size = math.prod(group.size() for group in self.axes)
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > size
 
     @classmethod
     def alone(cls) -> "CheckpointRanks":

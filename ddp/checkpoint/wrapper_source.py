@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from ..contract.parallel_marks import is_marked_expert
 from ..optimizer.distributed_optimizer import DistributedOptimizer
-from ..plan.owned_params import grid_name_of
+from ..plan.owned_params import buffers_of_experts
 from ..wrapper.data_parallel import DistributedDataParallel
 from .model import ModelTensors, model_tensors
 from .ranks import CheckpointRanks
@@ -84,6 +85,8 @@ class WrapperSource:
     def hold(self, optimizer: object, *, saving: bool) -> Holding:
         """What this rank holds: the optimizer's slices; all elements of frozen parameters, and without an optimizer."""
         held = self._checked(optimizer)
+        if saving and isinstance(self._model, DistributedDataParallel):
+            self._model.steps.read()  # weights of ranks that have taken different steps are not saved
         if held is not None:
             held.settle()
             if saving:
@@ -92,9 +95,10 @@ class WrapperSource:
         slices = [] if held is None else held.slices
         read_whole = not saving and held is not None and _are_on_cpu_without_masters(held)
         sliced = set() if read_whole else {part.name for part in slices}
+        of_experts = buffers_of_experts(self.module, is_marked_expert)
         return Holding(
             params={
-                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, is_expert=grid_name_of(param) == "expert")
+                name: HeldParam(tuple(param.shape), param.dtype, param.dtype, is_expert=is_marked_expert(param))
                 for name, param in tensors.parameters.items()
             },
             buffers=tensors.buffers,
@@ -104,7 +108,7 @@ class WrapperSource:
             optimizer=None
             if held is None
             else HeldOptimizer(held.optimizer_class.__name__, held.param_groups, held.state),
-            expert_buffers=[name for name, buffer in tensors.buffers.items() if grid_name_of(buffer) == "expert"],
+            expert_buffers=[name for name, buffer in tensors.buffers.items() if id(buffer) in of_experts],
         )
 
     def loaded(self, optimizer: object) -> None:

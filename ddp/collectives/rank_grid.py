@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_internals import timeout_on, zero_cta_options
+from ..distributed_internals import timeout_on, zero_cta_options
 from .in_flight import device_types_of, group_or_default, group_rank, group_size
 from .world import WORLD_OF_ONE, Ranks, WorldOfOne, check_no_late_group, own_rank
 
@@ -61,6 +61,21 @@ class RankGrid(NamedTuple):
         for group in (self.inner, self.outer):
             if group is not None and group.size() > 1:
                 yield group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one whose values ``broadcast`` copies."""
+        return all(group_rank(group) == 0 for group in self.axes)
+
+    @property
+    def in_larger_world(self) -> bool:
+        """Whether the program has several ranks, in this grid or not."""
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+    @property
+    def leaves_ranks_out(self) -> bool:
+        """Whether the program has ranks that are not in this grid."""
+        return self.in_larger_world and dist.get_world_size() > self.size
 
     def check_still_alone(self, what: str, option: str = "process_group") -> None:
         """Raise ``RuntimeError`` where a world of one was assumed, and a process group was initialised since.
@@ -205,7 +220,7 @@ def _groups_of_mesh(
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"{option}: a data-parallel mesh is (inner) or (outer, inner); this one has {mesh.ndim} dims "
-            f"{mesh.mesh_dim_names}"
+            f"{mesh.mesh_dim_names}: flatten two of them that share shards, {_flattened(mesh)}"
         )
     outer = mesh.get_group(0) if mesh.ndim == 2 else None
     if num_instances not in (1, group_size(outer)):
@@ -214,6 +229,14 @@ def _groups_of_mesh(
             f"{group_size(outer)} instances: leave the option out, a mesh of two dims (outer, inner) says it"
         )
     return mesh.get_group(mesh.ndim - 1), outer
+
+
+def _flattened(mesh: DeviceMesh) -> str:
+    """How a mesh of three dims becomes one of two: the last dims as one, where context-parallel ranks share shards."""
+    if mesh.mesh_dim_names is None or mesh.ndim < 3:
+        return "mesh[...]._flatten(), after naming the dims"
+    outer, *inner = mesh.mesh_dim_names
+    return f"mesh[{', '.join(map(repr, inner))}]._flatten('inner'), and give mesh['{outer}', 'inner']"
 
 
 def _cut(

@@ -10,7 +10,7 @@ from torch.utils.weak import TensorWeakRef
 from .main_grad import is_delayed, mark_delayed, take_grad_of_backward_dw
 from .record import GradRecord
 
-__all__ = ["DelayedWgradModule", "FusedWgradModule", "forms_of", "listen_to_foreign_delays", "note_shard"]
+__all__ = ["DelayedWgradModule", "FusedWgradModule", "forms_of", "has_shard", "listen_to_foreign_delays", "note_shard"]
 
 _SHARD = "_maingrad_shard"
 
@@ -72,6 +72,11 @@ class DelayedWgradModule(FusedWgradModule):
 def note_shard(whole: Tensor, shard: Tensor) -> None:
     """Remember that outside of forwards modules register ``shard`` in place of the parameter ``whole``."""
     setattr(whole, _SHARD, TensorWeakRef(shard))
+
+
+def has_shard(param: Tensor) -> bool:
+    """Whether ``param`` is the whole form of a sharded parameter."""
+    return hasattr(param, _SHARD)
 
 
 def forms_of(weight: Tensor) -> Iterator[Tensor]:

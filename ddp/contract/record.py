@@ -46,6 +46,8 @@ class GradRecord:
         """More than one module registers the parameter (a tied weight)."""
         self.all_ranks: Any = None
         """For an expert that only some ranks hold: the ``RankGrid`` of all ranks. None for all other parameters."""
+        self.sliced = False
+        """A slice of tensor parallelism: ranks outside the wrapper's hold the rest of the parameter."""
         self.updater: object | None = None
         """A token of the ``DistributedOptimizer`` that was built last over the parameter."""
         self.parts: Callable[[], Any] | None = None
@@ -97,14 +99,15 @@ class GradRecord:
             f"save state_dict(), or copy.deepcopy(model) first, which gives a plain model"
         )
 
-    @property
-    def is_touched(self) -> bool:
-        """Whether ``view`` was written to since the iteration began, if only by hand."""
-        return self.view._version != self.version
-
     def note_version(self) -> None:
-        """What ``view`` holds now is no work of the program's."""
+        """What ``view`` holds now was not written by the program."""
         self.version = self.view._version
+
+    def clear_touched(self) -> None:
+        """Nothing was written in this iteration: zero what the program has put into ``view`` by hand."""
+        if self.view._version != self.version:
+            self.view.zero_()
+            self.note_version()
 
     def open_for_write(self) -> bool:
         """Call before each write to ``view``. Returns whether the write overwrites (beta = 0) or adds.
@@ -112,7 +115,7 @@ class GradRecord:
         Raises ``RuntimeError`` where the bucket was launched already, and before the first write of an iteration where
         the program has put values into ``view``: some modules would overwrite them, and others add to them.
         """
-        if not self.written and self.is_touched and self.make_room is None:
+        if not self.written and self.view._version != self.version and self.make_room is None:
             self._check_zero()
         return self.open_after_write()
 

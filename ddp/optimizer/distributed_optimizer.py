@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buckets.iteration_ends import note_optimizer, note_step
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
+from ..contract.torch_tools import refuse_dcp_of_optimizer
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
 from ..torch_internals import DisableTorchFunctionSubclass
@@ -22,6 +24,7 @@ from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, layout_key, shard_of_how_many
 from .flat_params import FlatBucket, ParamSlice, flatten_params, inner_groups, segments_of, slices_of
 from .grad_norm import clip_coefficient, global_grad_norm
+from .over_slices import check_optimizer_over_slices, refuse_scaler
 from .param_groups import assign_groups, check_optimizer_class, check_options, is_fused, is_of_torch
 from .param_sync import ParamSync
 from .step_order import step_order
@@ -69,6 +72,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm must be positive, or None for no clipping; got {max_grad_norm}")
         whole = model.ddp_config.keep_params_whole
         check_optimizer_class(optimizer_class, model.wired, whole=whole)
+        check_optimizer_over_slices(model, optimizer_class, max_grad_norm)
         self.model = model
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
@@ -132,6 +136,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "on the host; make a GraphedTrainingStep for each optimizer, and call them in turn"
             )
         self.model.check_started("optimizer.step()")
+        self.model.steps.note_update()
         scaled = "found_inf" in vars(self)
         if scaled and self._agreed_in != self.model.iteration:
             raise RuntimeError(
@@ -150,6 +155,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._update(flats, divisor)
             self._round(flats)
             self.param_sync.note_updated(flats)
+        note_step(self.model.module, vars(self).get("found_inf"))
         self._masters.note()
         self.param_sync.publish()
 
@@ -162,6 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Start a new iteration: ``model.zero_grad_buffer()``."""
+        note_optimizer(self.model.module)
         self.model.zero_grad_buffer()
 
     @torch.no_grad()
@@ -245,8 +252,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Gradients are unscaled in ``main_grad``, where norms and clipping read them.
         """
         self._check_in_charge()
+        refuse_scaler(self.model)
         self.model.check_reduced("unscaling")
         self._agreed_in = self.model.iteration
+        note_optimizer(self.model.module)
         found_inf = torch.zeros((), dtype=torch.float32, device=self.model.device)
         unscale([flat.grads for flat in self._flats], inv_scale, found_inf)
         with self.model.failures.watch("the search for Inf in scaled gradients"):
@@ -258,6 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         ``save_checkpoint`` writes checkpoints that fit any.
         """
+        refuse_dcp_of_optimizer()
         self.settle()
         self.refresh_masters()
         state = super().state_dict()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..buckets.checks import check_scalable
 from ..wrapper.data_parallel import DistributedDataParallel
+from .over_slices import refuse_norm
 
 __all__ = ["clip_coefficient", "clip_grad_norm", "global_grad_norm"]
 
@@ -21,6 +22,7 @@ def global_grad_norm(model: DistributedDataParallel) -> Tensor:
     ranks hold counts once; elements that differ between ranks (experts) all count.
     """
     model.check_reduced("the gradient norm")
+    refuse_norm(model, "the norm of gradients")
     squares, widest = [], torch.float32
     summed = False  # whether some ranks hold other elements than this rank
     for grid_name in ("dense", "expert"):

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .distributed_optimizer import DistributedOptimizer
@@ -16,7 +17,15 @@ class GradScaler(torch.amp.GradScaler):
     Use it as torch's: ``scale(loss).backward()``, ``model.finish_grad_sync()``, ``step(optimizer)``, ``update()``.
     ``unscale_(optimizer)`` comes after ``finish_grad_sync``. Optimizers other than ``DistributedOptimizer`` are handled
     by torch's scaler. The host waits no more often than under torch's scaler.
+
+    pipeline_group  the ranks with the pipeline's other stages, as for ``clip_grad_norm``: all stages skip the same
+                    steps. Each of these ranks has one optimizer
+    args, kwargs    of ``torch.amp.GradScaler``
     """
+
+    def __init__(self, *args: Any, pipeline_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pipeline_group = pipeline_group
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """``optimizer.step()`` with unscaled gradients; no step where a rank has Inf or NaN."""
@@ -39,4 +48,7 @@ class GradScaler(torch.amp.GradScaler):
                 "(grad_reduce_in_fp32=True), or leave unscaling to step(), which does it in fp32"
             )
         found = optimizer.unscale_grads(inv_scale)
+        if self._pipeline_group is not None and self._pipeline_group.size() > 1:
+            with optimizer.model.failures.watch("the search for Inf in the pipeline's other stages"):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=self._pipeline_group)
         return {found.device: found}

@@ -9,7 +9,15 @@ from torch import nn
 
 from ..buckets.wiring import WiredParam
 
-__all__ = ["assign_groups", "check_optimizer_class", "check_options", "is_fused", "is_of_torch", "why_not_over"]
+__all__ = [
+    "assign_groups",
+    "check_optimizer_class",
+    "check_options",
+    "is_elementwise",
+    "is_fused",
+    "is_of_torch",
+    "why_not_over",
+]
 
 _FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 """Classes with a fused kernel, which divides by ``grad_scale`` and skips by ``found_inf`` on the device."""
@@ -65,7 +73,7 @@ def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
     kept_whole  the option that keeps parameters whole, for the error
     """
     name = cls.__name__
-    if cls in _ELEMENTWISE or getattr(cls, "elementwise", False):
+    if is_elementwise(cls):
         return None
     if cls in _PER_PARAMETER or getattr(cls, "per_parameter", False):
         if whole:
@@ -78,6 +86,11 @@ def why_not_over(cls: type, *, whole: bool, kept_whole: str) -> str | None:
         f"and keep parameters whole, by {kept_whole}. One that sums over all parameters (Prodigy, D-Adaptation) is a "
         f"stock optimizer for DistributedDataParallel with use_distributed_optimizer=False"
     )
+
+
+def is_elementwise(cls: type) -> bool:
+    """Whether the update of an element depends on this element's gradient and state alone."""
+    return cls in _ELEMENTWISE or getattr(cls, "elementwise", False)
 
 
 def is_fused(cls: type) -> bool:

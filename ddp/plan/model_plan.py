@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..config import DistributedDataParallelConfig
+from ..contract.parallel_marks import is_tied_across_stages
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .owned_params import OwnedParam
 
@@ -43,7 +44,7 @@ def plan_model(
             ),
             grid_name=by_name[name].grid_name,
             delayed=by_name[name].delayed,
-            own_bucket=getattr(by_name[name].param, "shared_embedding", False),  # Megatron's mark: tied across stages
+            own_bucket=is_tied_across_stages(by_name[name].param),
         )
         for name in names
     ]

@@ -1,14 +1,24 @@
 """A model's parameters and buffers, each once, with the ranks that hold the same values."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from ..contract.main_grad import is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
+from ..contract.parallel_marks import grid_name_of, is_marked_expert
 
-__all__ = ["ModelTensor", "OwnedParam", "find_owned_params", "find_tensors", "grid_name_of"]
+__all__ = [
+    "ModelTensor",
+    "OwnedParam",
+    "buffers_of_experts",
+    "find_owned_params",
+    "find_tensors",
+    "grid_name_of",
+    "is_marked_expert",
+]
 
 
 class OwnedParam(NamedTuple):
@@ -46,7 +56,7 @@ class ModelTensor(NamedTuple):
     name: str
     tensor: Tensor
     grid_name: str
-    """Which ranks hold the same values: see ``grid_name_of``."""
+    """Which ranks hold the same values: see ``grid_name_of`` and ``buffers_of_experts``."""
     is_buffer: bool
 
     @property
@@ -55,12 +65,26 @@ class ModelTensor(NamedTuple):
         return self.tensor.requires_grad and not self.is_buffer
 
 
-def grid_name_of(tensor: Tensor) -> str:
-    """Which ranks a parameter's gradient is reduced over, or a buffer is copied to: "dense" or "expert".
+def buffers_of_experts(module: nn.Module, is_experts: Callable[[nn.Parameter], bool]) -> set[int]:
+    """``id`` of the buffers that only some ranks hold the same values of, because their module is an expert's.
 
-    "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
+    A module is an expert's if its own parameters all are. If it has none, those of the modules in it decide; if these
+    have none either, the module around it. Nobody marks buffers (Megatron-core marks parameters alone); where a buffer
+    has the attribute ``allreduce``, that decides.
     """
-    return "dense" if getattr(tensor, "allreduce", True) else "expert"
+    found: set[int] = set()
+
+    def visit(owner: nn.Module, around: bool) -> None:
+        params = [param for param in owner._parameters.values() if param is not None] or list(owner.parameters())
+        of_experts = all(map(is_experts, params)) if params else around
+        for buffer in owner._buffers.values():
+            if buffer is not None and not getattr(buffer, "allreduce", not of_experts):
+                found.add(id(buffer))
+        for child in owner.children():
+            visit(child, of_experts)
+
+    visit(module, False)
+    return found
 
 
 def find_owned_params(module: nn.Module) -> list[OwnedParam]:
@@ -78,5 +102,9 @@ def find_owned_params(module: nn.Module) -> list[OwnedParam]:
 def find_tensors(module: nn.Module) -> list[ModelTensor]:
     """Every parameter of the model once, frozen ones too, then every buffer, each in registration order."""
     params = [ModelTensor(name, each, grid_name_of(each), is_buffer=False) for name, each in module.named_parameters()]
-    buffers = [ModelTensor(name, each, grid_name_of(each), is_buffer=True) for name, each in module.named_buffers()]
+    of_experts = buffers_of_experts(module, is_marked_expert)
+    buffers = [
+        ModelTensor(name, each, "expert" if id(each) in of_experts else "dense", is_buffer=True)
+        for name, each in module.named_buffers()
+    ]
     return params + buffers

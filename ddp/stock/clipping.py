@@ -80,6 +80,12 @@ def _check(parameters: Iterable[Tensor], name: str) -> None:
         record = record_of(parameter)
         if record is not None and not record.exposed:
             _refuse_unexposed(record, name)
+        if record is not None and record.sliced and name == "clip_grad_norm_":
+            raise RuntimeError(
+                f"clip_grad_norm_: parameter '{record.name}' is a slice of tensor parallelism (tensor_model_parallel = "
+                f"True), and each rank would clip by the norm of its own slices; compute the norm over the "
+                f"tensor-parallel ranks too, and call torch.nn.utils.clip_grads_with_norm_"
+            )
         if record is not None and record.all_ranks is not None and name == "clip_grad_norm_":
             raise RuntimeError(
                 f"clip_grad_norm_: parameter '{record.name}' is an expert that other ranks do not hold, so that each "

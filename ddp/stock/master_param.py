@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..contract.main_grad import record_of
+from ..contract.torch_tools import refuse_dcp_of_optimizer
 from ..torch_internals import let_optimizers_take, make_subclass
 
 __all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
@@ -101,6 +102,7 @@ class WatchedMasters(dict[Any, str]):
     def check_gradless(self) -> None:
         """Raise ``RuntimeError`` where a master has a ``.grad``, which nobody would read."""
         if any(master.grad is not None for master in self):
+            refuse_dcp_of_optimizer()
             raise RuntimeError(
                 "optimizer.step(): a gradient was put into .grad of a tensor of optimizer.param_groups, and would be "
                 "lost: the gradients of this rank's shards are model.reduced_grads(), after finish_grad_sync(); "

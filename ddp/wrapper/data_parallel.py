@@ -22,30 +22,35 @@ from ..buckets.checks import (
     check_whole,
     is_frozen,
 )
-from ..buckets.iteration_ends import end_iteration
+from ..buckets.iteration_ends import discard_iteration, end_iteration, note_forward
 from ..buckets.launcher import BucketLauncher
 from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
+from ..buckets.replicas import Replicas
 from ..buckets.wiring import WiredParam, allocate_buckets
 from ..collectives.failure_report import FailureReporter
 from ..collectives.observer import Observer
 from ..collectives.rank_grid import RankGrid, make_grids
 from ..collectives.reduction import GradReduction, make_reductions
+from ..collectives.step_check import StepCheck
 from ..collectives.timeline import Timeline, recorded_on
 from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
 from ..contract.record import GradRecord
 from ..contract.torch_ddp import check_not_collected, check_not_inside
+from ..contract.torch_tools import refuse_scaling_by_stage
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_owned_params, find_tensors
 from ..stock.master_param import WatchedMasters
 from ..stock.optimizer import expose_grad
+from ..torch_internals import check_wrappers_can_run
 from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
 from .comparison import check_same_config, check_same_model
 from .init_sync import broadcast_tensors
+from .model_parallel import check_forced_all_reduce
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 from .setup_checks import plan_on_each_rank
@@ -99,6 +104,7 @@ class DistributedDataParallel(AroundModule):
         backward_order: Sequence[str] | None = None,
         init_sync: bool = True,
     ) -> None:
+        check_wrappers_can_run()
         super().__init__()
         self.module = module
         self.ddp_config = config = config or DistributedDataParallelConfig()
@@ -120,15 +126,19 @@ class DistributedDataParallel(AroundModule):
         failures.grids = self.grids.values()
 
         # The plan: which gradients there are, and where each will lie.
-        self.device, self.plan = plan_on_each_rank(module, trainable, config, self.grids, backward_order, failures)
+        overwritten = tensors if init_sync else [each for each in tensors if each.trained]
+        self.device, self.plan = plan_on_each_rank(
+            module, trainable, overwritten, config, self.grids, backward_order, failures
+        )
         with failures.watch("the comparison of models between ranks"):
-            overwritten = tensors if init_sync else [each for each in tensors if each.trained]
             check_same_model(self.plan, overwritten, self.grids)
-            check_whose_experts(overwritten, self.grids["dense"], expert_process_group)
+            check_whose_experts(overwritten, self.grids["dense"], process_group, expert_process_group)
             failures.remember_rank_0()
 
         # Storage, and the collectives over it.
         self.buckets, self._wired = allocate_buckets(self.plan, trainable, self.device)
+        self.wired: Sequence[WiredParam] = self._wired
+        """Trainable parameters with their buckets and records, in the order of the buffers."""
         self.records: tuple[GradRecord, ...] = tuple(wired.record for wired in self._wired)
         self._zeroed_views = [view for bucket in self.buckets for view in bucket.zeroed_views()]
         self.reductions: dict[str, GradReduction] = make_reductions(config, self.grids, self.device)
@@ -136,6 +146,8 @@ class DistributedDataParallel(AroundModule):
         self._nan_check = NanCheck(self.buckets, self.device, dense) if config.check_for_nan_in_grad else None
         reductions = [self.reductions[bucket.layout.grid_name] for bucket in self.buckets]
         self._launcher = BucketLauncher(self.buckets, reductions, self._nan_check, failures, device=self.device)
+        self.steps = StepCheck(self.grids["dense"], failures, self.device, self._launcher.stream)
+        self._replicas = Replicas(module, self.grids, failures, config)
         self._gathers: Sequence[ParamGather] = ()
         self._masters: weakref.ref[WatchedMasters] | None = None
 
@@ -147,7 +159,7 @@ class DistributedDataParallel(AroundModule):
 
         # Hooks and accumulators on the parameters, and the first rank's values in them.
         self._watch = ModelWatch(self._wired, module)
-        self.readiness = Readiness(self._wired, self._launcher, config, self.device, self._watch)
+        self.readiness = Readiness(self._wired, self._launcher, config, self.device, self.steps, self._watch)
         hooks = self.readiness.listen()
         self._attachment = attach_params(self, self._wired, hooks, self.grids)
         self.grad_parts = BucketParts(self)
@@ -193,13 +205,15 @@ class DistributedDataParallel(AroundModule):
         self._launched = True  # before the next check may raise: zero_grad_buffer must clear gradients then too
         check_nothing_bypassed([(each.owned.param, each.record) for each in self._wired], "start_grad_sync()")
         self._launcher.launch_rest()
+        self.steps.start()
 
     @torch.no_grad()
-    def finish_grad_sync(self, num_tokens: Tensor | int | None = None) -> None:
+    def finish_grad_sync(self, num_tokens: Tensor | int | None = None, *, force_all_reduce: bool = False) -> None:
         """``start_grad_sync``, and wait: then ``main_grad`` holds the reduced gradients.
 
-        num_tokens  with ``calculate_per_token_loss``: this rank's tokens in this iteration, a number or a tensor of one
-                    element, which the host does not read. Ranks may differ in tokens and in microbatches
+        num_tokens        with ``calculate_per_token_loss``: this rank's tokens in this iteration, a number or a tensor
+                          of one element, which the host does not read. Ranks may differ in tokens and in microbatches
+        force_all_reduce  Megatron-core's; True is refused where gradients are sharded
 
         Unused parameters have the gradient zero. Raises ``RuntimeError`` when called twice in an iteration, and
         ``FloatingPointError`` on all ranks where ``check_for_nan_in_grad`` finds NaN or Inf.
@@ -210,8 +224,11 @@ class DistributedDataParallel(AroundModule):
                 "finish_grad_sync() was called twice in one iteration: gradients are reduced already; call "
                 "zero_grad_buffer() after optimizer.step()"
             )
+        if force_all_reduce:
+            check_forced_all_reduce(self.ddp_config)
         self.start_grad_sync()
         self._launcher.wait()
+        self.steps.finish()
         if self._nan_check is not None:
             with self.failures.watch("the search for NaN and Inf"):
                 self._nan_check.raise_where_found(self.grids["dense"])
@@ -230,13 +247,15 @@ class DistributedDataParallel(AroundModule):
 
         ``DistributedOptimizer.step`` so updates buckets while others are reduced, if ``ddp_config.can_wait_by_bucket``.
         """
+        self.steps.finish()
         for bucket in buckets:
             self._launcher.wait_for(bucket)
         if not self._finished and all(bucket.phase is Phase.REDUCED for bucket in self.buckets):
             self._finish()
 
     def _finish(self) -> None:
-        end_iteration(self.module, self.grids["dense"], self.failures)
+        self._replicas.end_iteration()
+        end_iteration(self.module, self.grids["dense"], self.failures, self.readiness.trained)
         self._finished = True
 
     @property
@@ -249,25 +268,32 @@ class DistributedDataParallel(AroundModule):
 
         Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
         """
-        if self.is_clear and not any(record.is_touched for record in self.records):
+        if self.is_clear:
+            for record in self.records:
+                record.clear_touched()
             return
         check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         check_nothing_under_way(self.buckets)
+        self.steps.next_iteration()
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
-        for bucket in self.buckets:
+        for bucket in self.buckets:  # after the zeroing, which raises versions
             bucket.reset()
         discard_grads(self._wired)
         self._launcher.reset()
         self.readiness.reset()
+        if self._finished:
+            discard_iteration(self.module)
         self._launched = self._finished = False
         self.iteration += 1
 
     def abandon_iteration(self) -> None:
         """``zero_grad_buffer`` after a backward that failed. Collective: launched buckets are reduced first."""
         check_nothing_pending(self.records, "abandon_iteration()")
+        self.steps.note_given_up()
         if self.ddp_config.overlap_grad_reduce:
             self._launcher.launch_rest()
+            self.steps.start()  # other ranks may have come to finish_grad_sync()
         self._launcher.wait()
         self.zero_grad_buffer()
 
@@ -295,6 +321,7 @@ class DistributedDataParallel(AroundModule):
     def broadcast_params(self) -> None:
         """Copy the first rank's parameters and buffers to all other ranks; experts among ranks that hold the same."""
         broadcast_tensors(find_tensors(self.module), self.grids, self.failures)
+        self.steps.forget()
 
     def expose_grads(self, dtype: torch.dtype | None = None) -> None:
         """Set ``.grad`` to the reduced gradients, for stock optimizers and ``clip_grad_norm_``.
@@ -346,11 +373,6 @@ class DistributedDataParallel(AroundModule):
         """By ``DistributedOptimizer``: compiled forwards wait for ``gathers``, every forward checks ``masters``."""
         self._gathers, self._masters = gathers, weakref.ref(masters)
 
-    @property
-    def wired(self) -> Sequence[WiredParam]:
-        """Trainable parameters with their buckets and records, in the order of the buffers."""
-        return self._wired
-
     def unwrap(self) -> nn.Module:
         """Give the plain module back. Gradients of the running iteration are lost.
 
@@ -363,7 +385,8 @@ class DistributedDataParallel(AroundModule):
         return self.module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """``nn.Module.named_parameters``. Raises ``ValueError`` where torch's own wrapper is the caller."""
+        """``nn.Module.named_parameters``. Raises where torch's wrapper, or ``scale_grads`` of a stage, calls."""
+        refuse_scaling_by_stage()
         check_not_collected((wired.owned.param for wired in self._wired), _OURS)
         return super().named_parameters(*args, **kwargs)
 
@@ -373,10 +396,11 @@ class DistributedDataParallel(AroundModule):
         elif self._masters is not None and (masters := self._masters()) is not None:
             masters.check()
         if not torch.is_grad_enabled() or is_frozen(self._wired):
-            return self.module(*args, **kwargs)
+            return self._replicas.run(self.module, args, kwargs)
         self.check_before_forward()
-        outputs = self.module(*args, **kwargs)
-        self.readiness.watch(outputs)
+        note_forward()
+        outputs = self._replicas.run(self.module, args, kwargs)
+        self.readiness.watch(outputs, trains=self.module.training)
         return outputs
 
     @torch.compiler.disable

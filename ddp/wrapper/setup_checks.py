@@ -16,7 +16,8 @@ from ..contract.main_grad import check_unattached
 from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.model_plan import plan_model
-from ..plan.owned_params import OwnedParam
+from ..plan.owned_params import ModelTensor, OwnedParam
+from .model_parallel import check_marks
 
 __all__ = ["plan_on_each_rank"]
 
@@ -71,20 +72,39 @@ def _check_setup(
     return device
 
 
+def _check_overwritten(tensors: Iterable[ModelTensor]) -> None:
+    """Raise ``ValueError`` for frozen parameters and buffers that ``init_sync`` cannot copy between ranks."""
+    for name, tensor, _, is_buffer in tensors:
+        what = f"{'buffer' if is_buffer else 'frozen parameter'} '{name}'"
+        if tensor.is_meta:
+            raise ValueError(f"{what} is on the meta device, which keeps no values: give it some before wrapping")
+        if hasattr(tensor, "to_local"):
+            raise ValueError(
+                f"{what} is a DTensor, whose slices are other ranks' too: init_sync=True cannot give all ranks the "
+                f"first rank's; pass init_sync=False, if plain parameters begin alike on all ranks"
+            )
+
+
 def plan_on_each_rank(
     module: nn.Module,
     trainable: Sequence[OwnedParam],
+    overwritten: Iterable[ModelTensor],
     config: DistributedDataParallelConfig,
     grids: Mapping[str, RankGrid],
     backward_order: Sequence[str] | None,
     failures: FailureReporter,
 ) -> tuple[torch.device, GradPlan]:
-    """The model's device, and the plan of its gradients. An error on one rank is raised on all ranks."""
+    """The model's device, and the plan of its gradients. An error on one rank is raised on all ranks.
+
+    overwritten  tensors that training or ``init_sync`` will overwrite
+    """
 
     def plan() -> tuple[torch.device, GradPlan]:
         sharded = config.use_distributed_optimizer
         degrees = {grid_name: grid.inner_size if sharded else 1 for grid_name, grid in grids.items()}
         device = _check_setup(module, trainable, config, grids.values())
+        _check_overwritten(overwritten)
+        check_marks([(each.name, each.param) for each in trainable], grids["dense"], config)
         return device, plan_model(trainable, config, shard_degree=degrees, backward_order=backward_order)
 
     return alike(plan, grids["dense"].axes, failures, "the planning of gradients")

@@ -1,4 +1,4 @@
-"""Where the user has not said which ranks hold the same experts: a model of different experts is refused."""
+"""Where the user has not said which ranks hold the same experts, or slices: models that differ in them are refused."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,19 +7,23 @@ from torch import Tensor
 
 from ..collectives.rank_grid import RankGrid
 from ..collectives.world import Ranks
+from ..contract.parallel_marks import is_slice
 from ..plan.owned_params import ModelTensor
 
-__all__ = ["check_same_experts", "check_whose_experts"]
+__all__ = ["check_same_experts", "check_same_slices", "check_whose_experts"]
 
 
-def check_whose_experts(overwritten: Iterable[ModelTensor], grid: RankGrid, expert_ranks: Ranks) -> None:
-    """Raise ``ValueError`` where ``expert_ranks`` is None, and experts differ between ranks nevertheless.
+def check_whose_experts(overwritten: Sequence[ModelTensor], grid: RankGrid, ranks: Ranks, expert_ranks: Ranks) -> None:
+    """Raise ``ValueError`` where ``expert_ranks`` is None, and experts differ between ranks nevertheless; and where
+    ``ranks`` is None, and slices of tensor parallelism differ.
 
     Without the check, trained experts would get averaged gradients, and with ``init_sync`` all experts the first
-    rank's values. With ``expert_ranks`` nothing is compared. Collective over the grid.
+    rank's values. What the user has said is not compared. Collective over the grid.
 
     overwritten  tensors that training or ``init_sync`` will overwrite
     """
+    if ranks is None:
+        check_same_slices([(each.name, each.tensor) for each in overwritten], grid, "process_group")
     if expert_ranks is None:
         check_same_experts(
             [(each.name, each.tensor) for each in overwritten if each.grid_name == "expert"],
@@ -29,28 +33,56 @@ def check_whose_experts(overwritten: Iterable[ModelTensor], grid: RankGrid, expe
         )
 
 
-@torch.no_grad()
 def check_same_experts(experts: Sequence[tuple[str, Tensor]], grid: RankGrid, remedy: str) -> None:
     """Raise ``ValueError`` on all ranks unless all hold the same experts, bit for bit.
 
     experts  their parameters and buffers, with names
     remedy   for the error: how the user says which ranks hold the same experts
 
-    Collective over the grid. Copies one tensor at a time.
+    Collective over the grid.
     """
     if grid.size == 1 or not experts:
         return
-    differs = torch.zeros(len(experts), device=experts[0][1].device)
-    for index, (_, tensor) in enumerate(experts):
+    found = _first_difference(experts, grid)
+    if found is not None:
+        raise ValueError(
+            f"'{found}' is an expert's (allreduce = False) and differs between ranks, and nobody said "
+            f"which ranks hold the same experts: {remedy}"
+        )
+
+
+def check_same_slices(tensors: Iterable[tuple[str, Tensor]], grid: RankGrid, option: str) -> None:
+    """Raise ``ValueError`` on all ranks if parameters that are slices differ between them; others are not compared.
+
+    tensors  with their names
+    option   by which the user says which ranks hold the same
+
+    Without the check, ``init_sync`` would give all tensor-parallel ranks the first one's slices, and their gradients
+    would be averaged. Collective over the grid.
+    """
+    slices = [(name, tensor) for name, tensor in tensors if is_slice(tensor)]
+    found = _first_difference(slices, grid) if slices and grid.size > 1 else None
+    if found is not None:
+        raise ValueError(
+            f"parameter '{found}' is a slice of tensor parallelism (tensor_model_parallel = True) and differs between "
+            f"ranks, and nobody said which ranks hold the same slices: pass the data-parallel group as {option}, or "
+            f"torch.distributed.group.WORLD where all are to have the first rank's"
+        )
+
+
+@torch.no_grad()
+def _first_difference(tensors: Sequence[tuple[str, Tensor]], grid: RankGrid) -> str | None:
+    """The name of the first tensor whose bits differ between ranks, the same on all; None: all are alike.
+
+    Collective over the grid. Copies one tensor at a time.
+    """
+    differs = torch.zeros(len(tensors), device=tensors[0][1].device)
+    for index, (_, tensor) in enumerate(tensors):
         first = tensor.detach().clone()
         grid.broadcast(first)
         differs[index] = not torch.equal(_bits(first), _bits(tensor))
     found = grid.sum(differs).nonzero().flatten().tolist()
-    if found:
-        raise ValueError(
-            f"'{experts[found[0]][0]}' is an expert's (allreduce = False) and differs between ranks, and nobody said "
-            f"which ranks hold the same experts: {remedy}"
-        )
+    return tensors[found[0]][0] if found else None
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ...ddp.gathers.gathered_models import note_gathered_model
 from ..unit.bucket import ShardedBucket
 from ..unit.memory import Meter
 from ..unit.unit import Unit
+from .unit_log import UnitLog
 
 __all__ = ["UnitGathers"]
 
@@ -31,6 +32,8 @@ class UnitGathers:
         self._device = device
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
         self.observer: Observer = UNOBSERVED
+        self.log: UnitLog | None = None
+        """Notes the order of gathers. None in a world of one."""
         self.meter = Meter()
         """Bytes of whole parameters."""
         for bucket in self._buckets:
@@ -47,6 +50,8 @@ class UnitGathers:
                 self.stream.wait_event(event)
             self._freed.clear()
         unit.gathered = True
+        if self.log is not None:
+            self.log.note_gather(unit)
         for bucket in unit.buckets:
             bucket.start_gather(self.stream, self.observer)
 
@@ -56,16 +61,19 @@ class UnitGathers:
             if bucket.gather is not None:
                 bucket.gather.arrive()
 
-    def release(self, unit: Unit) -> None:
+    def release(self, unit: Unit, *, was_read: bool = False) -> None:
         """Free the whole parameters, after all work of the current stream so far.
 
         Nothing happens for a unit that keeps whole parameters at rest, and between ``unshard()`` and ``reshard()``.
+        ``was_read``: the program was given them to read (``ShardedBucket.leave_params``).
         """
         if not (unit.gathered and unit.releasable) or unit.num_unshards:
             return
         self.arrive(unit)
         unit.gathered = False
         for bucket in unit.buckets:
+            if was_read:
+                bucket.leave_params()
             bucket.release_params()
         if unit.freed is not None:
             unit.freed.record(current_stream(self._device))

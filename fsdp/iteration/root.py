@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ...ddp.buckets.iteration_ends import is_watched, note_forward
 from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.rank_grid import RankGrid, with_separate_gather
@@ -68,6 +69,7 @@ class Root:
         if self._copy_engines:
             self.gathers.map_memory(KEPT_UNITS + 1)
         self.grads = GradRounds(units, trainable, self.failures, self.device)
+        self.gathers.log = self.grads.log
 
         self.sync = True
         """False within ``no_sync``: in every microbatch but the iteration's last."""
@@ -122,7 +124,15 @@ class Root:
         if not self._running and current_backward() == -1:
             if hooks is None:
                 self.gathers.release_all()
+            self._note_forward(running.trace)
             self.observer.forward_ended()
+
+    def _note_forward(self, trace: ForwardTrace) -> None:
+        """An outermost forward is over. Ranks compare how many of those that train no backward has used."""
+        module = self.module()
+        if trace.has_graph and not self._frozen and module is not None and module.training:
+            trace.awaits_backward = True
+            self.grads.steps.note_forward()
 
     def _trace_of(self, task: int) -> ForwardTrace:
         """The trace of the forward under way, or of the recomputes in this graph task so far."""
@@ -139,9 +149,19 @@ class Root:
             self.abandon()
         self.grads.check_delays_are_over("a forward")  # a forward gathers
         self._check_units(unit)
+        note_forward()
+        if self.grads.were_mixed:
+            self._forget_mixed()
         self.forward_order.begin()
         self.grads.begin()
         self.gathers.notice_changes()
+
+    def _forget_mixed(self) -> None:
+        """Ranks have run different units: gather all units anew, and predict nothing from the order of before."""
+        self.grads.were_mixed = False
+        self.forward_order = ForwardOrder()
+        for bucket in self.buckets:
+            bucket.note_change()
 
     def _check_units(self, unit: Unit) -> None:
         """In an outermost forward: raise for what the program has changed in the model since it was sharded.
@@ -176,6 +196,9 @@ class Root:
     def enter_backward(self, forward: UnitForward, trace: ForwardTrace, task: int, *, delivers: bool) -> None:
         """Backward in graph task ``task`` has reached the outputs of a unit's forward: gather the unit and the next."""
         unit = forward.unit
+        if trace.awaits_backward:
+            trace.awaits_backward = False
+            self.grads.steps.note_use()
         trains = forward.trains and (delivers or self._is_named_in(task))
         backward = self._enter(unit, task, trains=trains, delays=forward.delays)
         forwards = backward.entered[unit].forwards
@@ -220,6 +243,8 @@ class Root:
             self._check_registered()
             backward.trains = True
             self.grads.backward_began()
+        if trains and is_watched():
+            self.grads.trained.add(task)
         if task not in backward.tasks:
             backward.tasks.add(task)
             call_when_backward_ends(_BackwardEnd(weakref.ref(self), task))
@@ -233,6 +258,7 @@ class Root:
         """Backward has passed the unit: register the shards, and free the whole parameters."""
         del backward.entered[unit]
         unit.registered.hide_after_backward()
+        unit.writes.take_over()  # a recompute inside the unit may have written
         if not backward.keeps_graph and (backward.final or unit not in self.forward_order.first(KEPT_UNITS)):
             self.gathers.release(unit)
 
@@ -364,6 +390,7 @@ class Root:
         for unit in self.units:
             unit.root_reference = here
             for bucket in unit.buckets:
+                bucket.model = self.module
                 bucket.connect(numbers.get(id(bucket), -1), self.failures, events)
 
 

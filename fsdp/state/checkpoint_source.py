@@ -9,7 +9,7 @@ So a file can be loaded by any number of ranks, with any placements, and by ``Di
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ...ddp.collectives.failure_report import FailureReporter
 from ...ddp.collectives.in_flight import group_or_default
 from ...ddp.collectives.rank_grid import RankGrid
 from ...ddp.collectives.world import own_rank
+from ...ddp.plan.owned_params import buffers_of_experts
 from ...ddp.plan.ranges import Range
 from ...ddp.stock.skipped_steps import settle_first_step
 from ..tensors.parameter import ShardedParameter
@@ -113,7 +114,7 @@ class ShardedSource:
             for name, param in tensors.parameters.items()
             if isinstance(param, ShardedParameter) or param in groups
         }
-        of_experts = self._buffers_of_experts()
+        of_experts = buffers_of_experts(self.module, self._is_experts)
         return Holding(
             params={name: self._describe(param) for name, param in tensors.parameters.items()},
             buffers=tensors.buffers,
@@ -152,16 +153,7 @@ class ShardedSource:
             counters=counters,
         )
 
-    def _buffers_of_experts(self) -> set[int]:
-        """``id`` of all buffers in units of experts; ``init_sync`` made these equal over the experts' ranks alone."""
-        found: set[int] = set()
-        for unit in self.module.modules():
-            own = list(_without_units_inside(unit)) if hasattr(unit, "checkpoint_source") else []
-            if any(self._is_experts(param) for module in own for param in module._parameters.values()):
-                found.update(id(buffer) for module in own for buffer in module._buffers.values())
-        return found
-
-    def _is_experts(self, param: nn.Parameter | None) -> bool:
+    def _is_experts(self, param: nn.Parameter) -> bool:
         if self._experts is None or not isinstance(param, ShardedParameter):
             return False
         return _axes(param.shard.grid) == _axes(self._experts)
@@ -172,13 +164,6 @@ class ShardedSource:
         computing, kept = self._whole[param].dtype, param.dtype
         rounds = kept is torch.float32 and computing in _HALF
         return HeldParam(param.shard.shape, computing if rounds else kept, kept, self._is_experts(param))
-
-
-def _without_units_inside(unit: nn.Module) -> Iterator[nn.Module]:
-    yield unit
-    for child in unit.children():
-        if not hasattr(child, "checkpoint_source"):
-            yield from _without_units_inside(child)
 
 
 def _checked(optimizer: object, params: Mapping[str, nn.Parameter]) -> Optimizer | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...ddp.contract.module import has_shard
 from ...ddp.plan.ranges import Range
 from ..tensors.parameter import ShardedParameter, ShardInfo, local_shape
 from .agreement import disagreement
@@ -153,10 +154,13 @@ class Translation:
 
 @torch.no_grad()
 def _after_saving(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Post-hook of ``state_dict``: replace the module's shards by DTensors. Collective."""
+    """Post-hook of ``state_dict``: replace the module's shards by DTensors (collective), whole parameters by copies."""
     for name, param in module._parameters.items():
-        if isinstance(param, ShardedParameter):  # within unsharded() parameters are whole, and saved as they are
+        if isinstance(param, ShardedParameter):
             state_dict[prefix + name] = translation_of(param).to_dtensor(param.shard, param)
+        elif param is not None and has_shard(param) and state_dict.get(prefix + name) is not param:  # keep_vars
+            # Within unsharded(): its memory is freed, or gathered anew, while the state dict lives on.
+            state_dict[prefix + name] = param.detach().clone()
 
 
 @torch.no_grad()

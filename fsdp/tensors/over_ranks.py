@@ -30,7 +30,7 @@ def norms(grads: Sequence[Tensor], shards: Sequence[ShardInfo], ord: float, dtyp
     Powers are summed over the ranks in fp64.
     """
     ord = float(ord)
-    everyone = everyone_of(shards[0])
+    everyone = everyone_of(next((shard for shard in shards if shard.is_slice), shards[0]))
     local = _local_norms(grads, ord)
     if math.isinf(ord):
         found = _extremum_over_ranks(local, everyone, largest=ord > 0)
@@ -101,12 +101,20 @@ def reduced(value: Tensor, grid: RankGrid, reduce: Callable[[RankGrid, Tensor], 
 
 
 def everyone_of(info: ShardInfo) -> RankGrid:
-    """The ranks over which a norm or a sum is computed. Raises ``RuntimeError`` if ranks differ in their experts."""
+    """The ranks over which a norm or a sum is computed. Raises ``RuntimeError`` if ranks differ in their experts, and
+    where ranks outside hold the rest of the parameter."""
     if info.everyone is None:
         raise RuntimeError(
             f"ranks hold different numbers of parameters whose units have meshes of their own (experts), so that norms "
             f"and sums over all ranks and the check for Inf do not go together ({info}): give every rank as many "
             f"experts, or take grad.to_local() for this rank's elements alone"
+        )
+    if info.is_slice and info.everyone.leaves_ranks_out:
+        raise RuntimeError(
+            f"norms, sums and the check for Inf would cover this rank's slice alone: parameter {info.name!r} is a "
+            f"slice of tensor parallelism (tensor_model_parallel = True), whose other slices are on ranks outside the "
+            f"outermost unit's; compute them from grad.to_local() over all of those ranks. If every rank holds the "
+            f"whole parameter, set the mark to False before fully_shard"
         )
     return info.everyone
 

@@ -22,7 +22,16 @@ from ...ddp.torch_internals import (
 from .gradient import adopt_grad
 from .shard_info import ShardInfo, local_shape
 
-__all__ = ["ShardInfo", "ShardedParameter", "call_grad_hooks", "grad_hook_keys", "local_shape", "make_sharded"]
+__all__ = [
+    "ShardInfo",
+    "ShardedParameter",
+    "call_grad_hooks",
+    "grad_hook_keys",
+    "local_shape",
+    "make_sharded",
+    "name_of_function",
+    "reads_no_values",
+]
 
 _HOOKS = "_maingrad_grad_hooks"
 
@@ -175,20 +184,21 @@ def _checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         )
     unit = f"its unit {info.unit!r}" if info.unit else "the outermost unit, which it belongs to,"
     raise RuntimeError(
-        f"{_name_of(func)} uses the parameter {info.name!r} outside the forward of {unit} while it is sharded: this "
-        f"rank holds only elements {info.start} to {info.end} of {info.shape}. Use it inside that forward, make one "
-        f"unit of all modules that use it, or read it whole within unsharded(). What is meant for the shard itself "
-        f"goes under torch.no_grad(), or takes param.detach()"
+        f"{name_of_function(func)} uses the parameter {info.name!r} outside the forward of {unit} while it is "
+        f"sharded: this rank holds only elements {info.start} to {info.end} of {info.shape}. Use it inside that "
+        f"forward, make one unit of all modules that use it, or read it whole within unsharded(). What is meant for "
+        f"the shard itself goes under torch.no_grad(), or takes param.detach()"
     )
 
 
-def _name_of(func: Any) -> str:
+def name_of_function(func: Any) -> str:
+    """What a program calls ``func``, which torch has passed to ``__torch_function__``."""
     if func.__name__ in ("__get__", "__set__", "__delete__"):  # of an attribute such as Tensor.T
         return f"Tensor.{getattr(func.__self__, '__name__', 'an attribute')}"
     return f"{func.__name__}()"
 
 
-def _allowed() -> frozenset[Any]:
+def reads_no_values() -> frozenset[Any]:
     """Functions that read no values of a parameter, or that read them under a ``no_grad`` of their own."""
     properties = """
         shape dtype device layout ndim requires_grad grad_fn grad_dtype is_leaf retains_grad output_nr names
@@ -216,4 +226,4 @@ def _allowed() -> frozenset[Any]:
     return frozenset([*accessors, *inits, *callables])
 
 
-_ALLOWED = _allowed()
+_ALLOWED = reads_no_values()

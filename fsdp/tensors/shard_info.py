@@ -28,6 +28,9 @@ class ShardInfo(NamedTuple):
     """The ranks of the outermost unit, over which norms of gradients are computed; an expert's ``grid`` has fewer.
     None if ranks hold different numbers of expert parameters."""
 
+    is_slice: bool = False
+    """The parameter is a slice of tensor parallelism: it has Megatron-core's mark ``tensor_model_parallel``."""
+
     @property
     def numel(self) -> int:
         """Number of elements of the shard."""

@@ -25,14 +25,17 @@ from ...ddp.collectives.in_flight import all_gather_shards
 from ...ddp.collectives.observer import Observer
 from ...ddp.collectives.placements import Placement, Placements
 from ...ddp.collectives.reduction import GradReduction
+from ...ddp.collectives.step_check import StepCheck
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
+from ...ddp.contract.parallel_marks import grid_name_of, is_slice
 from ...ddp.contract.record import GradRecord
 from ...ddp.gathers.param_gather import ParamGather
 from ...ddp.plan.layout import BucketLayout, ParamSlot
-from ...ddp.plan.owned_params import OwnedParam, grid_name_of
+from ...ddp.plan.owned_params import OwnedParam
 from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
+from ..tensors.freed import allow_reads, refuse_reads
 from ..tensors.parameter import ShardedParameter, ShardInfo, make_sharded
 from .grad_shard import GradShard
 from .memory import ReleasableBuffer
@@ -125,25 +128,29 @@ class ShardedBucket:
                     entry.param,
                     tuple((weakref.ref(module), local) for module, local in entry.owners),
                     _sharded(self.shard, mine, slot, entry, reduction, unit),
-                    _whole(self.gathered.data, slot, entry),
+                    _whole(self.gathered, slot, entry),
                 )
                 for slot, entry in zip(layout.slots, owned, strict=True)
             ]
         )
-        inner_first, inner_last = reduction.range_inside(layout.numel)
-        self._gather_input = self.gathered.data[inner_first:inner_last]  # this rank's part of the gather
+        self._gather_input = self._part_of_gather()
         self._instance: Tensor | None = None
         if reduction.scatters_across and reduction.grid.outer_size > 1:
             # That part has shards of several instances. It is gathered across instances only after a change.
             self._instance = torch.empty_like(self._gather_input)
         self.gathered.release()
+        self._refuses_reads = False
         self._gathered_version = -1
         self.gather: ParamGather | None = None
+        self.steps: StepCheck | None = None
+        """Compares the steps of the model's ranks. None before ``connect``."""
 
         # Gradients.
         self.records: tuple[GradRecord, ...] = ()
         self.grad_bucket: Bucket | None = None
         """The whole gradients as a bucket of ``ddp``, for the launcher. None before ``connect``, and if frozen."""
+        self.model: weakref.ref[nn.Module] | None = None
+        """The outermost unit's module. None before ``connect``."""
         self.round: Round | None = None
         """The phase of the gradients in their iteration. Buckets of a unit share a round (``round.py``)."""
         if trainable:
@@ -161,6 +168,11 @@ class ShardedBucket:
     def changed(self) -> bool:
         """Whether the shard was changed after the last gather."""
         return self.shard._version != self._gathered_version
+
+    @property
+    def gathers_across(self) -> bool:
+        """Whether the next gather begins with a gather across instances."""
+        return self._instance is not None and self.changed
 
     def note_change(self) -> None:
         """The shard may have other values. Fused optimizers do not raise the version of what they write."""
@@ -198,9 +210,18 @@ class ShardedBucket:
     def connect(self, index: int, failures: FailureReporter, events: BucketEvents) -> None:
         """Join the model's buckets: ``index`` is the place in backward's order, -1 without gradients."""
         wholes = [pair.whole for pair in self.pairs]
+        self.gathered.refusal = (
+            f"the memory of the whole parameters ({self.name}) was freed after the forward of their unit, and this "
+            f"tensor is one of them, or a view: keep a copy from the forward (tensor.clone()), or read them within "
+            f"unsharded()"
+        )
         self.gather = ParamGather(self.name, self.gathered.data, wholes, self.reduction.grid, failures, in_graph=True)
         if not self.trainable:
             return
+        self.grads.refusal = (
+            f"the memory of the whole gradients ({self.name}) was freed after their reduction, and this tensor is a "
+            f"main_grad or a view of one: read param.grad of the sharded parameters, or copy main_grad in backward"
+        )
         here = weakref.ref(self)
         for pair, record in zip(self.pairs, self.records, strict=True):
             record.name = pair.sharded.shard.name
@@ -222,9 +243,45 @@ class ShardedBucket:
         if not self.whole_params_at_rest:
             self.gathered.release()
 
+    def leave_params(self) -> None:
+        """Free the whole parameters, which the program was given to read: its views of them keep their memory.
+
+        The parameters themselves refuse to be read until they are gathered again. Placements that keep parameters whole
+        change nothing. The caller orders streams.
+        """
+        if self.whole_params_at_rest or not self.gathered.resident:
+            return
+        if self.gathered.pool is None:  # ranks take and free memory of a pool in one order
+            self._move_params()
+        self.gathered.release()
+        self._refuses_reads = True
+        for pair in self.pairs:
+            refuse_reads(pair.whole, pair.sharded.shard.name)
+
+    def _move_params(self) -> None:
+        """Leave the memory of the whole parameters to the program's views."""
+        assert self.gather is not None, "connected"
+        nothing = self.gathered.data.new_empty(0)
+        self.gather.flat = self._gather_input = nothing
+        for pair in self.pairs:
+            pair.whole.data = nothing
+        self.gathered.begin_anew()
+        self.gather.flat, self._gather_input = self.gathered.data, self._part_of_gather()
+        for slot, pair in zip(self.layout.slots, self.pairs, strict=True):
+            pair.whole.data = _view(self.gathered, slot)
+
+    def _part_of_gather(self) -> Tensor:
+        """This rank's part of the gather: a view of ``gathered``."""
+        first, last = self.reduction.range_inside(self.layout.numel)
+        return self.gathered.data[first:last]
+
     def _fill(self) -> None:
         """Take memory for the whole parameters and copy this rank's shard into its place, before the gather."""
         self.gathered.take()
+        if self._refuses_reads:
+            self._refuses_reads = False
+            for pair in self.pairs:
+                allow_reads(pair.whole)
         changed, self._gathered_version = self.changed, self.shard._version
         if self._instance is None:
             self._gather_input.copy_(self.shard, non_blocking=True)
@@ -337,6 +394,7 @@ def _sharded(
         reduction.num_replicas,
         unit,
         reduction.grid,
+        is_slice(owned.param),
     )
     offset = part.start - mine.start if part.numel else 0
     param = make_sharded(shard[offset : offset + part.numel], info, owned.param.requires_grad)
@@ -344,10 +402,14 @@ def _sharded(
     return param
 
 
-def _whole(gathered: Tensor, slot: ParamSlot, owned: OwnedParam) -> nn.Parameter:
-    """The whole parameter in ``slot``, in the memory of ``gathered``. ``.data``: autograd must not see a view."""
-    values = gathered.data[slot.start : slot.end].view(slot.spec.shape).data
-    param = nn.Parameter(values, requires_grad=owned.param.requires_grad)
+def _view(gathered: ReleasableBuffer, slot: ParamSlot) -> Tensor:
+    """The memory of one whole parameter. ``.data``: autograd must not see a view."""
+    return gathered.data[slot.start : slot.end].view(slot.spec.shape).data
+
+
+def _whole(gathered: ReleasableBuffer, slot: ParamSlot, owned: OwnedParam) -> nn.Parameter:
+    """The whole parameter in ``slot``, in the memory of ``gathered``."""
+    param = nn.Parameter(_view(gathered, slot), requires_grad=owned.param.requires_grad)
     param.__dict__.update(_marks(owned.param))
     return param
 

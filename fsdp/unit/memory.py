@@ -2,6 +2,10 @@
 
 Autograd saves views of a weight (``weight.t()``) for backward. Such a view must be valid again after the weight was
 freed and gathered again. So the views are made once, and the one storage below them is resized.
+
+A program may keep a view too. Without memory its pointer is null, and most of torch's functions do not check that: the
+process ends. So a storage without memory refuses reads by itself where torch can (``refuse_storage_reads``). And memory
+that a program was given to read (``unsharded()``) is not freed but left to the program's views (``begin_anew``).
 """
 
 from functools import partial
@@ -12,6 +16,7 @@ from torch import Tensor
 from ...ddp.collectives.mapped_memory import MappedPool
 from ...ddp.collectives.streams import current_stream
 from ...ddp.graphs.recorded import record_call
+from ...ddp.torch_internals import allow_storage_reads, refuse_storage_reads
 
 __all__ = ["Meter", "ReleasableBuffer"]
 
@@ -40,7 +45,7 @@ class ReleasableBuffer:
     that stream must wait for all other streams that use the memory.
     """
 
-    __slots__ = ("_nbytes", "_storage", "data", "meter", "pool", "resident", "stream")
+    __slots__ = ("_nbytes", "_storage", "data", "meter", "pool", "refusal", "resident", "stream")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.data: Tensor = torch.empty(numel, dtype=dtype, device=device)
@@ -53,6 +58,8 @@ class ReleasableBuffer:
         self.resident = True
         self.stream: torch.cuda.Stream | None = None
         """The stream that was current at ``take``; None on CPU."""
+        self.refusal = "this memory was freed"
+        """Text of the ``RuntimeError`` for reads without memory."""
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +90,31 @@ class ReleasableBuffer:
         if self.meter is not None:
             self.meter.add(-self._nbytes)
 
+    def begin_anew(self) -> None:
+        """Leave the memory to views that the program has kept, which go on reading it, and be without memory.
+
+        The caller has taken its own views off this memory. It makes new ones, then calls ``release``.
+        """
+        if self.data.is_cuda:
+            # The last view may be dropped at any time. The memory then returns to its stream, which has not waited for
+            # the program's reads.
+            self.data.record_stream(current_stream(self.data.device))
+        numel = self.data.numel()
+        self.data = self.data.new_empty(0)
+        self._storage = self.data.untyped_storage()  # the old memory is free now, unless the program has kept a view
+        self.data = self.data.new_empty(numel)
+        self._storage = self.data.untyped_storage()
+
     def _resize(self, nbytes: int) -> None:
-        self._storage.resize_(nbytes)
+        resize = partial(_resize, self._storage, nbytes, self.refusal)
+        resize()
         if not self.data.is_cuda:
-            record_call(partial(self._storage.resize_, nbytes))  # a CUDA graph has memory of its own
+            record_call(resize)  # a CUDA graph has memory of its own
+
+
+def _resize(storage: torch.UntypedStorage, nbytes: int, refusal: str) -> None:
+    if nbytes:
+        allow_storage_reads(storage._cdata)
+    storage.resize_(nbytes)
+    if not nbytes:
+        refuse_storage_reads(storage._cdata, refusal)

@@ -37,8 +37,7 @@ def reachable_tensors(*roots: Any) -> list[Tensor]:
 
 def nbytes_of(tensors: list[Tensor]) -> int:
     """Bytes of their storages, each once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    storages.pop(0, None)
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 

@@ -91,6 +91,19 @@ def test_parameters_on_meta_or_on_two_devices_are_refused() -> None:
         wrap(model)
 
 
+@pytest.mark.parametrize("kind", ["buffer", "frozen parameter"])
+def test_what_init_sync_would_copy_and_is_on_meta_is_refused(kind: str) -> None:
+    model = make_model()
+    if kind == "buffer":
+        model[3].register_buffer("table", torch.ones(3, device="meta"), persistent=False)
+    else:
+        model[3].register_parameter("table", nn.Parameter(torch.ones(3, device="meta"), requires_grad=False))
+    with pytest.raises(ValueError, match=f"{kind} '3.table' is on the meta device, which keeps no values"):
+        wrap(model)
+    model[3].table = type(model[3].table)(torch.ones(3), requires_grad=False) if kind != "buffer" else torch.ones(3)
+    wrap(model)
+
+
 @pytest.mark.gpu
 def test_parameters_on_two_devices_are_refused() -> None:
     model = make_model()

@@ -173,3 +173,137 @@ def test_our_modules(name: str) -> None:
         assert all(param.grad is not None for param in model.parameters())
 
     simulate(on_each_rank, 2)
+
+
+class Rotary(nn.Module):
+    """Has what partial initialisers forget: buffers of several kinds, in no state dict or in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.register_buffer("inv_freq", torch.ones(5), persistent=False)
+        self.register_buffer("table", torch.ones(3, 5, dtype=torch.bfloat16))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(5, dtype=torch.bool))
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x * self.inv_freq) * self.scale
+
+
+OWN = ("scale", "inv_freq", "table", "count", "mask")
+
+
+def writes_all_but(left_out: str, write: Any) -> Any:
+    def initialise(module: nn.Module) -> None:
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if name != left_out:
+                write(module, name, tensor)
+
+    return initialise
+
+
+def through_data(module: nn.Module, name: str, tensor: Any) -> None:
+    tensor.data.zero_()  # whose version counter is another
+
+
+def in_place(module: nn.Module, name: str, tensor: Any) -> None:
+    with torch.no_grad():
+        tensor.copy_(torch.zeros_like(tensor))
+
+
+def by_another(module: nn.Module, name: str, tensor: Any) -> None:
+    values = torch.zeros_like(tensor)
+    setattr(module, name, nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values)
+
+
+@pytest.mark.parametrize("write", [through_data, in_place, by_another])
+@pytest.mark.parametrize("left_out", OWN)
+@pytest.mark.sampled(6)
+def test_what_nobody_writes_is_refused_by_name(left_out: str, write: Any) -> None:
+    kind = "parameter" if left_out == "scale" else "buffer"
+    model = nn.Sequential(nn.Linear(5, 5), on_meta(Rotary))
+    with pytest.raises(
+        ValueError, match=rf"{kind} '1\.{left_out}' of Sequential .* no value .* module\.{left_out}\.copy_"
+    ):
+        fully_shard(model, device="cpu", init_fn=writes_all_but(left_out, write))
+
+
+@pytest.mark.parametrize("write", [through_data, in_place, by_another])
+def test_what_is_written_in_any_way_is_taken(write: Any) -> None:
+    model = fully_shard(on_meta(Rotary), device="cpu", init_fn=writes_all_but("", write))
+    assert not any(buffer.any() for buffer in model.buffers())
+    with model.unsharded():
+        assert not any(param.any() for param in model.parameters())
+
+
+def test_the_remedy_of_the_message_helps() -> None:
+    class Frequencies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", torch.ones(4), persistent=False)
+
+        def forward(self, x: Any) -> Any:
+            return x * self.inv_freq
+
+    def initialise(module: nn.Module) -> None:
+        module.inv_freq.copy_(torch.arange(4.0))
+
+    with pytest.raises(ValueError, match=r"no reset_parameters\(\)"):
+        fully_shard(on_meta(Frequencies), device="cpu")
+    model = fully_shard(on_meta(Frequencies), device="cpu", init_fn=initialise)
+    assert model.inv_freq.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_part_that_nobody_writes_is_refused() -> None:
+    def initialise(module: nn.Module) -> None:
+        with torch.no_grad():
+            for param in module.parameters(recurse=False):
+                param[:2] = 1.0
+
+    with pytest.raises(ValueError, match=r"'weight' of Linear .* no value in 15 of 25 elements"):
+        fully_shard(on_meta(lambda: nn.Linear(5, 5)), device="cpu", init_fn=initialise)
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_with_init_sync_the_first_rank_alone_must_write(writer: int) -> None:
+    def on_each_rank() -> float:
+        rank, _ = rank_and_size()
+        init_fn = ones if rank == writer else lambda module: None
+        model = fully_shard(on_meta(lambda: nn.Linear(5, 5)), device="cpu", init_fn=init_fn)
+        with model.unsharded():
+            return model.weight.sum().item()
+
+    if writer == 0:
+        assert simulate(on_each_rank, 2) == [25.0, 25.0]
+    else:
+        with pytest.raises(Exception, match="'weight' of Linear was on the meta device"):
+            simulate(on_each_rank, 2)
+
+
+def test_a_llama_gets_its_frequencies() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+
+    def parameters_alone(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            nn.init.normal_(param, std=0.02)
+
+    def on_each_rank(init_fn: Any = None) -> Any:
+        model = on_meta(lambda: transformers.LlamaForCausalLM(config))
+        init_fn = init_fn or model._init_weights
+        for layer in model.model.layers:
+            fully_shard(layer, init_fn=init_fn, device="cpu")
+        fully_shard(model, init_fn=init_fn, device="cpu")
+        tokens = torch.arange(8)[None]
+        model(tokens, labels=tokens).loss.backward()
+        return model.model.rotary_emb.inv_freq
+
+    plain = transformers.LlamaForCausalLM(config)
+    for frequencies in simulate(on_each_rank, 2):
+        assert torch.equal(frequencies, plain.model.rotary_emb.inv_freq)
+    with pytest.raises(
+        Exception, match=r"buffer 'model.rotary_emb.inv_freq' of LlamaForCausalLM was on the meta device"
+    ):
+        simulate(on_each_rank, 2, parameters_alone)

@@ -1,0 +1,385 @@
+"""Models cut by tensor or pipeline parallelism, told by Megatron-core's marks alone: right, or refused by name."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining.stage import PipelineStage
+from torch.distributed.tensor import DTensor, Replicate
+
+from maingrad.ddp import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    clip_grad_norm,
+    save_checkpoint,
+)
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+WAYS = ("ddp", "zero1", "fully_shard")
+
+
+class Cut(nn.Module):
+    """Two layers: a slice for each tensor-parallel rank, marked as Megatron-core marks it, and a norm that all hold."""
+
+    def __init__(self, slice_index: int) -> None:
+        super().__init__()
+        torch.manual_seed(slice_index)
+        self.up = nn.Linear(4, 4, bias=False)
+        torch.manual_seed(9)
+        self.norm = nn.LayerNorm(4)
+        self.up.weight.tensor_model_parallel = True  # type: ignore[assignment]
+        self.up.weight.partition_dim = 0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x))
+
+
+def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's data-parallel and tensor-parallel group, of 2 x 2 ranks."""
+    rank = dist.get_rank()
+    pairs = [[rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]]
+    dp, tp = (dist.new_group(pair, use_local_synchronization=True) for pair in pairs)
+    return dp, tp
+
+
+def wrap(way: str, model: nn.Module, ranks: Any = None, **config: Any) -> Any:
+    if way == "fully_shard":
+        return fully_shard(model, ranks)
+    options = DistributedDataParallelConfig(use_distributed_optimizer=way == "zero1", **config)
+    return DistributedDataParallel(model, options, process_group=ranks)
+
+
+def refusal(action: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as raised:
+        action()
+    return str(raised.value)
+
+
+def all_texts(run: Callable[..., Any], *args: Any, ranks: int = 4) -> Iterator[str]:
+    for texts in simulate(run, ranks, *args):
+        yield from [texts] if isinstance(texts, str) else texts
+
+
+# ---- Slices. ----
+
+
+def forgets_the_group(way: str) -> str:
+    return refusal(lambda: wrap(way, Cut(dist.get_rank() % 2)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forgotten_group_is_refused(way: str) -> None:
+    for text in all_texts(forgets_the_group, way):
+        assert "'up.weight' is a slice of tensor parallelism" in text
+        assert f"pass the data-parallel group as {'mesh' if way == 'fully_shard' else 'process_group'}" in text
+
+
+def trains(way: str, name_it: bool) -> tuple[Tensor, Tensor]:
+    """One step of a model that is cut in two, by the data-parallel group; or of one that is not cut after all."""
+    dp, _ = groups()
+    index = dist.get_rank() % 2 if name_it else 0
+    model = Cut(index)
+    wrapped = wrap(way, model, dp if name_it else None)
+    optimizer: Any = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    if way != "fully_shard":
+        optimizer = DistributedOptimizer(wrapped, lr=1.0, optimizer_class=torch.optim.SGD)
+    wrapped(torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).square().sum().backward()
+    wrapped.finish_grad_sync()
+    optimizer.step()
+    if way == "fully_shard":
+        with model.unsharded():
+            return model.up.weight.detach(), Cut(index).up.weight.detach()
+    optimizer.finish_param_sync()
+    return model.up.weight.detach().clone(), Cut(index).up.weight.detach()
+
+
+@pytest.mark.parametrize("name_it", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(4)
+def test_slices_train_over_their_own_ranks(way: str, name_it: bool) -> None:
+    found = simulate(trains, 4, way, name_it)
+    weights = [weight for weight, _ in found]
+    assert torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[1], weights[3])
+    assert torch.equal(weights[0], weights[1]) is not name_it
+    assert not any(torch.equal(weight, before) for weight, before in found)
+
+
+def norms_of(way: str) -> list[str]:
+    dp, tp = groups()
+    model = wrap(way, Cut(dist.get_rank() % 2), dp)
+    model(torch.ones(2, 4)).square().sum().backward()
+    model.finish_grad_sync()
+    if way == "fully_shard":
+        params = list(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler.scale(torch.ones(()))
+        optimizer: Any = torch.optim.SGD(params, lr=1.0)
+        whole = fully_shard(nn.Sequential(Cut(dist.get_rank() % 2).up), dp, shard_atoms="whole")
+        whole(torch.ones(2, 4)).square().sum().backward()
+        muon = torch.optim.Muon(whole.parameters())
+        return [
+            refusal(lambda: torch.nn.utils.clip_grad_norm_(params, 1.0), RuntimeError),
+            refusal(lambda: torch.nn.utils.get_total_norm([param.grad for param in params]), RuntimeError),
+            refusal(lambda: model.up.weight.grad.norm(), RuntimeError),
+            refusal(lambda: scaler.unscale_(optimizer), RuntimeError),
+            refusal(muon.step, RuntimeError),
+        ]
+    optimizer = DistributedOptimizer(model, lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    found = [
+        refusal(lambda: clip_grad_norm(model, 1.0)),
+        refusal(lambda: clip_grad_norm(model, 1.0, pipeline_group=tp)),
+        refusal(lambda: DistributedOptimizer(model, lr=1.0, max_grad_norm=1.0)),
+        refusal(lambda: scaler.unscale_(optimizer)),
+        refusal(lambda: wrap(way, Cut(dist.get_rank() % 2), dp, check_for_nan_in_grad=True)),
+    ]
+    if way == "zero1":
+        whole = wrap(way, nn.Sequential(Cut(dist.get_rank() % 2).up), dp, keep_params_whole=True)
+        found.append(refusal(lambda: DistributedOptimizer(whole, lr=1.0, optimizer_class=torch.optim.Muon)))
+    else:
+        stock = wrap(way, Cut(dist.get_rank() % 2), dp)
+        stock(torch.ones(2, 4)).square().sum().backward()
+        stock.finish_grad_sync()
+        stock.expose_grads()
+        params = list(stock.parameters())
+        stock_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        stock_scaler.scale(torch.ones(()))
+        found.append(refusal(lambda: torch.nn.utils.clip_grad_norm_(params, 1.0), RuntimeError))
+        sgd = torch.optim.SGD(params, lr=1.0)
+        found.append(refusal(lambda: stock_scaler.unscale_(sgd), RuntimeError))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_would_cover_one_ranks_slices_is_refused(way: str) -> None:
+    for text in all_texts(norms_of, way):
+        assert "up.weight" in text or "0.weight" in text, text
+        assert "slice of tensor parallelism" in text
+
+
+def after_taking_the_marks_off(way: str) -> float:
+    """The remedy where all ranks hold whole parameters after all, as at a tensor-parallel degree of 1."""
+    dp, _ = groups()
+    model = Cut(0)
+    model.up.weight.tensor_model_parallel = False  # type: ignore[assignment]
+    wrapped = wrap(way, model, dp)
+    wrapped(torch.ones(2, 4)).square().sum().backward()
+    wrapped.finish_grad_sync()
+    if way == "fully_shard":
+        return torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0).item()
+    return clip_grad_norm(wrapped, 1.0).item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_the_mark_norms_are_as_ever(way: str) -> None:
+    norms = simulate(after_taking_the_marks_off, 4, way)
+    assert len(set(norms)) == 1
+
+
+def saves(way: str, path: Path) -> str:
+    dp, _ = groups()
+    model = wrap(way, Cut(dist.get_rank() % 2), dp)
+    return refusal(lambda: save_checkpoint(path, model))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_of_slices_is_refused(way: str, tmp_path: Path) -> None:
+    for text in all_texts(saves, way, tmp_path / "saved"):
+        assert "save_checkpoint would write this rank's slices" in text
+        assert "'up.weight'" in text
+    assert not (tmp_path / "saved").exists()
+
+
+# ---- Gradients that other ranks have parts of. ----
+
+PARTIAL = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
+
+
+def has_parts(way: str, mark: str) -> str:
+    dp, _ = groups()
+    model = Cut(dist.get_rank() % 2)
+    setattr(model.norm.weight, mark, True)
+    text = refusal(lambda: wrap(way, model, dp))
+    setattr(model.norm.weight, mark, False)
+    wrap(way, model, dp)
+    return text
+
+
+@pytest.mark.parametrize("mark", PARTIAL)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sampled(4)
+def test_a_gradient_that_nobody_sums_is_refused(way: str, mark: str) -> None:
+    for text in all_texts(has_parts, way, mark):
+        assert f"'norm.weight' has {mark} = True" in text
+        assert "set the mark to False" in text
+
+
+def test_a_frozen_parameter_has_no_gradient_to_sum() -> None:
+    def on_each_rank() -> None:
+        dp, _ = groups()
+        model = Cut(dist.get_rank() % 2)
+        model.norm.requires_grad_(False)
+        model.norm.weight.sequence_parallel = True  # type: ignore[assignment]
+        wrap("zero1", model, dp)
+
+    simulate(on_each_rank, 4)
+
+
+# ---- DTensors. ----
+
+
+def frozen_dtensor(init_sync: bool) -> str:
+    dp, _ = groups()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    weight = DTensor.from_local(model[1].weight.detach(), mesh["tp"], [Replicate()], run_check=False)
+    model[1].weight = nn.Parameter(weight, requires_grad=False)
+    if not init_sync:
+        DistributedDataParallel(model, process_group=dp, init_sync=False)
+        return ""
+    return refusal(lambda: DistributedDataParallel(model, process_group=dp))
+
+
+def test_a_frozen_dtensor_is_refused_by_init_sync_alone() -> None:
+    for text in all_texts(frozen_dtensor, True):
+        assert "frozen parameter '1.weight' is a DTensor" in text
+        assert "init_sync=False" in text
+    assert not any(simulate(frozen_dtensor, 4, False))
+
+
+def ignored_dtensor(trained: bool) -> list[str]:
+    dp, _ = groups()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    weight = DTensor.from_local(model[1].weight.detach(), mesh["tp"], [Replicate()], run_check=False)
+    model[1].weight = nn.Parameter(weight, requires_grad=trained)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fully_shard(model, dp, ignored_params=[model[1].weight])
+    return [text for each in caught if "DTensor" in (text := str(each.message))]
+
+
+def test_an_ignored_dtensor_that_nobody_reduces_is_said() -> None:
+    for rank, texts in enumerate(simulate(ignored_dtensor, 4, True)):
+        assert len(texts) == 1
+        assert f"nobody averages its gradient over ranks [{(rank + 2) % 4}]" in texts[0]
+    assert not any(simulate(ignored_dtensor, 4, False))
+
+
+# ---- Tools of torch, Megatron-core and transformers. ----
+
+
+def dcp_of_an_optimizer() -> list[str]:
+    model = wrap("zero1", nn.Linear(4, 4))
+    optimizer = DistributedOptimizer(model, lr=1.0)
+    model(torch.ones(2, 4)).sum().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    fresh = wrap("zero1", nn.Linear(4, 4))
+    before = DistributedOptimizer(fresh, lr=1.0)
+    return [refusal(lambda m=m, o=o: get_state_dict(m, o), TypeError) for m, o in ((model, optimizer), (fresh, before))]
+
+
+def test_dcp_of_a_distributed_optimizer_is_refused_by_name() -> None:
+    for text in all_texts(dcp_of_an_optimizer, ranks=2):
+        assert "DistributedOptimizer updates flat shards" in text
+        assert "save_checkpoint" in text
+
+
+class Pretrained(nn.Linear):
+    """As transformers' models: it writes what ``state_dict`` gives."""
+
+    def save_pretrained(self, folder: Path, state_dict: Any = None) -> None:
+        torch.save(self.state_dict() if state_dict is None else state_dict, folder)
+
+
+def saves_pretrained(path: Path) -> str:
+    torch.manual_seed(0)
+    model: Any = fully_shard(Pretrained(4, 4))
+    text = refusal(lambda: model.save_pretrained(path), RuntimeError)
+    with model.unsharded():
+        if dist.get_rank() == 0:
+            model.save_pretrained(path)
+    return text
+
+
+def test_save_pretrained_of_shards_is_refused_by_name(tmp_path: Path) -> None:
+    for text in all_texts(saves_pretrained, tmp_path / "weights", ranks=2):
+        assert "save_pretrained of FSDPPretrained" in text
+        assert "unsharded()" in text
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 4).state_dict()
+    for name, value in torch.load(tmp_path / "weights").items():
+        assert torch.equal(value, expected[name])
+
+
+def scales_by_torchs_stage() -> str:
+    model = wrap("ddp", nn.Linear(4, 4))
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    stage.scale_grads(1)  # scale_grads=False
+    return refusal(lambda: stage.scale_grads(4), RuntimeError)
+
+
+def test_torchs_stage_does_not_scale_what_is_not_there() -> None:
+    for text in all_texts(scales_by_torchs_stage, ranks=1):
+        assert "build the schedule with scale_grads=False" in text
+
+
+def test_megatrons_argument_of_finish_grad_sync() -> None:
+    for way in ("ddp", "zero1"):
+        model = wrap(way, nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        if way == "zero1":
+            with pytest.raises(ValueError, match=r"force_all_reduce=True.*use_distributed_optimizer=False"):
+                model.finish_grad_sync(force_all_reduce=True)
+        model.finish_grad_sync(force_all_reduce=way == "ddp")
+        assert model.module.weight.main_grad.eq(2).all()
+
+
+def three_dims() -> str:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "cp"))
+    text = refusal(lambda: fully_shard(nn.Linear(4, 4), mesh))
+    mesh["shard", "cp"]._flatten("inner")
+    model = fully_shard(nn.Linear(4, 4), mesh["replicate", "inner"])
+    assert model.units[0].grid.inner_size == 4
+    return text
+
+
+def test_a_mesh_of_three_dims_says_how_to_flatten_it() -> None:
+    for text in all_texts(three_dims, ranks=8):
+        assert "this one has 3 dims" in text
+        assert "mesh['shard', 'cp']._flatten('inner'), and give mesh['replicate', 'inner']" in text
+
+
+def scales_in_a_pipeline(together: bool) -> tuple[float, bool]:
+    """Two stages of one rank each; the second one's gradient overflows."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    model = DistributedDataParallel(nn.Linear(4, 4), process_group=alone)
+    optimizer = DistributedOptimizer(model, lr=1.0, optimizer_class=torch.optim.SGD)
+    before = model.module.weight.detach().clone()
+    scaler = GradScaler("cpu", init_scale=2.0, pipeline_group=dist.group.WORLD if together else None)
+    loss = model(torch.ones(2, 4)).sum() * (float("inf") if dist.get_rank() == 1 else 1.0)
+    scaler.scale(loss).backward()
+    model.finish_grad_sync()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), torch.equal(model.module.weight, before)
+
+
+def test_a_scaler_covers_the_stages_that_the_norm_covers() -> None:
+    assert simulate(scales_in_a_pipeline, 2, True) == [(1.0, True), (1.0, True)]
+    assert simulate(scales_in_a_pipeline, 2, False) == [(2.0, False), (1.0, True)]

@@ -1,0 +1,207 @@
+"""What a program keeps of whole parameters: it has memory of its own, or its reads raise. None ends the process.
+
+Where a read could end the process, the test would end with it.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from maingrad.ddp.torch_internals import refuses_storage_reads
+from maingrad.fsdp import fully_shard
+from maingrad.launch import simulate
+
+WIDTH = 32
+PLACEMENTS = ("zero1", "zero2", "zero3")
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def sharded(placements: str = "zero3", observe: Callable[..., Any] | None = None) -> Any:
+    model = plain()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, placements=placements)
+        if observe is not None:
+            layer.register_forward_hook(observe)
+    return fully_shard(model, placements=placements)
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+
+
+def train(model: Any, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_dicts_of_a_block(placements: str) -> dict[str, dict[str, Any]]:
+    model = sharded(placements)
+    with model.unsharded():
+        found: dict[str, Any] = {
+            "state_dict": model.state_dict(),
+            "a submodule's": {f"0.{name}": value for name, value in model[0].state_dict().items()},
+            "DCP's": get_model_state_dict(model),
+            "DCP's, whole": get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+            "detached": {name: param.detach() for name, param in model.named_parameters()},
+            "cloned": {name: param.detach().clone() for name, param in model.named_parameters()},
+            "numpy": {name: param.detach().numpy() for name, param in model.named_parameters()},
+            "rows": {name: list(param.detach()) for name, param in model.named_parameters()},
+        }
+    if placements == "zero3":
+        train(model)  # whole parameters that have memory at rest are views of live weights, as in plain PyTorch
+    file = io.BytesIO()
+    torch.save(found["state_dict"], file)
+    file.seek(0)
+    return {**found, "loaded": torch.load(file)}
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS)
+def test_what_is_read_within_unsharded_lives_on(placements: str) -> None:
+    expected = plain().state_dict()
+    for found in simulate(state_dicts_of_a_block, 2, placements):
+        for how, values in found.items():
+            for name, value in values.items():
+                value = torch.stack(value) if how == "rows" else torch.as_tensor(value)
+                assert torch.equal(value, expected[name]), (how, name)
+        assert len(found["loaded"]) == 4
+
+
+def a_state_dict_before_training(placements: str) -> tuple[dict[str, Tensor], Tensor]:
+    model = sharded(placements)
+    with model.unsharded():
+        saved = model.state_dict()
+    train(model)
+    with model.unsharded():
+        return saved, model[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS)
+def test_a_state_dict_does_not_follow_training(placements: str) -> None:
+    expected = plain().state_dict()
+    for saved, trained in simulate(a_state_dict_before_training, 2, placements):
+        for name, value in saved.items():
+            assert torch.equal(value, expected[name])
+        assert not torch.equal(trained, expected["0.weight"])
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda kept: kept.sum(),
+    "add": lambda kept: kept + 1,
+    "clone": lambda kept: kept.clone(),
+    "numpy": lambda kept: kept.detach().numpy().sum(),
+    "tolist": lambda kept: kept.detach().tolist(),
+    "equal": lambda kept: torch.equal(kept, kept),
+    "stack": lambda kept: torch.stack([kept, kept]),
+    "matmul": lambda kept: kept @ kept,
+    "row": lambda kept: kept[0].sum(),
+    "write": lambda kept: kept.detach().zero_(),
+    "save": lambda kept: torch.save(kept, io.BytesIO()),
+    "deepcopy": copy.deepcopy,
+    "pointer": lambda kept: kept.data_ptr(),
+}
+
+
+def refusals(kept: Tensor) -> Iterator[str]:
+    for how, read in READS.items():
+        with pytest.raises(RuntimeError) as raised:
+            read(kept)
+        yield f"{how}: {raised.value}"
+
+
+def parameters_of_a_block() -> tuple[list[str], list[float]]:
+    model = sharded()
+    with model.unsharded():
+        kept = dict(model.named_parameters())["0.weight"]
+        mean = model.state_dict(keep_vars=True)["2.weight"]
+    refused = [*refusals(kept), *refusals(mean)]
+    assert "0.weight" in repr(kept)
+    assert kept.shape == (WIDTH, WIDTH)
+    with model.unsharded():
+        sums = [kept.sum().item(), mean.sum().item()]
+    train(model)
+    return refused, sums
+
+
+def test_a_kept_parameter_refuses_to_be_read_after_the_block() -> None:
+    expected = plain()
+    for refused, sums in simulate(parameters_of_a_block, 2):
+        assert len(refused) == 2 * len(READS)
+        for index, text in enumerate(refused):
+            assert ("'0.weight'" if index < len(READS) else "'2.weight'") in text
+            assert "clone()" in text
+        assert sums == [expected[0].weight.sum().item(), expected[2].weight.sum().item()]
+
+
+def what_forwards_keep(grad: bool) -> list[str]:
+    kept: list[Tensor] = []
+    model = sharded(observe=lambda module, args, output: kept.append(module.weight.detach()))
+    with torch.set_grad_enabled(grad):
+        loss = model(batch()).square().mean()
+    refused = [*refusals(kept[0])]
+    if grad:
+        loss.backward()
+        refused += refusals(kept[0])
+    return refused
+
+
+@pytest.mark.skipif(not refuses_storage_reads, reason="this torch has no storages that refuse reads")
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_a_forward_keeps_refuses_to_be_read(grad: bool) -> None:
+    for refused in simulate(what_forwards_keep, 2, grad):
+        assert len(refused) == (1 + grad) * len(READS)
+        for text in refused:
+            # A view is refused by torch, before it looks for the memory.
+            assert ("0.bias" in text and "clone()" in text) or "storage of size 0" in text, text
+
+
+def forwards_around_blocks(interrupt: bool) -> Tensor:
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        if interrupt:
+            with model.unsharded():
+                loss = model(batch()).square().mean()
+            with model.unsharded():
+                model.state_dict()
+        else:
+            loss = model(batch()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with model.unsharded():
+        return model[0].weight.detach()
+
+
+def test_blocks_between_a_forward_and_its_backward_change_nothing() -> None:
+    (expected, _), interrupted = simulate(forwards_around_blocks, 2, False), simulate(forwards_around_blocks, 2, True)
+    for weight in interrupted:
+        assert torch.equal(weight, expected)
+
+
+def memory_of_a_block() -> tuple[int, int]:
+    model = sharded()
+    with model.unsharded():
+        pass
+    meter = sum(bucket.gathered.data.untyped_storage().nbytes() for unit in model.units for bucket in unit.buckets)
+    with model.unsharded():
+        held = sum(bucket.gathered.data.untyped_storage().nbytes() for unit in model.units for bucket in unit.buckets)
+    return meter, held
+
+
+def test_the_memory_of_a_block_is_freed() -> None:
+    for after, within in simulate(memory_of_a_block, 2):
+        assert after == 0
+        assert within >= 2 * (WIDTH + 1) * WIDTH * 4
