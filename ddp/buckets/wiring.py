@@ -72,7 +72,7 @@ def allocate_buckets(
             records = [
                 GradRecord(
                     owned.name,
-                    buffer.param_view(slot),
+                    buffer.param_view(slot).data,  # with a version of its own, which tells of writes by hand
                     first_write_overwrites=owned.ours_alone,
                     shared=len(owned.owners) > 1,
                     bucket_index=layout.index,

@@ -269,15 +269,17 @@ class DistributedDataParallel(AroundModule):
         Accumulators that only our fused modules write are not zeroed, as their first GEMM overwrites. All others are.
         """
         if self.is_clear:
+            for record in self.records:
+                record.clear_touched()
             return
         check_nothing_pending(self.records, "zero_grad_buffer()", gives_up=True)
         check_nothing_under_way(self.buckets)
         self.steps.next_iteration()
-        for bucket in self.buckets:
-            bucket.reset()
-        discard_grads(self._wired)
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
+        for bucket in self.buckets:  # after the zeroing, which raises versions
+            bucket.reset()
+        discard_grads(self._wired)
         self._launcher.reset()
         self.readiness.reset()
         if self._finished:
@@ -298,6 +300,9 @@ class DistributedDataParallel(AroundModule):
     def note_replay(self) -> None:
         """A captured iteration was replayed: what its Python would have left."""
         self.iteration += 1
+        if self.device.type == "cpu":  # whose replays run operations again, and raise versions
+            for record in self.records:
+                record.note_version()
 
     def forget_iteration(self) -> None:
         """``zero_grad_buffer`` after a capture that failed: what it launched has not run."""

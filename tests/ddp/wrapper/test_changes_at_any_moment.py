@@ -2,6 +2,7 @@
 that names the parameter before a wrong step."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,6 +54,36 @@ def test_unfreezing_behind_a_look_at_shapes_is_refused_before_the_ranks_part() -
         return str(info.value)
 
     assert len(set(simulate(on_rank, 2))) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_change_behind_a_methods_forward_is_refused_before_gradients_leave(overlap: bool) -> None:
+    """No forward of the wrapper runs, and no backward hook of its outputs."""
+
+    def on_rank() -> None:
+        run = ddp_run(by_method=True, overlap_grad_reduce=overlap)()
+        run.loss_of(torch.ones(2, 6))
+        unfreeze(run.module)
+        loss = run.loss_of(torch.ones(2, 6))
+        with pytest.raises(RuntimeError, match=UNFROZEN):
+            loss.backward() if overlap else [loss.backward(), run.step()]
+
+    simulate(on_rank, 2)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_fused_layer_that_is_frozen_before_its_backward_gets_no_gradient(delayed: bool) -> None:
+    ddp = DistributedDataParallel(Changing(fused=True))
+    queue = WgradQueue()
+    with delayed_wgrad(queue) if delayed else nullcontext():
+        loss = ddp(torch.ones(2, 6)).sum()
+    ddp.module.first.requires_grad_(False)
+    loss.backward()
+    queue.drain()
+    ddp.module.first.requires_grad_(True)
+    ddp.finish_grad_sync()
+    assert not ddp.module.first.weight.main_grad.any()
+    assert ddp.module.head.weight.main_grad.any()
 
 
 def test_a_layer_that_is_frozen_for_one_microbatch_keeps_the_gradient_of_the_others() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from changing import CHANGES, MOMENTS, outcome, sharded_run
+from changing import CHANGES, MOMENTS, outcome, sharded_run, unfreeze
 from torch import nn
 
 from maingrad.launch import simulate
@@ -33,6 +33,19 @@ def test_a_change_is_served_as_plain_pytorch_serves_it_or_refused_by_name(
     found = outcome(sharded_run(**options), change, moment, ranks=ranks)
     if not CHANGES[change]:
         assert found == "served"
+
+
+@pytest.mark.parametrize("way", ["zero2", "zero3"])
+def test_unfreezing_between_microbatches_is_refused(way: str) -> None:
+    def on_rank() -> None:
+        run = sharded_run(way)()
+        with run.no_sync():
+            run.loss_of(torch.ones(2, 6)).backward()
+        unfreeze(run.module)
+        with pytest.raises(RuntimeError, match=r"parameter 'frozen.\w+' was unfrozen .* after fully_shard"):
+            run.loss_of(torch.ones(2, 6))
+
+    simulate(on_rank, 2)
 
 
 def test_a_parameter_that_replaces_a_whole_one_is_not_lost_silently() -> None:
