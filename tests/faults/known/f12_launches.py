@@ -25,7 +25,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.contract.record",
-                "GradRecord.open_for_write",
+                "GradRecord.open_after_write",
                 """
                 if self.closed is not None:
                     raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
@@ -178,12 +178,12 @@ FAULTS = [
                 "DistributedDataParallel._forward",
                 """
                 if not torch.is_grad_enabled() or is_frozen(self._wired):
-                    return self.module(*args, **kwargs)
+                    return self._replicas.run(self.module, args, kwargs)
                 self.check_before_forward()
                 """,
                 """
                 if not torch.is_grad_enabled():
-                    return self.module(*args, **kwargs)
+                    return self._replicas.run(self.module, args, kwargs)
                 if not is_frozen(self._wired):
                     self.check_before_forward()
                 """,
