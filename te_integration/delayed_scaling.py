@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ddp.buckets.iteration_ends import ends, is_in_wrapper, num_changes
 from ..ddp.collectives.streams import is_capturing
-from ..ddp.contract.parallel_marks import is_marked_expert
+from ..ddp.plan.parallel_marks import is_marked_expert
 from ..ddp.torch_internals import checkpointed_regions, current_backward
 from ..kernels.quantized import QuantSpec
 from .recipes import DelayedScaling, Operand, amax_group_now
