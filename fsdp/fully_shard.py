@@ -16,13 +16,12 @@ from ..ddp.collectives.rank_grid import RankGrid, make_grid
 from ..ddp.collectives.reduction import GradReduction
 from ..ddp.collectives.world import Ranks
 from ..ddp.contract.module import note_shard
-from ..ddp.contract.parallel_marks import is_marked_expert
 from ..ddp.plan.layout import BucketLayout
 from ..ddp.plan.owned_params import OwnedParam, buffers_of_experts
+from ..ddp.plan.parallel_marks import check_marks, is_marked_expert
 from ..ddp.stock.clipping import guard_stock_clipping
 from ..ddp.torch_internals import check_wrappers_can_run, delivers_to_all
 from ..ddp.wrapper.dropped import forget_dropped
-from ..ddp.wrapper.model_parallel import check_marks
 from ..ddp.wrapper.whose_experts import check_same_experts, check_same_slices
 from .module import make_unit
 from .state.optimizer_watch import mark_replaced, watch_steps

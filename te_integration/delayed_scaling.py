@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..ddp.buckets.iteration_ends import IterationWatcher, watch_iterations
 from ..ddp.collectives.streams import is_capturing
-from ..ddp.contract.parallel_marks import is_marked_expert
+from ..ddp.plan.parallel_marks import is_marked_expert
 from ..ddp.torch_internals import checkpointed_regions, current_backward
 from .amax_history import NONE_YET, OPERANDS, Roll, commit, select
 from .lone_modules import watch_steps

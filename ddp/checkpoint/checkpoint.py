@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..collectives.agreement import saying
 from ..collectives.failure_report import CollectiveError
-from ..wrapper.model_parallel import refuse_slices
+from ..plan.parallel_marks import refuse_slices
 from .background import PendingSave, defer, finish_pending, reserve_memory, start_pending, wait_for_memory
 from .files.boxes import TensorSlice
 from .files.folder import Staging

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ..contract.parallel_marks import is_marked_expert
 from ..optimizer.distributed_optimizer import DistributedOptimizer
 from ..plan.owned_params import buffers_of_experts
+from ..plan.parallel_marks import is_marked_expert
 from ..wrapper.data_parallel import DistributedDataParallel
 from .model import ModelTensors, model_tensors
 from .ranks import CheckpointRanks

@@ -16,9 +16,9 @@ from ..buckets.iteration_ends import note_optimizer, note_step
 from ..buckets.nan_check import unscale
 from ..collectives.agreement import alike
 from ..collectives.streams import is_capturing
-from ..contract.torch_tools import refuse_dcp_of_optimizer
 from ..stock.master_param import StateByMaster, WatchedMasters, late_grad
 from ..stock.skipped_steps import prepare_skippable_step, settle_first_step
+from ..stock.torch_tools import refuse_dcp_of_optimizer
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..wrapper.data_parallel import DistributedDataParallel
 from .fit import check_fits, layout_key, shard_of_how_many

@@ -1,7 +1,7 @@
 """Refusals over models that tensor parallelism has cut: what needs a whole model, and would get this rank's slices."""
 
+from ..plan.parallel_marks import refuse_slices
 from ..wrapper.data_parallel import DistributedDataParallel
-from ..wrapper.model_parallel import refuse_slices
 from .param_groups import is_elementwise
 
 __all__ = ["check_optimizer_over_slices", "refuse_norm", "refuse_scaler"]

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..config import DistributedDataParallelConfig
-from ..contract.parallel_marks import is_tied_across_stages
 from .layout import GradPlan, ParamSpec, plan_gradients
 from .owned_params import OwnedParam
+from .parallel_marks import is_tied_across_stages
 
 __all__ = ["grad_dtype_of", "plan_model"]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..contract.main_grad import is_delayed
 from ..contract.module import DelayedWgradModule, FusedWgradModule
-from ..contract.parallel_marks import grid_name_of, is_marked_expert
+from .parallel_marks import grid_name_of, is_marked_expert
 
 __all__ = [
     "ModelTensor",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..contract.main_grad import record_of
-from ..contract.torch_tools import refuse_dcp_of_optimizer
 from ..torch_internals import let_optimizers_take, make_subclass
+from .torch_tools import refuse_dcp_of_optimizer
 
 __all__ = ["MasterParameter", "StateByMaster", "WatchedMasters", "late_grad", "make_master"]
 

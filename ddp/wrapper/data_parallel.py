@@ -39,18 +39,17 @@ from ..collectives.world import Ranks
 from ..config import DistributedDataParallelConfig
 from ..contract.record import GradRecord
 from ..contract.torch_ddp import check_not_collected, check_not_inside
-from ..contract.torch_tools import refuse_scaling_by_stage
 from ..gathers.param_gather import ParamGather
 from ..plan.layout import BucketLayout
 from ..plan.owned_params import find_owned_params, find_tensors
 from ..stock.master_param import WatchedMasters
 from ..stock.optimizer import expose_grad
+from ..stock.torch_tools import refuse_scaling_by_stage
 from ..torch_internals import check_wrappers_can_run
 from .around_module import AroundModule
 from .attachment import attach_params, detach_params, discard_grads
 from .comparison import check_same_config, check_same_model
 from .init_sync import broadcast_tensors
-from .model_parallel import check_forced_all_reduce
 from .parts import BucketParts
 from .per_token import check_num_tokens, divide_by_tokens
 from .setup_checks import plan_on_each_rank
@@ -225,7 +224,7 @@ class DistributedDataParallel(AroundModule):
                 "zero_grad_buffer() after optimizer.step()"
             )
         if force_all_reduce:
-            check_forced_all_reduce(self.ddp_config)
+            check_whole(self.ddp_config)
         self.start_grad_sync()
         self._launcher.wait()
         self.steps.finish()

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..buckets.wiring import WiredParam
 from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import record_of
-from ..contract.parallel_marks import is_slice
+from ..plan.parallel_marks import is_slice
 
 __all__ = ["note_own_ranks"]
 

@@ -17,7 +17,7 @@ from ..contract.torch_ddp import check_none_inside
 from ..plan.layout import GradPlan
 from ..plan.model_plan import plan_model
 from ..plan.owned_params import ModelTensor, OwnedParam
-from .model_parallel import check_marks
+from ..plan.parallel_marks import check_marks
 
 __all__ = ["plan_on_each_rank"]
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..collectives.rank_grid import RankGrid
 from ..collectives.world import Ranks
-from ..contract.parallel_marks import is_slice
 from ..plan.owned_params import ModelTensor
+from ..plan.parallel_marks import is_slice
 
 __all__ = ["check_same_experts", "check_same_slices", "check_whose_experts"]
 

@@ -28,11 +28,11 @@ from ...ddp.collectives.reduction import GradReduction
 from ...ddp.collectives.step_check import StepCheck
 from ...ddp.contract.main_grad import attach_lazily, forget_failed_backward, take_grad_of_backward
 from ...ddp.contract.module import listen_to_foreign_delays
-from ...ddp.contract.parallel_marks import grid_name_of, is_slice
 from ...ddp.contract.record import GradRecord
 from ...ddp.gathers.param_gather import ParamGather
 from ...ddp.plan.layout import BucketLayout, ParamSlot
 from ...ddp.plan.owned_params import OwnedParam
+from ...ddp.plan.parallel_marks import grid_name_of, is_slice
 from ...ddp.plan.ranges import Range
 from ...ddp.torch_internals import current_raw_stream
 from ..tensors.freed import allow_reads, refuse_reads

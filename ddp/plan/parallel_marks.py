@@ -1,7 +1,10 @@
-"""Refusals for models that are cut by tensor or pipeline parallelism, which only Megatron-core's marks tell.
+"""Megatron-core's marks of model parallelism on parameters, and what is refused over them. No other file reads them.
 
-A wrapper knows the data-parallel ranks alone. What covers all elements of a model, or needs a whole matrix, would be
-computed from this rank's slices, and would differ between the ranks that hold one model together.
+``allreduce = False``                   an expert, which only some ranks hold
+``tensor_model_parallel = True``        a slice: tensor-parallel ranks hold the whole parameter together
+``sequence_parallel = True``            copies on tensor-parallel ranks, each of which has a part of the gradient
+``average_gradients_across_tp_domain``  copies likewise; each rank has another gradient, and the mean counts
+``shared_embedding = True``             copies on two pipeline stages, each of which has a part of the gradient
 """
 
 from collections.abc import Iterable
@@ -10,9 +13,51 @@ from torch import Tensor, nn
 
 from ..collectives.rank_grid import RankGrid
 from ..config import DistributedDataParallelConfig
-from ..contract.parallel_marks import is_slice, mark_of_partial_grad
 
-__all__ = ["check_forced_all_reduce", "check_marks", "refuse_slices"]
+__all__ = [
+    "check_marks",
+    "grid_name_of",
+    "is_marked_expert",
+    "is_slice",
+    "is_tied_across_stages",
+    "mark_of_partial_grad",
+    "refuse_slices",
+]
+
+_PARTIAL = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
+
+
+def grid_name_of(param: Tensor) -> str:
+    """Which ranks a parameter's gradient is reduced over: "dense" or "expert".
+
+    "expert" is what Megatron-core marks ``allreduce = False``: only some ranks hold the same values.
+    """
+    return "dense" if getattr(param, "allreduce", True) else "expert"
+
+
+def is_marked_expert(param: Tensor) -> bool:
+    """Whether ``grid_name_of`` says "expert"."""
+    return grid_name_of(param) == "expert"
+
+
+def is_slice(param: Tensor) -> bool:
+    """Whether tensor-parallel ranks hold the whole parameter together. Megatron-core marks experts alike, whole or cut:
+    those have ranks of their own, and are none here."""
+    return bool(getattr(param, "tensor_model_parallel", False)) and not is_marked_expert(param)
+
+
+def is_tied_across_stages(param: Tensor) -> bool:
+    """Whether another pipeline stage holds a copy."""
+    return bool(getattr(param, "shared_embedding", False))
+
+
+def mark_of_partial_grad(param: Tensor) -> str | None:
+    """The mark of a parameter of which other ranks hold copies, with parts of its gradient; None: no such mark."""
+    return next((name for name in _PARTIAL if getattr(param, name, False)), None)
+
+
+# ---- A wrapper knows the data-parallel ranks alone. What covers all elements of a model, or needs a whole matrix, would
+# ---- be computed from one rank's slices, and differ between the ranks that hold one model together.
 
 _REMEDY_FOR_SUMS = {
     "sequence_parallel": "all-reduce its reduced gradient over the tensor-parallel ranks",
@@ -62,14 +107,4 @@ def refuse_slices(params: Iterable[tuple[str, Tensor]], what: str, consequence: 
             f"{what} {consequence}: parameter '{name}' is a slice of tensor parallelism (tensor_model_parallel = "
             f"True), whose other slices are on ranks outside the data-parallel group; {remedy}. If every rank holds "
             f"the whole parameter, set the mark to False"
-        )
-
-
-def check_forced_all_reduce(config: DistributedDataParallelConfig) -> None:
-    """Megatron-core's ``finish_grad_sync(force_all_reduce=True)`` wants whole gradients on every rank. Raises
-    ``ValueError`` where they are sharded."""
-    if config.use_distributed_optimizer:
-        raise ValueError(
-            "finish_grad_sync(force_all_reduce=True): gradients are reduced as they become ready, each rank's shard "
-            "alone; wrap with use_distributed_optimizer=False for whole gradients"
         )
