@@ -91,7 +91,9 @@ def check_quick_start(folder: Path, activate: str) -> None:
 def main(folder: Path) -> None:
     """Renew the environments, and check."""
     project = PROJECT["project"]
-    asked = json.dumps([sys.version, PROJECT["build-system"], project["dependencies"], project["optional-dependencies"]])
+    asked = json.dumps(
+        [sys.version, PROJECT["build-system"], project["dependencies"], project["optional-dependencies"]]
+    )
     stamp, found = folder / "requirements", hashlib.sha256(asked.encode()).hexdigest()
     if not stamp.exists() or stamp.read_text() != found:
         shutil.rmtree(folder, ignore_errors=True)

@@ -100,27 +100,22 @@ def fully_shard(
                              take memory one after the other. None: max(40e6, 1e6 * number of shards)
     shard_atoms              what no border between shards may cut: "element" (no restriction), "row" (an entry of
                              dim 0), "whole" (a parameter; for optimizers of matrices), or a number of rows. One value
-                             for all parameters, or a dict from patterns of names in ``module``. Larger atoms need more
-                             padding
+                             for all parameters, or a dict from patterns of names. Larger atoms need more padding
     offload_to_cpu           shards, their gradients and the optimizer state are in pinned host memory; CUDA only
-    copy_engine_gather       True on the outermost unit: all gathers of the model run on the GPU's copy engines, and no
-                             multiprocessor is taken from computation. Needs NCCL 2.28. Ranks that cannot map each
-                             other's memory (several nodes) gather by kernels. The process keeps the mapped memory, of
-                             the outermost unit and three others, until the process ends
+    copy_engine_gather       True on the outermost unit: all gathers of the model run on the GPU's copy engines and take
+                             no multiprocessor. Needs NCCL 2.28. Ranks that cannot map each other's memory (several
+                             nodes) gather by kernels. The mapped memory, of four units, is kept until the process ends
     init_fn                  initialises the own parameters and buffers of one module that was on the meta device; None:
                              the module's ``reset_parameters()``. The unit's parameters are whole during this call. With
                              ``init_sync`` the first rank's alone must write values
     init_sync                copy the first rank's parameters and buffers to all ranks
-    forward_writes           parameters of the unit that a forward writes in place (``nn.Embedding(max_norm=...)``, a
-                             codebook, ActNorm's first batch). "alike": all ranks write the same values, which are
-                             brought to the shards. "refused": such a forward raises. A world of one needs no option
+    forward_writes           of parameters, in place (``nn.Embedding(max_norm=...)``, a codebook). "alike": all ranks
+                             write equal values, which the shards get. "refused": such a forward of several ranks raises
     device                   where the module computes; None: the DeviceMesh's device, or that of the parameters
     ignored_params           parameters that are neither sharded nor reduced
 
     Gradients are averages over all ranks of the outermost unit. That includes experts, which have a smaller mesh.
-
-    Raises ``ValueError`` if the module or mesh cannot be sharded (the error names the parameter), or if the module
-    differs between ranks.
+    Raises ``ValueError`` if the module or mesh cannot be sharded, or if the module differs between ranks.
     """
     policy, when = mixed_precision or MixedPrecisionPolicy(), (reshard_after_forward, reduce_every_microbatch)
     ignored = {id(param) for param in ignored_params}
@@ -137,18 +132,8 @@ def fully_shard(
     name = type(module).__name__
     prepared = alike(prepare, grid.axes, failures, f"the checks of {name} before it is sharded")
     buckets = _make_buckets(name, prepared, grid, ignored, failures, named=mesh is not None)
-    unit = Unit(
-        module,
-        name,
-        buckets,
-        policy,
-        grid,
-        prepared.device,
-        prepared.inside,
-        reshard_after_forward,
-        writes_alike=forward_writes == "alike",
-    )
-    unit.copy_engines = copy_engine_gather
+    unit = Unit(module, name, buckets, policy, grid, prepared.device, prepared.inside, reshard_after_forward)
+    unit.copy_engines, unit.writes.served = copy_engine_gather, forward_writes == "alike" or grid.size == 1
     _take_over(module, unit)
     install_state_dict_hooks(module, mesh if isinstance(mesh, DeviceMesh) else None)
     return module

@@ -209,7 +209,7 @@ def make_unit(module: nn.Module, unit: Unit) -> None:
 
 @functools.cache
 def _class_of(cls: type) -> type:
-    members = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    members: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__}
     if hasattr(cls, "save_pretrained"):
         members["save_pretrained"] = _save_pretrained
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)

@@ -144,7 +144,7 @@ def note_ignored(ignored: Iterable[nn.Parameter], grid: RankGrid) -> None:
     """
     here = {rank for group in grid.axes for rank in dist.get_process_group_ranks(group)}
     for param in ignored:
-        mesh = getattr(param, "device_mesh", None)
+        mesh: Any = getattr(param, "device_mesh", None)
         outside = sorted(here - set(mesh.mesh.flatten().tolist())) if mesh is not None and param.requires_grad else []
         if outside:
             warnings.warn(

@@ -63,8 +63,6 @@ class Unit:
         device: torch.device,
         inside: Sequence[nn.Module],
         reshard_after_forward: bool | None,
-        *,
-        writes_alike: bool = False,
     ) -> None:
         self.module = weakref.ref(module)
         self.name = name
@@ -92,7 +90,7 @@ class Unit:
         """Number of ``unshard()`` calls without ``reshard()``. If not 0, the unit stays gathered."""
         self.registered = Registration(module, inside, self.pairs)
         """Which form of the parameters the modules register."""
-        self.writes = WholeWrites(self.pairs, served=writes_alike or grid.size == 1)
+        self.writes = WholeWrites(self.pairs)
         """Writes to whole parameters in forwards."""
 
     @property

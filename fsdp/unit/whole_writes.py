@@ -25,14 +25,14 @@ __all__ = ["WholeWrites", "write_back"]
 class WholeWrites:
     """Finds writes to the whole parameters of a unit.
 
-    pairs   the unit's parameters
-    served  writes are brought to the shards: all ranks write alike, or there is one rank. False: writes are refused
+    pairs  the unit's parameters
     """
 
-    def __init__(self, pairs: "Sequence[ShardedPair]", *, served: bool) -> None:
+    def __init__(self, pairs: "Sequence[ShardedPair]") -> None:
         self._pairs = pairs
         self._wholes = [pair.whole for pair in pairs]
-        self._served = served
+        self.served = False
+        """Writes are brought to the shards: all ranks write alike, or there is one rank. False: writes are refused."""
         self._compared: set[tuple[bool, bool]] = set()  # kinds of forwards: with gradients, of a module in training
         self._first: list[tuple[int, int]] | None = None  # values before the first forward, while it runs
         self.note()
@@ -61,7 +61,7 @@ class WholeWrites:
     def forward_failed(self) -> None:
         """``forward_ends`` after a forward that has raised, or that a recompute has stopped early. Raises nothing."""
         self._first = None
-        if self._served:
+        if self.served:
             self.take_over()
         else:
             self.note()
@@ -73,7 +73,7 @@ class WholeWrites:
             return
         before, self._versions = self._versions, versions
         written = [pair for pair, old, new in zip(self._pairs, before, versions, strict=True) if old != new]
-        if not self._served:
+        if not self.served:
             shard = written[0].sharded.shard
             unit = f"unit '{shard.unit}'" if shard.unit else "the outermost unit"
             raise written_from_local_data(shard.name, f'fully_shard(..., forward_writes="alike") of {unit}')

@@ -188,6 +188,25 @@ def test_without_the_mark_norms_are_as_ever(way: str) -> None:
     assert len(set(norms)) == 1
 
 
+def with_marks_at_a_degree_of_one(way: str, path: Path) -> float:
+    """Megatron-core's layers mark whole parameters too: here all ranks are data-parallel."""
+    model = wrap(way, Cut(0))
+    model(torch.ones(2, 4)).square().sum().backward()
+    model.finish_grad_sync()
+    if way == "fully_shard":
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    else:
+        norm = clip_grad_norm(model, 1.0)
+    save_checkpoint(path, model)
+    return norm.item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_marks_of_whole_parameters_change_nothing(way: str, tmp_path: Path) -> None:
+    norms = simulate(with_marks_at_a_degree_of_one, 2, way, tmp_path / "saved")
+    assert norms[0] == norms[1]
+
+
 def saves(way: str, path: Path) -> str:
     dp, _ = groups()
     model = wrap(way, Cut(dist.get_rank() % 2), dp)

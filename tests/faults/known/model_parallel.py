@@ -1,0 +1,100 @@
+"""Megatron-core's marks of model parallelism."""
+
+from fault import Change, Fault
+
+TESTS = "tests/ddp/wrapper/test_model_parallel.py::"
+
+FAULTS = [
+    Fault(
+        "50a-slices-are-taken-for-replicas",
+        sentence="The data-parallel group is forgotten, and the first rank's slices overwrite all others'.",
+        tests=[TESTS + "test_a_forgotten_group_is_refused"],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.whose_experts",
+                "check_same_slices",
+                "if slices and grid.size > 1",
+                "if False",
+            )
+        ],
+    ),
+    Fault(
+        "50b-nobody-sums-the-parts-of-a-gradient",
+        sentence="Copies of a parameter on tensor-parallel ranks train on parts of its gradient, and drift apart.",
+        tests=[TESTS + "test_a_gradient_that_nobody_sums_is_refused"],
+        changes=[Change("maingrad.ddp.contract.parallel_marks", "mark_of_partial_grad", "in _PARTIAL", "in ()")],
+    ),
+    Fault(
+        "50c-a-norm-is-of-one-ranks-slices",
+        sentence="Ranks that hold one model together clip by the norms of their own slices.",
+        tests=[TESTS + "test_what_would_cover_one_ranks_slices_is_refused"],
+        changes=[
+            Change(
+                "maingrad.ddp.optimizer.over_slices",
+                "_refuse",
+                'if model.grids["dense"].leaves_ranks_out:',
+                "if False:",
+            )
+        ],
+    ),
+    Fault(
+        "50d-a-norm-of-shards-is-of-one-ranks-slices",
+        sentence="Norms of sharded gradients cover the outermost unit's ranks, and not those with the other slices.",
+        tests=[TESTS + "test_what_would_cover_one_ranks_slices_is_refused"],
+        changes=[
+            Change(
+                "maingrad.fsdp.tensors.over_ranks",
+                "everyone_of",
+                "if info.is_slice and info.everyone.leaves_ranks_out:",
+                "if False:",
+            )
+        ],
+    ),
+    Fault(
+        "50e-ranks-with-other-slices-write-to-one-checkpoint",
+        sentence="All tensor-parallel ranks save their slices under one name in one folder.",
+        tests=[TESTS + "test_a_checkpoint_of_slices_is_refused"],
+        changes=[
+            Change("maingrad.ddp.checkpoint.checkpoint", "save_checkpoint", "if ranks.leave_ranks_out:", "if False:")
+        ],
+    ),
+    Fault(
+        "50f-a-stage-scales-what-is-not-there",
+        sentence="torch's pipeline stage divides .grad, which is None, and gradients are too large.",
+        tests=[TESTS + "test_torchs_stage_does_not_scale_what_is_not_there"],
+        changes=[
+            Change(
+                "maingrad.ddp.wrapper.data_parallel",
+                "DistributedDataParallel.named_parameters",
+                "refuse_scaling_by_stage()",
+                "pass",
+            )
+        ],
+    ),
+    Fault(
+        "50g-one-stage-skips-a-step",
+        sentence="The scalers of a pipeline's stages look for Inf in their own gradients, and skip different steps.",
+        tests=[TESTS + "test_a_scaler_covers_the_stages_that_the_norm_covers"],
+        changes=[
+            Change(
+                "maingrad.ddp.optimizer.grad_scaler",
+                "GradScaler._unscale_grads_",
+                "if self._pipeline_group is not None and self._pipeline_group.size() > 1:",
+                "if False:",
+            )
+        ],
+    ),
+    Fault(
+        "50h-a-mark-is-refused-where-there-is-one-tensor-parallel-rank",
+        sentence="Megatron-core marks whole parameters as slices at a tensor-parallel degree of 1, which must train.",
+        tests=[TESTS + "test_marks_of_whole_parameters_change_nothing"],
+        changes=[
+            Change(
+                "maingrad.ddp.collectives.rank_grid",
+                "RankGrid.leaves_ranks_out",
+                "return self.in_larger_world and dist.get_world_size() > self.size",
+                "return self.in_larger_world",
+            )
+        ],
+    ),
+]
