@@ -38,7 +38,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.contract.record",
-                "GradRecord.open_after_write",
+                "GradRecord.open_for_write",
                 "overwrite = self.first_write_overwrites and not self.written",
                 "overwrite = self.first_write_overwrites and not self.num_hook_writes",
             ),

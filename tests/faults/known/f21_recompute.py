@@ -10,7 +10,7 @@ FAULTS = [
         changes=[
             Change(
                 "maingrad.ddp.contract.record",
-                "GradRecord.open_after_write",
+                "GradRecord.open_for_write",
                 """
                 if self.closed is not None:
                     raise RuntimeError(f"parameter '{self.name}' received a gradient after {self.closed}")
