@@ -92,6 +92,7 @@ def draw(seed: int) -> Program:
     phases = tuple(_phase(dice, model) for _ in range(dice.one_of({1: 8, 2: 2, 3: 0.3})))
     program = Program(model, _optimizer(dice), phases, dtype, dice.randrange(1000))
     program = _later(Dice(f"later {seed}"), _beside(Dice(f"beside {seed}"), program))
+    program = _writing(Dice(f"writing {seed}"), program)
     return valid(_graphed(Dice(f"graphed {seed}"), program))
 
 
@@ -132,6 +133,14 @@ def _later(dice: Dice, program: Program) -> Program:
         ]
         model = valid_model(replace(model, blocks=tuple(blocks)), program.dtype)
     return replace(program, model=model, phases=tuple(_later_phase(dice, phase) for phase in program.phases))
+
+
+def _writing(dice: Dice, program: Program) -> Program:
+    """Layers that write their parameters in forward."""
+    if not dice.chance(0.1):
+        return program
+    blocks = [replace(block, kind="clamped") if dice.chance(0.6) else block for block in program.model.blocks]
+    return replace(program, model=valid_model(replace(program.model, blocks=tuple(blocks)), program.dtype))
 
 
 def _later_phase(dice: Dice, phase: Phase) -> Phase:
@@ -253,6 +262,7 @@ _WEIGHTS = {
     "shared branch": 1.5,
     "idle": 1.5,
     "scale": 1.5,
+    "clamped": 0.0,  # beside
     **dict.fromkeys(HUGGING_FACE, 0.0),  # beside
 }
 

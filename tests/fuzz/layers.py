@@ -117,6 +117,7 @@ KINDS: dict[str, Writer] = {
     "idle": lambda block, width, plain: f"Idle({_square(block, width, plain)}, {width})",
     "counted": lambda block, width, plain: f"Counted({_square(block, width, plain)}, {width})",
     "scale": lambda block, width, plain: "Scale()",
+    "clamped": lambda block, width, plain: _call("Clamped", width),
     "lookup": lambda block, width, plain: _call("Lookup", width, width),
     "attention": lambda block, width, plain: _call("Attention", width),
     "recurrent": lambda block, width, plain: _call("Recurrent", width),
@@ -171,6 +172,11 @@ def paths(model: Model) -> list[str]:
         stage = len(found) - 2
         found[-2:] = [f"blocks.{stage}.blocks.0", f"blocks.{stage}.blocks.1"]
     return found
+
+
+def writes_in_forward(model: Model) -> bool:
+    """Whether a forward writes parameters."""
+    return any(block.kind == "clamped" for block in model.blocks)
 
 
 def num_members(model: Model) -> int:

@@ -24,7 +24,7 @@ SCHEDULES = {
 ONE_STAGE = ("ScheduleGPipe", "Schedule1F1B")
 """Schedules that take a stage instead of a list."""
 
-_NOT_OF_A_ROW = ("experts", "lookup", "counted", "batch norm", "nothing", *HUGGING_FACE)
+_NOT_OF_A_ROW = ("experts", "lookup", "counted", "clamped", "batch norm", "nothing", *HUGGING_FACE)
 OF_A_ROW = tuple(kind for kind in KINDS if kind not in _NOT_OF_A_ROW)
 """Kinds without state, whose output is made of their input."""
 

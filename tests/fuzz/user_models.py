@@ -173,6 +173,22 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Clamped(nn.Module):
+    """A shift that each forward in training clamps, on all ranks alike. Outputs are the same before and after it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-0.1, 0.1, width))
+
+    def forward(self, x):
+        clamped = self.shift.detach().clamp(-0.05, 0.05)
+        y = x + self.shift + (clamped - self.shift.detach())
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.shift.copy_(clamped)
+        return y
+
+
 class Branch(nn.Module):
     """One of two layers, as the batch says: ranks use different parameters."""
 

@@ -18,6 +18,7 @@ from layers import (
     expert_paths,
     num_members,
     tied_paths,
+    writes_in_forward,
 )
 from microbatches import ASKS_FOR_INPUTS, NO_GRADIENT_OF_LOSS, UNDELAYED
 from programs import Ddp, Extra, Fsdp, Iteration, Micro, Model, Optimizer, Phase, Program, Ranks, UnitOf
@@ -459,6 +460,8 @@ def _extra(program: Program, phase: Phase, extra: Extra, count: int, alike: bool
         return None
     if program.dtype == "bfloat16" and kind in ("load_state_dict", "snapshot", "rollback"):
         return None  # masters follow in a way of their own
+    if kind == "whole norms" and writes_in_forward(program.model):
+        return None  # plain PyTorch reads a later rank's norms after an earlier rank's forward has written
     if kind in NEEDS_ONE_MODEL and program.model.variants > 1:
         return None
     if kind in AFTER:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from gradients import write_gradients
-from layers import attribute, expert_paths
+from layers import attribute, expert_paths, writes_in_forward
 from pen import Pen
 from programs import Ddp, Fsdp, Iteration, UnitOf
 
@@ -27,6 +27,7 @@ def _write_ddp(pen: Pen, wrapper: Ddp) -> None:
         with pen.inside(f"for param in {attribute(path)}.parameters():"):
             pen("param.allreduce = False")
     options = [f"{name}={value!r}" for name, value in _config(wrapper)]
+    options += ['forward_writes="alike"'] if writes_in_forward(pen.program.model) else []
     pen(f"config = DistributedDataParallelConfig({', '.join(options)})")
     arguments = ["model", "config"]
     if wrapper.group == "group":
@@ -134,6 +135,7 @@ def _write_fsdp(pen: Pen, wrapper: Fsdp) -> None:
     common = f', placements="{wrapper.placements}"' if wrapper.placements != "zero3" else ""
     common += ", mixed_precision=policy" if pen.half else ""
     common += "" if wrapper.init_sync else ", init_sync=False"
+    common += ', forward_writes="alike"' if writes_in_forward(pen.program.model) else ""
     for unit in wrapper.units:
         own = ", experts" if unit.path in experts else mesh
         pen(f"fully_shard({attribute(unit.path)}{own}{common}{_unit_options(unit)})")
