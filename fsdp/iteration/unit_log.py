@@ -19,7 +19,8 @@ class _Place(NamedTuple):
     """A unit on one axis of its ranks."""
 
     log: GroupLog
-    index: int
+    number: int
+    """Of the unit in the log."""
 
 
 class UnitLog:
@@ -36,18 +37,18 @@ class UnitLog:
     def note_gather(self, unit: Unit) -> None:
         """The unit's gathers are issued next."""
         if (inner := self._inner[unit]) is not None and unit.buckets:
-            inner.log.note_gather(inner.index)
+            inner.log.note_gather(inner.number)
         outer = self._outer[unit]
         if outer is not None and any(bucket.gathers_across for bucket in unit.buckets):
-            outer.log.note_gather(outer.index)
+            outer.log.note_gather(outer.number)
 
     def note_reduction(self, bucket: ShardedBucket, *, inside: bool, across: bool) -> None:
         """A reduction of the bucket's gradients is issued: inside the instance, across instances, or both."""
         unit = self._unit_of[id(bucket)]
         if inside and (inner := self._inner[unit]) is not None:
-            inner.log.note_reduction(inner.index)
+            inner.log.note_reduction(inner.number)
         if across and (outer := self._outer[unit]) is not None:
-            outer.log.note_reduction(outer.index)
+            outer.log.note_reduction(outer.number)
 
 
 def _place(unit: Unit, group: dist.ProcessGroup | None, steps: StepCheck) -> _Place | None:

@@ -18,20 +18,20 @@ FAULTS = [
     ),
     Fault(
         "47b-gathers-are-not-noted",
-        sentence="An evaluation gathers other units on one rank, and nothing tells that its gathers have met wrong ones.",
+        sentence="An evaluation gathers other units on one rank, computes with mixed weights, and nothing tells.",
         tests=["tests/fsdp/iteration/test_other_units.py::test_an_evaluation_on_other_units"],
         changes=[
             Change(
                 "maingrad.fsdp.iteration.unit_log",
                 "UnitLog.note_gather",
-                "inner.log.note_gather(inner.index)",
+                "inner.log.note_gather(inner.number)",
                 "pass",
             ),
         ],
     ),
     Fault(
         "47c-ranks-that-hold-other-experts-raise-alone",
-        sentence="A difference between the ranks of some experts is not carried to the others, which wait in a collective.",
+        sentence="A difference between the ranks of some experts is not carried to the other ranks.",
         tests=["tests/fsdp/iteration/test_other_units.py::test_experts_have_an_order_of_their_own"],
         changes=[
             Change(
@@ -73,7 +73,7 @@ FAULTS = [
     ),
     Fault(
         "47f-ranks-may-not-have-other-numbers-of-microbatches",
-        sentence="Microbatches without a loss on one rank are taken for skipped batches, and a right program is refused.",
+        sentence="Microbatches without a loss on one rank count as skipped batches, and a right program is refused.",
         tests=["tests/ddp/collectives/test_step_check.py::test_what_ranks_may_do_differently"],
         changes=[
             Change(
@@ -86,7 +86,7 @@ FAULTS = [
     ),
     Fault(
         "47g-mixed-weights-stay-gathered",
-        sentence="A refused iteration leaves each rank another unit gathered, and in the next one a rank gathers alone.",
+        sentence="A refused iteration leaves each rank another unit gathered; the next one gathers on one rank alone.",
         tests=["tests/fsdp/iteration/test_other_units.py::test_a_program_that_catches_it_goes_on"],
         changes=[
             Change(
