@@ -21,7 +21,7 @@ from ..contract.record import GradRecord
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
-from .iteration_ends import TrainedBackwards, is_watched
+from .iteration_ends import TrainedBackwards, is_watched, note_forward
 from .launcher import BucketLauncher
 from .wiring import WiredParam
 
@@ -73,6 +73,7 @@ class Readiness:
     @torch.compiler.disable
     def watch(self, outputs: Any) -> None:
         """After a forward: have backward's start noticed, and find out which parameters backward will reach."""
+        note_forward()
         if not (self._overlap or self._launcher.observer.recording):
             return
         tensors = differentiable_tensors(outputs)

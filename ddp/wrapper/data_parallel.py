@@ -23,7 +23,7 @@ from ..buckets.checks import (
     check_wiring,
     is_frozen,
 )
-from ..buckets.iteration_ends import discard_iteration, end_iteration, note_forward
+from ..buckets.iteration_ends import end_iteration
 from ..buckets.launcher import BucketLauncher
 from ..buckets.nan_check import NanCheck
 from ..buckets.readiness import Readiness
@@ -256,13 +256,11 @@ class DistributedDataParallel(AroundModule):
         check_nothing_under_way(self.buckets)
         for bucket in self.buckets:
             bucket.reset()
-        discard_grads(self._wired)
+        discard_grads(self._wired, self.module if self._finished else None)
         if self._zeroed_views:
             torch._foreach_zero_(self._zeroed_views)
         self._launcher.reset()
         self.readiness.reset()
-        if self._finished:
-            discard_iteration(self.module)
         self._launched = self._checked = self._finished = False
         self.iteration += 1
 
@@ -376,7 +374,6 @@ class DistributedDataParallel(AroundModule):
         if not torch.is_grad_enabled() or is_frozen(self._wired):
             return self.module(*args, **kwargs)
         self.check_before_forward()
-        note_forward()
         outputs = self.module(*args, **kwargs)
         self.readiness.watch(outputs)
         return outputs
