@@ -20,10 +20,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..ddp.graphs.compared_by_state import ComparedByState
 from ..ddp.graphs.surroundings import modes, switches
 from ..ddp.torch_internals import checkpointed_region, checkpointed_regions, current_backward
 from ..kernels.quantized import Element, QuantSpec, ScaleForm
-from .recipe_identity import ComparedByState
 
 __all__ = [
     "DelayedScaling",
@@ -122,7 +122,7 @@ class DelayedScaling(Recipe):
                        [amax_history_len, n] that returns [n], on the device. Row 0 is the last iteration's
     reduce_amax        amaxes are the largest of all ranks of the model; False: of this rank alone
 
-    ``te_integration/delayed_scaling.py`` says where the state is, and when it changes. Raises ``ValueError`` for an
+    ``te_integration/scaling`` says where the state is, and when it changes. Raises ``ValueError`` for an
     unknown ``amax_compute_algo`` and for a history without rows.
     """
 

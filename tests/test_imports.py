@@ -99,6 +99,7 @@ PUBLIC = {
         "Linear",
         "MXFP8BlockScaling",
         "NVFP4BlockScaling",
+        "Recipe",
         "ScaledClampedQGeGLU",
         "ScaledSwiGLU",
         "Sequential",

@@ -115,13 +115,13 @@ def is_in_wrapper(module: nn.Module) -> bool:
 
 
 def note_forward() -> None:
-    """A wrapper's forward begins."""
+    """A wrapper's forward begins, or has ended: modules that run before and after it belong to different ones."""
     global _num_forwards
     _num_forwards += 1
 
 
 def forward_number() -> int:
-    """Number of the wrapper's forward that began last."""
+    """A number that forwards of modules share that belong to one forward of their wrapper."""
     return _num_forwards
 
 

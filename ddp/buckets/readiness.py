@@ -22,7 +22,7 @@ from ..contract.record import GradRecord
 from ..torch_internals import call_when_backward_ends, current_backward, current_raw_stream, is_profiling
 from .bucket import Bucket, Phase
 from .graph_walk import differentiable_tensors, walk_graph
-from .iteration_ends import TrainedBackwards, is_watched
+from .iteration_ends import TrainedBackwards, is_watched, note_forward
 from .launcher import BucketLauncher
 from .model_watch import ModelWatch
 from .wiring import WiredParam
@@ -85,6 +85,7 @@ class Readiness:
 
         trains  the model is in training mode
         """
+        note_forward()
         watches = self._overlap or self._launcher.observer.recording
         if not (watches or self._steps.active):
             return

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from ..buckets.iteration_ends import forget_model, note_model
+from ..buckets.iteration_ends import discard_iteration, forget_model, note_model
 from ..buckets.wiring import WiredParam
 from ..collectives.rank_grid import RankGrid
 from ..contract.main_grad import attach, detach, forget_failed_backward
@@ -67,13 +67,18 @@ def detach_params(end: "weakref.finalize[Any, Any]") -> None:
         _take_back(*pending[2], dropped=False)
 
 
-def discard_grads(wired: Iterable[WiredParam]) -> None:
-    """Clear what an iteration left on parameters: flags of a backward that failed, and ``.grad``."""
+def discard_grads(wired: Iterable[WiredParam], ended: nn.Module | None) -> None:
+    """Clear what an iteration left on parameters: flags of a backward that failed, and ``.grad``.
+
+    ended  the model, where its gradients were reduced: watchers are told that they are gone
+    """
     with DisableTorchFunctionSubclass():  # no values are read, so no gather is waited for
         for entry in wired:
             forget_failed_backward(entry.owned.param)
             clear_exposed_grad(entry.owned.param, entry.record)
             entry.owned.param.grad = None
+    if ended is not None:
+        discard_iteration(ended)
 
 
 def _take_back(

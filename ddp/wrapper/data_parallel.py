@@ -22,7 +22,7 @@ from ..buckets.checks import (
     check_whole,
     is_frozen,
 )
-from ..buckets.iteration_ends import discard_iteration, end_iteration, note_forward
+from ..buckets.iteration_ends import end_iteration
 from ..buckets.launcher import BucketLauncher
 from ..buckets.model_watch import ModelWatch
 from ..buckets.nan_check import NanCheck
@@ -278,11 +278,9 @@ class DistributedDataParallel(AroundModule):
             torch._foreach_zero_(self._zeroed_views)
         for bucket in self.buckets:  # after the zeroing, which raises versions
             bucket.reset()
-        discard_grads(self._wired)
+        discard_grads(self._wired, self.module if self._finished else None)
         self._launcher.reset()
         self.readiness.reset()
-        if self._finished:
-            discard_iteration(self.module)
         self._launched = self._finished = False
         self.iteration += 1
 
@@ -397,7 +395,6 @@ class DistributedDataParallel(AroundModule):
         if not torch.is_grad_enabled() or is_frozen(self._wired):
             return self._replicas.run(self.module, args, kwargs)
         self.check_before_forward()
-        note_forward()
         outputs = self._replicas.run(self.module, args, kwargs)
         self.readiness.watch(outputs, trains=self.module.training)
         return outputs

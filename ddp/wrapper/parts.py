@@ -157,7 +157,7 @@ class BucketParts(Parts):
         note_optimizer(self.host.module)
 
     def note_step(self, found_inf: Tensor | None) -> None:
-        """A stock optimizer takes its step, unless the device finds Inf."""
+        """An optimizer takes its step; the device skips it where ``found_inf`` is not 0."""
         note_step(self.host.module, found_inf)
 
     @property

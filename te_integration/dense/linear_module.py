@@ -20,7 +20,7 @@ from ...kernels.quantized import Quantized
 from ...kernels.wgrad import WgradOperand
 from .. import recipes
 from ..compiled import Way, WgradHandle, can_compile, weights_wanted
-from ..delayed_scaling import ScaledModule
+from ..scaling.delayed_scaling import ScaledModule
 from ..te_arguments import drop_extra_state
 from ..wgrad_queue import WgradQueue
 from .compiled_linear import compiled_linear

@@ -17,8 +17,8 @@ from ...ddp.contract.target import Place
 from ...ddp.torch_internals import current_backward, delivers_to_all
 from ...kernels.quantized import Quantized, lacking, quantize_both, restored, scaled_product
 from ...kernels.wgrad import wgrad_product
-from ..product_scaling import ProductScaling
 from ..recipes import Operand, Recipe
+from ..scaling.product_scaling import ProductScaling
 from ..torch_internals import watch_prehooks
 from .fused_linear import LinearUse, cast, dtype_of_products, refuse_split_backward, rows_of
 

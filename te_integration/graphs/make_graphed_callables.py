@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...ddp.collectives.streams import is_capturing
 from ...ddp.graphs.capture import GraphPool
-from ..delayed_scaling import refused
 from ..pipeline.order import Kind, Schedule, parse_order
+from ..scaling.delayed_scaling import refused
 from .callable import GraphedCallable
 from .captured_order import Place
 from .layer_graphs import CaptureState, LayerGraphs

@@ -25,7 +25,7 @@ FAULTS = [
         tests=[f"{GIVEN_UP}::test_what_trains_nothing_leaves_no_amax[ddp]"],
         changes=[
             Change(
-                "maingrad.te_integration.amax_history",
+                "maingrad.te_integration.scaling.amax_history",
                 "AmaxRow.is_in",
                 "return self.backward != NO_BACKWARD and (self.backward in trained or self.outer in trained)",
                 "return True",
@@ -51,20 +51,26 @@ FAULTS = [
         sentence="A scaler's step that the device skips leaves its amaxes in the history.",
         tests=[f"{GIVEN_UP}::test_a_scaler_that_skips_a_step_skips_its_amaxes[zero1]"],
         changes=[
-            Change("maingrad.te_integration.delayed_scaling", "_Watcher.stepped", "roll.undo(found_inf)", "pass"),
+            Change(
+                "maingrad.te_integration.scaling.delayed_scaling", "_Watcher.stepped", "roll.undo(found_inf)", "pass"
+            ),
         ],
     ),
     Fault(
         "53f-a-step-that-does-not-come-counts",
         sentence="A step that the host skips leaves its amaxes in the history.",
         tests=[f"{GIVEN_UP}::test_a_scaler_that_skips_a_step_skips_its_amaxes[stock]"],
-        changes=[Change("maingrad.te_integration.delayed_scaling", "_Watcher.discarded", "roll.undo()", "pass")],
+        changes=[
+            Change("maingrad.te_integration.scaling.delayed_scaling", "_Watcher.discarded", "roll.undo()", "pass")
+        ],
     ),
     Fault(
         "53g-a-skipped-step-without-a-wrapper-counts",
         sentence="Without a wrapper, a step that the host skips leaves its amaxes in the history.",
         tests=[f"{GIVEN_UP}::test_a_scaler_without_a_wrapper[False]"],
-        changes=[Change("maingrad.te_integration.lone_modules", "_watch_optimizers", "_drop(use, history)", "pass")],
+        changes=[
+            Change("maingrad.te_integration.scaling.lone_modules", "_watch_optimizers", "_drop(use, history)", "pass")
+        ],
     ),
     Fault(
         "53h-a-frozen-first-layer-has-no-amax",
@@ -72,7 +78,7 @@ FAULTS = [
         tests=[f"{GIVEN_UP}::test_frozen_layers_of_a_model_that_trains[ddp]"],
         changes=[
             Change(
-                "maingrad.te_integration.amax_history",
+                "maingrad.te_integration.scaling.amax_history",
                 "select",
                 "return found.union(alike) if trained else found",
                 "return found",
@@ -85,7 +91,7 @@ FAULTS = [
         tests=[f"{GIVEN_UP}::test_each_backward_of_a_forward_has_its_gradient[ddp]"],
         changes=[
             Change(
-                "maingrad.te_integration.product_scaling",
+                "maingrad.te_integration.scaling.product_scaling",
                 "ProductScaling.enter_backward",
                 "if row.backward not in (NO_BACKWARD, task):",
                 "if False:",
@@ -98,7 +104,7 @@ FAULTS = [
         tests=[f"{OWN}::test_kept_weights_of_one_do_not_serve_the_other[plain]", f"{OWN}::test_compiled_code"],
         changes=[
             Change(
-                "maingrad.te_integration.recipe_identity",
+                "maingrad.ddp.graphs.compared_by_state",
                 "ComparedByState.__eq__",
                 "self.seal() == other.seal()",
                 "vars(self).get('emulate') == vars(other).get('emulate')",
@@ -111,7 +117,7 @@ FAULTS = [
         tests=[f"{OWN}::test_kept_weights_of_one_do_not_serve_the_other[decorated]"],
         changes=[
             Change(
-                "maingrad.te_integration.recipe_identity",
+                "maingrad.ddp.graphs.compared_by_state",
                 "_state_of",
                 "if name not in _CACHES}",
                 "if name not in _CACHES and getattr(type(recipe).__dataclass_fields__.get(name), 'compare', True)}",
@@ -143,7 +149,7 @@ FAULTS = [
         tests=[f"{OWN}::test_a_recipe_that_was_used_stays_as_it_is"],
         changes=[
             Change(
-                "maingrad.te_integration.recipe_identity",
+                "maingrad.ddp.graphs.compared_by_state",
                 "ComparedByState.__setattr__",
                 "if _STATE in self.__dict__:",
                 "if False:",

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ddp.buckets.iteration_ends import forward_number
-from ..ddp.torch_internals import NO_BACKWARD, call_when_backward_ends, current_backward
-from .recipes import DelayedScaling
+from ...ddp.buckets.iteration_ends import forward_number
+from ...ddp.torch_internals import NO_BACKWARD, call_when_backward_ends, current_backward
+from ..recipes import DelayedScaling
 
 __all__ = ["NONE_YET", "OPERANDS", "AmaxRow", "Roll", "commit", "commit_after_backward", "select"]
 

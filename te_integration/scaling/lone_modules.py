@@ -49,7 +49,7 @@ def _watch_optimizers() -> None:
 
     # torch has no hooks for these.
     Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign]
+    torch.amp.GradScaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign, assignment]
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ddp.buckets.iteration_ends import IterationWatcher, watch_iterations
-from ..ddp.collectives.streams import is_capturing
-from ..ddp.plan.parallel_marks import is_marked_expert
-from ..ddp.torch_internals import checkpointed_regions, current_backward
+from ...ddp.buckets.iteration_ends import IterationWatcher, watch_iterations
+from ...ddp.collectives.streams import is_capturing
+from ...ddp.plan.parallel_marks import is_marked_expert
+from ...ddp.torch_internals import checkpointed_regions, current_backward
+from ..recipes import DelayedScaling, amax_group_now
 from .amax_history import NONE_YET, OPERANDS, Roll, commit, select
 from .lone_modules import watch_steps
 from .product_scaling import ProductScaling, ScalingUse
-from .recipes import DelayedScaling, amax_group_now
 
 __all__ = ["ScaledModule", "refused", "update_scales"]
 

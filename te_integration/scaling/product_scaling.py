@@ -6,11 +6,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ddp.buckets.iteration_ends import is_in_wrapper, num_changes, was_trained_in
-from ..ddp.torch_internals import NO_BACKWARD, current_backward
-from ..kernels.quantized import QuantSpec
+from ...ddp.buckets.iteration_ends import is_in_wrapper, num_changes, was_trained_in
+from ...ddp.torch_internals import NO_BACKWARD, current_backward
+from ...kernels.quantized import QuantSpec
+from ..recipes import DelayedScaling, Operand, amax_group_now
 from .amax_history import OPERANDS, AmaxRow, commit, commit_after_backward
-from .recipes import DelayedScaling, Operand, amax_group_now
 
 __all__ = ["ProductScaling", "ScalingUse"]
 
